@@ -1,0 +1,123 @@
+"""The attention function the engine's forwards run through, registered with transformers' `AttentionInterface`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_paged.attention_metadata import AttentionMetadata
+from hf_paged.kernels import reference
+
+NAME_PREFIX = "hf_paged_"
+METADATA_KWARG = "paged_attention_metadata"
+KV_CACHE_KWARG = "paged_kv_cache"
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _make_paged_attention(base_name: str) -> AttentionFunction:
+    """Paged attention for forwards that carry step metadata; the implementation `base_name` for all others."""
+
+    def paged_attention_forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        metadata: AttentionMetadata | None = kwargs.pop(METADATA_KWARG, None)
+        kv_cache: Tensor | None = kwargs.pop(KV_CACHE_KWARG, None)
+        if metadata is None or kv_cache is None:
+            for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
+                if given is not None:
+                    kwargs[name] = given
+            function = _base_attention(base_name, module)
+            return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        for name in ("position_bias", "block_indices"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"paged attention has no {name}; {type(module).__name__} needs it")
+        layer = module.layer_idx
+        if not isinstance(layer, int):
+            raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
+        # [1, heads, T, head_dim] to [T, heads, head_dim]
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        reference.reshape_and_cache(key, value, kv_cache, layer, metadata.slot_mapping)
+        output = reference.paged_attention(
+            query,
+            kv_cache,
+            layer,
+            metadata,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        return output[None], None
+
+    return paged_attention_forward
+
+
+def _base_attention(base_name: str, module: nn.Module) -> AttentionFunction:
+    if base_name == "eager":
+        # Every model file has an eager function of its own; it is not in the registry.
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[base_name]
+
+
+def paged_name(base_name: str) -> str:
+    """Registered name of the paged attention that falls back to `base_name`, registering it if need be.
+
+    transformers treats every name with "flash" in it as Flash Attention, so the name says "fa" instead.
+    """
+    name = NAME_PREFIX + base_name.replace("flash", "fa")
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(name, _make_paged_attention(base_name))
+        # Without a mask function of that name every mask would silently become None.
+        if base_name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base_name])
+    return name
+
+
+def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """The distinct configs that the model's attention modules read their implementation from."""
+    configs = {id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)}
+    return list(configs.values())
+
+
+@contextmanager
+def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+    """Within it the model's layers call paged attention. The engine enters it around its own forwards only.
+
+    Outside, the config names the implementation the user chose. Should another thread run the model meanwhile, it finds
+    no step metadata and gets exactly that implementation.
+    """
+    before = [(config, config._attn_implementation) for config in configs]
+    try:
+        for config, base_name in before:
+            config._attn_implementation_internal = paged_name(base_name or "eager")
+        yield
+    finally:
+        for config, base_name in before:
+            config._attn_implementation_internal = base_name
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """What a paged forward passes as `attention_mask`.
+
+    The mask builders of transformers return a 4-D mask as it is, so none is built, and paged attention reads none.
+    """
+    return torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -1,0 +1,177 @@
+"""What every attention layer of one step needs to know about the flat batch, computed once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class GatherView:
+    """The keys one group of sequences attends to, for one attention kind (full, or a window of one width).
+
+    Attributes:
+        block_table: `[G, N]` int64, physical blocks to gather; past a sequence's end, the null block.
+        mask: `[G, 1, Q, N * block_size]` additive, 0 where a query may attend and -inf elsewhere.
+        distance: `[G, 1, Q, N * block_size]` query position minus key position, for ALiBi.
+    """
+
+    block_table: Tensor
+    mask: Tensor
+    distance: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class AttentionGroup:
+    """Sequences of similar query and context length, padded to each other inside the attention only.
+
+    Attributes:
+        token_index: `[G, Q]` int64, rows of the flat batch; short queries repeat their last token.
+        is_real: `[G, Q]` bool, False at those repeats; `None` when there are none.
+        block_table: `[G, N]` int64.
+        query_positions: `[G, Q]` int64, index of each query token in its sequence.
+        seq_lens: `[G]` int64, tokens of each sequence including this step's.
+    """
+
+    token_index: Tensor
+    is_real: Tensor | None
+    block_table: Tensor
+    query_positions: Tensor
+    seq_lens: Tensor
+    _views: dict[tuple[int | None, torch.dtype], GatherView] = field(default_factory=dict)
+
+    def view(self, window: int | None, block_size: int, null_block: int, dtype: torch.dtype) -> GatherView:
+        """The gather of a layer with this `window` (`None`: full attention), built at the first layer that asks."""
+        key = (window, dtype)
+        if key not in self._views:
+            self._views[key] = self._build_view(window, block_size, null_block, dtype)
+        return self._views[key]
+
+    def _build_view(self, window: int | None, block_size: int, null_block: int, dtype: torch.dtype) -> GatherView:
+        table, start = self.block_table, torch.zeros_like(self.seq_lens)
+        if window is not None:
+            # Blocks wholly behind the window of the first query are not gathered.
+            start = (self.query_positions[:, 0] - (window - 1)).clamp_min(0) // block_size
+            num_blocks = (self.seq_lens + block_size - 1) // block_size - start
+            width = int(num_blocks.max())  # one host read per attention kind and step, it sizes the gather
+            columns = start[:, None] + torch.arange(width, device=table.device)
+            inside = columns < table.shape[1]
+            table = table.gather(1, columns.clamp_max(table.shape[1] - 1)).masked_fill(~inside, null_block)
+        key_positions = start[:, None] * block_size + torch.arange(table.shape[1] * block_size, device=table.device)
+        distance = self.query_positions[:, :, None] - key_positions[:, None, :]  # [G, Q, S]
+        hidden = distance < 0  # the last query's position is the last token's, so this hides the padding too
+        if window is not None:
+            hidden |= distance >= window
+        mask = torch.zeros(distance.shape, dtype=dtype, device=table.device).masked_fill_(hidden, float("-inf"))
+        return GatherView(table, mask[:, None], distance[:, None])
+
+
+@dataclass(slots=True, eq=False)
+class AttentionMetadata:
+    """One step's flat batch: `T` tokens of `S` sequences, sequence after sequence.
+
+    Attributes:
+        slot_mapping: `[T]` int64, where each token's key and value go: `block * block_size + offset`; below 0 is
+            padding and is not written.
+        block_tables: `[S, N]` int64, padded with the null block.
+        seq_lens: `[S]` int64, tokens of each sequence including this step's.
+        query_start_loc: `[S + 1]` int64, first token of each sequence in the flat batch.
+        block_size: Tokens in a block.
+        null_block: Index of a block of zeros that no sequence owns.
+        groups: The sequences grouped for the padded attention of the torch backend.
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    block_size: int
+    null_block: int
+    groups: list[AttentionGroup]
+
+    @classmethod
+    def build(
+        cls,
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_size: int,
+        null_block: int,
+        device: torch.device,
+    ) -> AttentionMetadata:
+        """Metadata of a step.
+
+        Args:
+            block_tables: Physical blocks of each sequence, enough for `seq_lens`.
+            query_lens: New tokens of each sequence in this step, at least 1.
+            seq_lens: Tokens of each sequence including the new ones.
+            block_size: Tokens in a block.
+            null_block: Block index used as padding.
+            device: Where the model runs.
+        """
+        q_lens = np.asarray(query_lens, dtype=np.int64)
+        kv_lens = np.asarray(seq_lens, dtype=np.int64)
+        num_blocks = -(-kv_lens // block_size)
+        tables = np.full((len(q_lens), int(num_blocks.max())), null_block, dtype=np.int64)
+        # Python lists become one array a step; the lists themselves are the manager's, which knows no numpy.
+        for row, table in enumerate(block_tables):
+            tables[row, : num_blocks[row]] = table[: num_blocks[row]]
+        start_loc = np.concatenate(([0], np.cumsum(q_lens)))
+        row_of_token = np.repeat(np.arange(len(q_lens)), q_lens)
+        offset_in_query = np.arange(start_loc[-1]) - start_loc[row_of_token]
+        positions = (kv_lens - q_lens)[row_of_token] + offset_in_query
+        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+
+        groups = [
+            _group(rows, tables, q_lens, kv_lens, num_blocks, start_loc, device)
+            for rows in _bucket(q_lens, num_blocks)
+        ]
+
+        def to_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return cls(
+            slot_mapping=to_device(slots),
+            block_tables=to_device(tables),
+            seq_lens=to_device(kv_lens),
+            query_start_loc=to_device(start_loc),
+            block_size=block_size,
+            null_block=null_block,
+            groups=groups,
+        )
+
+
+def _bucket(query_lens: np.ndarray, num_blocks: np.ndarray) -> list[np.ndarray]:
+    """Rows grouped by the powers of two above their query length and block count: padding costs at most a factor."""
+    key = np.ceil(np.log2(query_lens)).astype(np.int64) * 64 + np.ceil(np.log2(num_blocks)).astype(np.int64)
+    return [np.nonzero(key == value)[0] for value in np.unique(key)]
+
+
+def _group(
+    rows: np.ndarray,
+    tables: np.ndarray,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    num_blocks: np.ndarray,
+    start_loc: np.ndarray,
+    device: torch.device,
+) -> AttentionGroup:
+    q_lens = query_lens[rows]
+    columns = np.arange(q_lens.max())
+    clamped = np.minimum(columns, q_lens[:, None] - 1)  # [G, Q]
+    is_real = columns < q_lens[:, None]
+
+    def to_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return AttentionGroup(
+        token_index=to_device(start_loc[rows][:, None] + clamped),
+        is_real=None if is_real.all() else to_device(is_real),
+        block_table=to_device(np.ascontiguousarray(tables[rows, : num_blocks[rows].max()])),
+        query_positions=to_device((seq_lens[rows] - q_lens)[:, None] + clamped),
+        seq_lens=to_device(seq_lens[rows]),
+    )

@@ -1,0 +1,148 @@
+"""`PagedConfig`: every setting of the paged cache, validated when it is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+ENV_PREFIX = "HF_PAGED_"
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "preemption": ("auto", "recompute", "swap"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
+    "attention_backend": ("auto", "triton", "torch"),
+}
+_POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
+
+# Settings of the published contract whose feature does not exist yet: asking for one raises instead of being ignored.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "preemption": ("swap",),
+    "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2"),
+    "attention_backend": ("triton",),
+    "cuda_graphs": (True,),
+}
+_NOT_BUILT_UNLESS_NONE = ("max_waiting", "swap_space_gib")
+
+
+@dataclass(frozen=True, slots=True)
+class PagedConfig:
+    """Settings of a patched model. Immutable; any bad value raises `ValueError` naming the field and the value.
+
+    Every field can also be given as an environment variable, `HF_PAGED_` + its name in capitals (for example
+    `HF_PAGED_BLOCK_SIZE=32`): it replaces the default, and an argument given in code wins over it.
+
+    Attributes:
+        block_size: Tokens in one KV block.
+        num_blocks: Blocks in the pool. `None`: as many as fit into `memory_fraction` of the memory that is free at
+            first use, and never more than `max_num_seqs` sequences of the model's full context could fill.
+        memory_fraction: Share of the free memory (of the model's device) that `num_blocks=None` may take. Modest by
+            default, since the pool lives inside somebody's process. On CPU the pages are only touched when used.
+        max_num_seqs: Sequences in one model step at most.
+        max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
+        max_waiting: Requests that may wait in the queue; `None`: no limit.
+        enable_prefix_caching: Reuse the full KV blocks of equal token prefixes, within a call and between calls.
+        preemption: What happens to the KV of a preempted sequence: `"recompute"` drops it and computes it again,
+            `"swap"` moves it to CPU memory, `"auto"` chooses.
+        swap_space_gib: CPU memory for swapped blocks, in GiB.
+        kv_cache_dtype: Element type of the pool; `"auto"` is the model's own.
+        attention_backend: `"torch"` (plain torch, vectorised), `"triton"`, or `"auto"`.
+        cuda_graphs: Capture decode steps in CUDA graphs; `None`: where they exist.
+        strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float = 0.25
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_waiting: int | None = None
+    enable_prefix_caching: bool = True
+    preemption: str = "auto"
+    swap_space_gib: float | None = None
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
+    cuda_graphs: bool | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            optional = name in ("num_blocks", "max_waiting")
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
+        for name in ("enable_prefix_caching", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.cuda_graphs not in (None, True, False):
+            raise ValueError(f"cuda_graphs must be True, False or None, got {self.cuda_graphs!r}")
+        if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}")
+        if self.swap_space_gib is not None and (not _is_number(self.swap_space_gib) or self.swap_space_gib < 0):
+            raise ValueError(f"swap_space_gib must be None or a size in GiB of at least 0, got {self.swap_space_gib!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name, values in _NOT_BUILT.items():
+            if any(getattr(self, name) is value or getattr(self, name) == value for value in values):
+                built = [choice for choice in _CHOICES.get(name, ("False", "None")) if choice not in values]
+                raise ValueError(f"{name}={getattr(self, name)!r} is not built yet; available: {', '.join(built)}")
+        for name in _NOT_BUILT_UNLESS_NONE:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)!r}: this setting is not built yet; leave it None")
+
+    @classmethod
+    def from_settings(cls, config: PagedConfig | None = None, **settings: Any) -> PagedConfig:
+        """The config of `patch(model, config=..., **settings)`.
+
+        Args:
+            config: A finished config; excludes `settings`.
+            **settings: Field values; the fields not given come from the environment, then from the defaults.
+
+        Raises:
+            ValueError: Unknown field, bad value (given or from the environment), or both forms used at once.
+        """
+        if config is not None:
+            if settings:
+                given = ", ".join(sorted(settings))
+                raise ValueError(f"pass either config=PagedConfig(...) or single settings, not both (got {given})")
+            if not isinstance(config, cls):
+                raise ValueError(f"config must be a PagedConfig, got {type(config).__name__}")
+            return config
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(settings) - set(names))
+        if unknown:
+            raise ValueError(f"unknown setting {', '.join(unknown)}; PagedConfig has: {', '.join(names)}")
+        return replace(cls(), **(_from_environment(os.environ) | settings))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Field values named by `HF_PAGED_*` variables; `ValueError` for one that does not parse."""
+    settings: dict[str, Any] = {}
+    for field in fields(PagedConfig):
+        variable = ENV_PREFIX + field.name.upper()
+        text = environ.get(variable)
+        if text is None:
+            continue
+        annotation = str(field.type)
+        try:
+            if text.lower() == "none" and "None" in annotation:
+                settings[field.name] = None
+            elif "bool" in annotation:
+                settings[field.name] = {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+            elif "int" in annotation:
+                settings[field.name] = int(text)
+            elif "float" in annotation:
+                settings[field.name] = float(text)
+            else:
+                settings[field.name] = text
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"environment variable {variable}={text!r} is not a valid {annotation}") from error
+    return settings

@@ -1,0 +1,700 @@
+"""`Engine`: owns the pool of a patched model and runs every forward that goes through a `PagedCache`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
+
+from hf_paged.block_manager import BlockManager
+from hf_paged.cache import PagedCache
+from hf_paged.config import PagedConfig
+from hf_paged.errors import OutOfBlocksError
+from hf_paged.kernels import reference
+from hf_paged.kv_cache import KVCache, num_blocks_for_memory
+from hf_paged.metrics import EngineStats
+from hf_paged.model_state import ModelState
+from hf_paged.runner import ModelRunner, TokenInputs, kv_geometry
+from hf_paged.scheduler import Scheduler
+from hf_paged.sequence import Sequence
+
+
+@dataclass(slots=True)
+class ForwardCall:
+    """One `model(...)` call over a `PagedCache`, in the caller's padded shape.
+
+    Attributes:
+        input_ids: `[B, q]`, or `None`.
+        inputs_embeds: `[B, q, hidden_size]`, or `None`.
+        attention_mask: `[B, columns so far + q]`, 0 at padding; `None`: no padding. A mask of another form rules out the
+            flat batch.
+        position_ids: `[B or 1, q]`, or `None`.
+        logits_to_keep: As in transformers: the last so many columns (0: all), or a tensor of column indices.
+        others: Every other argument that was given. Any of them rules out the flat batch.
+    """
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    attention_mask: Any
+    position_ids: Tensor | None
+    logits_to_keep: int | Tensor
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Tensor:
+        """`input_ids` or `inputs_embeds`, whichever was given."""
+        if (self.input_ids is None) == (self.inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
+        assert tokens is not None
+        return tokens
+
+    def select(self, rows: Any) -> ForwardCall:
+        """The call for some rows of the batch (an index or a slice); tensors of one row serve all rows."""
+        batch = self.tokens.shape[0]
+
+        def pick(value: Any) -> Any:
+            return value[rows] if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == batch else value
+
+        return ForwardCall(
+            pick(self.input_ids),
+            pick(self.inputs_embeds),
+            pick(self.attention_mask),
+            pick(self.position_ids),
+            self.logits_to_keep,
+            {name: pick(value) for name, value in self.others.items()},
+        )
+
+    def repeats_rows(self, fan_out: int) -> bool:
+        """Whether the batch is runs of `fan_out` equal rows."""
+        for value in (self.tokens, self.attention_mask, self.position_ids, *self.others.values()):
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == self.tokens.shape[0]:
+                if value.shape[0] % fan_out:
+                    return False
+                runs = value.unflatten(0, (-1, fan_out))
+                if not bool((runs == runs[:, :1]).all()):  # a host read, at most one a forward of a fresh cache
+                    return False
+        return True
+
+
+class Engine:
+    """The paged side of one patched model: `model.paged`.
+
+    All state is behind one lock. Forwards of several threads run one after another; user code (processors, criteria,
+    streamers) never runs under the lock.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: PagedConfig,
+        forward: Callable[..., Any],
+        runs_flat: bool,
+        rows_independent: bool,
+    ) -> None:
+        """
+        Args:
+            model: The model; held weakly.
+            config: The settings.
+            forward: The forward function of the model's class before patching, unbound.
+            runs_flat: Whether the model's attention can run over the flat batch. If not, it gets gathered keys.
+            rows_independent: Whether a row's result never depends on the rows beside it.
+        """
+        self.config = config
+        self.runs_flat = runs_flat
+        self.rows_independent = rows_independent
+        self._runner = ModelRunner(model, forward, model._supports_logits_to_keep())
+        self._geometry = kv_geometry(model.config, model.dtype)
+        self._max_context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192
+        self._model_state = ModelState(model)
+        self._lock = threading.RLock()
+        self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
+        self._sequence_count = 0
+        self._num_steps = 0
+        self._num_prefill_tokens = 0
+        self._num_generated_tokens = 0
+        self._peak = (0, 0, 0)  # blocks in use, tokens stored, slots allocated
+        self._manager: BlockManager | None = None
+        self._scheduler: Scheduler | None = None
+        self._kv_cache: KVCache | None = None
+
+    # The pool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that store keys and values."""
+        return self._geometry.num_layers
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        return self._geometry.bytes_per_block(self.config.block_size)
+
+    @property
+    def manager(self) -> BlockManager:
+        """The block tables, made at first use with the pool's size."""
+        with self._lock:
+            if self._manager is None:
+                num_blocks = self.config.num_blocks or num_blocks_for_memory(
+                    self._geometry,
+                    self.config.block_size,
+                    self.config.memory_fraction,
+                    self.config.max_num_seqs * self._max_context,
+                    self._runner.model.device,
+                )
+                self._manager = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+                self._scheduler = Scheduler(
+                    self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs
+                )
+            return self._manager
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler over `manager`."""
+        with self._lock:
+            assert self.manager is not None
+            assert self._scheduler is not None
+            return self._scheduler
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The pool tensor, allocated at first use."""
+        with self._lock:
+            if self._kv_cache is None:
+                num_blocks, device = self.manager.pool.num_blocks, self._runner.model.device
+                self._kv_cache = KVCache(self._geometry, num_blocks, self.config.block_size, device)
+            return self._kv_cache
+
+    def check_fits(self, num_tokens: int, prompt_tokens: int) -> None:
+        """Refuses a sequence that could never fit the empty pool.
+
+        Args:
+            num_tokens: Tokens whose keys and values it would hold at its longest.
+            prompt_tokens: How many of them are the prompt.
+
+        Raises:
+            ValueError: With both sizes, and the setting that would help.
+        """
+        manager = self.manager
+        needed = -(-num_tokens // manager.block_size)
+        if needed > manager.pool.num_blocks:
+            raise ValueError(
+                f"a prompt of {prompt_tokens} tokens and up to {max(num_tokens + 1 - prompt_tokens, 0)} new ones needs "
+                f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: patch with "
+                f"num_blocks={needed} or more, or lower max_new_tokens"
+            )
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets the contents kept for prefix hits; returns how many blocks that were. Sequences keep theirs.
+
+        Needed after weights were written through `.data`, which leaves no trace; other changes are noticed.
+        """
+        with self._lock:
+            return self.manager.reset_prefix_cache() if self._manager is not None else 0
+
+    def release(self) -> None:
+        """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
+
+        Raises:
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+        """
+        with self._lock:
+            self._collect_abandoned()
+            if self._manager is None or self._kv_cache is None:
+                return
+            lost = self.scheduler.preempt_all()
+            if lost:
+                raise ValueError(
+                    f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
+                    "reset() or drop those caches first"
+                )
+            self._manager.reset_prefix_cache()
+            self._kv_cache = None
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the gauges and counters."""
+        with self._lock:
+            self._collect_abandoned()
+            if self._manager is None:
+                return EngineStats()
+            manager, pool = self._manager, self._manager.pool
+            self._record_peak()
+            return EngineStats(
+                num_blocks=pool.num_blocks,
+                num_free_blocks=pool.num_free,
+                num_running=self.scheduler.num_resident,
+                num_preemptions=self.scheduler.num_preemptions,
+                num_cow_copies=manager.num_cow_copies,
+                prefix_cache_hit_tokens=manager.prefix_hit_tokens,
+                prefix_cache_query_tokens=manager.prefix_query_tokens,
+                peak_blocks_in_use=pool.peak_in_use,
+                kv_tokens_stored=manager.num_stored_tokens,
+                kv_slots_allocated=manager.num_allocated_slots,
+                peak_kv_tokens_stored=self._peak[1],
+                peak_kv_slots_allocated=self._peak[2],
+                num_steps=self._num_steps,
+                num_prefill_tokens=self._num_prefill_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+            )
+
+    def count_generated(self, num_tokens: int) -> None:
+        """Books tokens that a `generate()` call handed out."""
+        with self._lock:
+            self._num_generated_tokens += num_tokens
+
+    def check_invariants(self) -> None:
+        """Asserts the pool's and the tables' invariants. Raises `AssertionError`."""
+        with self._lock:
+            self._collect_abandoned()
+            if self._manager is not None:
+                self._manager.check_invariants()
+
+    # What a PagedCache asks for (cache.SequenceStore)
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence with an empty block table."""
+        with self._lock:
+            self._sequence_count += 1
+            self.manager.add(self._sequence_count)
+            return Sequence(self._sequence_count)
+
+    def fork_sequence(self, sequence: Sequence) -> Sequence:
+        """A sequence equal to this one that shares all its blocks."""
+        with self._lock:
+            self._sequence_count += 1
+            self.manager.fork(sequence.seq_id, self._sequence_count)
+            child = Sequence(
+                self._sequence_count,
+                None if sequence.token_ids is None else sequence.token_ids.copy(),
+                sequence.num_tokens,
+                sequence.num_computed_tokens,
+                sequence.position_offset,
+                sequence.extra_key,
+            )
+            if child.num_computed_tokens:
+                self.scheduler.remember(child)
+            return child
+
+    def free_sequences(self, sequences: Iterable[Sequence]) -> None:
+        """Ends sequences and releases their blocks."""
+        with self._lock:
+            for sequence in sequences:
+                self.scheduler.forget(sequence)
+                self.manager.free(sequence.seq_id)
+
+    def abandon_sequences(self, sequences: Iterable[Sequence]) -> None:
+        """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
+        self._abandoned.extend(sequences)
+
+    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cuts a sequence to its first `num_tokens` tokens."""
+        with self._lock:
+            if sequence.token_ids is not None:
+                del sequence.token_ids[num_tokens:]
+            sequence.num_tokens = num_tokens
+            if sequence.num_computed_tokens > num_tokens:
+                sequence.num_computed_tokens = num_tokens
+                self.manager.crop(sequence.seq_id, num_tokens)
+
+    def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
+        """Gives each sequence slots for tokens whose ids nobody told us.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them.
+        """
+        with self._lock:
+            manager, scheduler = self.manager, self.scheduler
+            needed = sum(manager.blocks_needed(sequence.seq_id, num_tokens) for sequence in sequences)
+            if not scheduler.make_room(needed, {sequence.seq_id for sequence in sequences}):
+                raise self._out_of_blocks(OutOfBlocksError(needed, manager.pool.num_free))
+            held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
+            copies = manager.append([(sequence.seq_id, num_tokens) for sequence in sequences])
+            self.kv_cache.copy_blocks(copies)
+            self.kv_cache.zero_blocks(
+                [
+                    block
+                    for sequence, count in zip(sequences, held, strict=True)
+                    for block in manager.block_table(sequence.seq_id)[count:]
+                ]
+            )
+            for sequence in sequences:
+                sequence.token_ids = None
+                sequence.num_tokens += num_tokens
+                sequence.num_computed_tokens += num_tokens
+                scheduler.remember(sequence)
+            self._record_peak()
+
+    def write_tokens(
+        self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
+    ) -> None:
+        """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer as tokens `start[i]`... of each sequence."""
+        with self._lock:
+            length = key.shape[2]
+            slots = np.stack(
+                [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
+            )
+            kv_cache = self.kv_cache.tensor
+            reference.reshape_and_cache(
+                key.detach().transpose(1, 2).flatten(0, 1),
+                value.detach().transpose(1, 2).flatten(0, 1),
+                kv_cache,
+                layer,
+                torch.from_numpy(slots.reshape(-1)).to(kv_cache.device),
+            )
+
+    def read_tokens(
+        self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
+        with self._lock:
+            slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
+            for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
+                if sequence is not None:
+                    if sequence.num_computed_tokens < sequence.num_tokens:
+                        self._recompute([sequence])
+                    slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
+            kv_cache = self.kv_cache.tensor
+            return reference.gather_slots(kv_cache, layer, torch.from_numpy(slots).to(kv_cache.device))
+
+    def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
+        table = np.asarray(self.manager.block_table(sequence.seq_id), dtype=np.int64)
+        block_size = self.config.block_size
+        return table[token_index // block_size] * block_size + token_index % block_size
+
+    # Forwards
+
+    @torch.no_grad()
+    def forward(self, cache: PagedCache, call: ForwardCall) -> ModelOutput:
+        """Runs one forward of the patched model over a cache of its pool.
+
+        Args:
+            cache: Grows by the call's columns.
+            call: The arguments.
+
+        Returns:
+            What the model's own forward would, in the caller's shape. The logits of finished (retired) rows are zeros.
+
+        Raises:
+            ValueError: The cache belongs to another model, the batch size changed, or the tokens could never fit.
+            OutOfBlocksError: The pool is held by sequences that can't be preempted.
+        """
+        with self._lock:
+            self._collect_abandoned()
+            if cache.store is not self:
+                raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
+            batch, length = call.tokens.shape[:2]
+            if length == 0:
+                raise ValueError("the input is empty: give at least one token")
+            if cache.fan_out > 1 and not call.repeats_rows(cache.fan_out):
+                cache.split_fan_out()
+            fan_out = cache.fan_out
+            if not cache.sequences:
+                cache.open_rows(batch // fan_out)
+            if cache.batch_size != batch:
+                raise ValueError(f"got {batch} rows for a PagedCache of {cache.batch_size} rows")
+            call = call.select(slice(None, None, fan_out)) if fan_out > 1 else call
+            active = [row for row, sequence in enumerate(cache.sequences) if sequence is not None]
+            is_partial = len(active) < len(cache.sequences)
+            call = call.select(active) if is_partial else call
+            width = cache.get_seq_length()
+            before = [_Mark.of(sequence) for sequence in cache.sequences if sequence is not None]
+            try:
+                padding = self._flat_padding(cache, call, active)
+                if padding is None:
+                    output = self._forward_gathered(cache, call, active if is_partial else None)
+                else:
+                    output = self._forward_flat(cache, call, active, padding)
+            except BaseException:
+                for mark in before:
+                    mark.restore(self)
+                if width == 0:
+                    self.free_sequences(sequence for sequence in cache.sequences if sequence is not None)
+                cache.rewind(width)
+                raise
+            output = _per_row(output, active, len(cache.sequences)) if is_partial else output
+            if fan_out > 1:
+                output = _map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
+            output["past_key_values"] = cache
+            return output
+
+    def _flat_padding(self, cache: PagedCache, call: ForwardCall, active: list[int]) -> list[int] | None:
+        """Left padding of each active row if the call can run as a flat batch, else `None`."""
+        if not self.runs_flat or cache.is_opaque or call.others:
+            return None
+        length = call.tokens.shape[1]
+        width = cache.get_seq_length()
+        if call.position_ids is not None and call.position_ids.shape[1:] != (length,):
+            return None
+        padding = [cache.padding[row] for row in active]
+        mask = call.attention_mask
+        if mask is None:
+            return padding
+        if mask.ndim != 2 or mask.shape != (len(active), width + length):
+            return None
+        hidden = mask == 0
+        # Host reads of the mask: one a forward that brings a mask at all.
+        given = hidden.sum(dim=1).tolist()
+        if not any(given):
+            return padding if not any(padding) else None
+        leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
+        if leading != given or call.position_ids is None or (width > 0 and given != padding):
+            return None
+        if width == 0:
+            last_only = isinstance(call.logits_to_keep, int) and 0 < call.logits_to_keep <= length - max(given)
+            if not last_only:
+                return None
+            for row, pad in zip(active, given, strict=True):
+                cache.padding[row] = pad
+        return given
+
+    def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
+        """The model's own padded forward; `cache.update` stores and gathers."""
+        self._recompute([sequence for sequence in cache.sequences if sequence is not None])
+        others = {name: value for name, value in call.others.items() if name != "return_dict"}
+        arguments = {
+            "input_ids": call.input_ids,
+            "inputs_embeds": call.inputs_embeds,
+            "attention_mask": call.attention_mask,
+            "position_ids": call.position_ids,
+        }
+        if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
+            arguments["logits_to_keep"] = call.logits_to_keep
+        cache.select_active(active)
+        output: ModelOutput = self._runner.run_unpatched(
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **{name: value for name, value in arguments.items() if value is not None},
+            **others,
+        )
+        cache.select_active(None)
+        self._num_steps += 1
+        return output
+
+    def _forward_flat(
+        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
+    ) -> CausalLMOutputWithPast:
+        """The call's real tokens as one flat batch (or several, if the token budget or the pool is smaller)."""
+        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
+        length = call.tokens.shape[1]
+        device = call.tokens.device
+        width = cache.get_seq_length()
+        self._extend(cache, call, sequences, padding, width)
+        longest = max(sequence.num_tokens for sequence in sequences)
+        self.check_fits(longest, longest)
+
+        positions = call.position_ids
+        if positions is None:
+            positions = torch.arange(width, width + length, device=device)[None]
+        positions = positions.expand(len(sequences), length)
+        keep = call.logits_to_keep
+        columns = np.arange(length)[(keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None))]
+        # Index of the wanted logits' tokens in their sequences: [rows, columns].
+        wanted = width + columns - np.asarray(padding, dtype=np.int64)[:, None]
+        tokens, bases = self._token_inputs(call, sequences, positions, padding, width)
+        logits = self._run_steps(sequences, tokens, bases, wanted)
+        cache.advance(length)
+        return CausalLMOutputWithPast(logits=logits)
+
+    def _extend(
+        self, cache: PagedCache, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int
+    ) -> None:
+        """Adds the call's tokens to its sequences, and notes what makes them reproducible."""
+        length = call.tokens.shape[1]
+        # Host copies of the new ids: hashing full blocks and recomputing preempted ones need them.
+        new_ids = None if call.input_ids is None else call.input_ids.tolist()
+        offsets: list[int | None] = [pad if call.position_ids is None else 0 for pad in padding]
+        if call.position_ids is not None:
+            index = torch.arange(width, width + length)
+            difference = call.position_ids.cpu() - (index - torch.tensor(padding)[:, None])
+            is_padding = index < torch.tensor(padding)[:, None]
+            last = difference[:, -1:]
+            is_uniform = ((difference == last) | is_padding).all(dim=1).tolist()
+            offsets = [o if u else None for o, u in zip(last[:, 0].tolist(), is_uniform, strict=True)]
+        # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+        is_later_step = cache.owned_by_call and width > 0
+        state = None if is_later_step else self._model_state.key()
+        for row, sequence in enumerate(sequences):
+            new = length - max(padding[row] - width, 0)
+            if sequence.num_tokens == 0:
+                sequence.position_offset = offsets[row]
+                sequence.extra_key = (*(state or ()), offsets[row])
+            elif offsets[row] != sequence.position_offset:
+                sequence.position_offset = None
+            elif state is not None and sequence.extra_key != (*state, sequence.position_offset):
+                sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
+            if sequence.token_ids is not None:
+                if new_ids is None:
+                    sequence.token_ids = None
+                else:
+                    sequence.token_ids += new_ids[row][length - new :]
+            sequence.num_tokens += new
+
+    def _token_inputs(
+        self, call: ForwardCall, sequences: list[Sequence], positions: Tensor, padding: list[int], width: int
+    ) -> tuple[TokenInputs, list[int]]:
+        """One row of tokens to draw from, and for each sequence where its token 0 would lie in that row.
+
+        The call's columns come first, as they are; behind them all tokens of each preempted sequence.
+        """
+        length = call.tokens.shape[1]
+        bases = [row * length + padding[row] - width for row in range(len(sequences))]
+        ids = None if call.input_ids is None else call.input_ids.reshape(-1)
+        embeds = None if call.inputs_embeds is None else call.inputs_embeds.flatten(0, 1)
+        row_positions = [positions.reshape(-1)]
+        row_ids = [ids] if ids is not None else []
+        end = len(sequences) * length
+        for row, sequence in enumerate(sequences):
+            old = width - padding[row]
+            if sequence.num_computed_tokens < old and sequence.token_ids is not None and ids is not None:
+                assert sequence.position_offset is not None
+                first = sequence.position_offset
+                row_ids.append(torch.tensor(sequence.token_ids, device=ids.device))
+                row_positions.append(torch.arange(first, first + sequence.num_tokens, device=ids.device))
+                bases[row] = end
+                end += sequence.num_tokens
+        return TokenInputs(torch.cat(row_ids) if row_ids else None, embeds, torch.cat(row_positions)), bases
+
+    def _recompute(self, sequences: list[Sequence]) -> None:
+        """Brings the preempted ones among these back into the pool."""
+        lost = [sequence for sequence in sequences if sequence.num_pending_tokens > 0]
+        if not lost:
+            return
+        device = self._runner.model.device
+        ids: list[int] = []
+        positions: list[int] = []
+        bases: list[int] = []
+        for sequence in lost:
+            assert sequence.token_ids is not None and sequence.position_offset is not None
+            bases.append(len(ids))
+            ids += sequence.token_ids
+            positions += range(sequence.position_offset, sequence.position_offset + sequence.num_tokens)
+        tokens = TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device))
+        self._run_steps(lost, tokens, bases, np.empty((len(lost), 0), dtype=np.int64))
+
+    def _run_steps(
+        self, sequences: list[Sequence], tokens: TokenInputs, bases: list[int], wanted: np.ndarray
+    ) -> Tensor | None:
+        """Schedules and runs steps until no sequence has pending tokens.
+
+        Args:
+            sequences: What to compute, in order of arrival.
+            tokens: Where their tokens are.
+            bases: Index in `tokens` of each sequence's token 0.
+            wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
+
+        Returns:
+            `[rows, K, vocab_size]`, or `None` if K is 0.
+        """
+        row_of = {sequence.seq_id: row for row, sequence in enumerate(sequences)}
+        num_wanted = wanted.shape[1]
+        # Tokens before the first wanted one may come from the prefix cache.
+        cacheable = wanted.min(axis=1).tolist() if num_wanted else [s.num_tokens - 1 for s in sequences]
+        output: Tensor | None = None
+        while True:
+            pending = [(s, cacheable[row_of[s.seq_id]]) for s in sequences if s.num_pending_tokens > 0]
+            if not pending:
+                return output
+            try:
+                step = self.scheduler.schedule(pending)
+            except OutOfBlocksError as error:
+                raise self._out_of_blocks(error) from None
+            ranges: list[tuple[int, int]] = []
+            logit_rows: list[np.ndarray] = []
+            targets: list[np.ndarray] = []
+            flat_start = 0
+            for chunk in step.chunks:
+                row = row_of[chunk.sequence.seq_id]
+                first = bases[row] + chunk.start
+                ranges.append((first, first + chunk.num_tokens))
+                in_chunk = np.nonzero((wanted[row] >= chunk.start) & (wanted[row] < chunk.start + chunk.num_tokens))[0]
+                logit_rows.append(flat_start + wanted[row][in_chunk] - chunk.start)
+                targets.append(row * num_wanted + in_chunk)
+                flat_start += chunk.num_tokens
+            rows = np.concatenate(logit_rows)
+            # A model that can choose rows still computes at least one.
+            logits = self._runner.run(
+                step, self.manager, self.kv_cache, tokens, ranges, rows if rows.size else np.zeros(1, dtype=np.int64)
+            )
+            self.scheduler.update(step)
+            self._num_steps += 1
+            self._num_prefill_tokens += flat_start - len(step.chunks)
+            self._record_peak()
+            if not rows.size:
+                continue
+            target = np.concatenate(targets)
+            if output is None and target.size == wanted.size and bool((target == np.arange(target.size)).all()):
+                output = logits.view(*wanted.shape, -1)  # the usual step: everything at once, in order
+                continue
+            if output is None:
+                output = logits.new_zeros(*wanted.shape, logits.shape[-1])
+            output.view(-1, logits.shape[-1])[torch.from_numpy(target).to(logits.device)] = logits
+
+    def _collect_abandoned(self) -> None:
+        while self._abandoned:
+            self.free_sequences([self._abandoned.popleft()])
+
+    def _record_peak(self) -> None:
+        manager = self.manager
+        # Tables are only walked when a step took more blocks than any before.
+        if manager.pool.num_in_use > self._peak[0]:
+            self._peak = (manager.pool.num_in_use, manager.num_stored_tokens, manager.num_allocated_slots)
+
+    def _out_of_blocks(self, error: OutOfBlocksError) -> OutOfBlocksError:
+        num_blocks = self.manager.pool.num_blocks
+        return OutOfBlocksError(
+            error.needed,
+            error.free,
+            f"{error.needed} KV blocks are needed, {error.free} of {num_blocks} are free and what holds the others can't be "
+            "computed again: drop or reset() PagedCache objects you no longer need, or patch with more num_blocks",
+        )
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A sequence's state before a forward, to go back to if the forward fails."""
+
+    sequence: Sequence
+    num_tokens: int
+    position_offset: int | None
+    is_known: bool
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> _Mark:
+        return cls(sequence, sequence.num_tokens, sequence.position_offset, sequence.token_ids is not None)
+
+    def restore(self, engine: Engine) -> None:
+        # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
+        engine.crop_sequence(self.sequence, min(self.num_tokens, self.sequence.num_tokens))
+        self.sequence.position_offset = self.position_offset
+
+
+def _map_batch(output: ModelOutput, batch: int, function: Callable[[Tensor], Tensor]) -> ModelOutput:
+    """Applies a function to every tensor of a model output whose first dimension is the batch."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value) if value.ndim > 1 and value.shape[0] == batch else value
+        return type(value)(apply(item) for item in value) if isinstance(value, tuple | list) else value
+
+    return type(output)(**{name: apply(value) for name, value in output.items() if name != "past_key_values"})
+
+
+def _per_row(output: ModelOutput, active: list[int], num_rows: int) -> ModelOutput:
+    """Puts the active rows' results at their rows; the others are zeros."""
+
+    def spread(value: Tensor) -> Tensor:
+        full = value.new_zeros(num_rows, *value.shape[1:])
+        full[torch.tensor(active, device=value.device)] = value
+        return full
+
+    return _map_batch(output, len(active), spread)

@@ -1,0 +1,354 @@
+"""What a patched model's class adds to its own: `generate()` prepares a `PagedCache`, and forwards over one go to the engine.
+
+The decoding loops stay transformers' own, so processors, criteria, streamers, beams, draws and outputs are theirs to the
+letter. Ours are the memory and the forward: a prompt is computed once for all its samples or beams, padding is never
+computed, and rows that are finished leave the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import logits_process, stopping_criteria
+from transformers.utils import logging
+
+from hf_paged.cache import PagedCache
+from hf_paged.config import PagedConfig
+from hf_paged.engine import Engine, ForwardCall
+from hf_paged.errors import UnsupportedCallError
+
+logger = logging.get_logger(__name__)
+
+_ENGINE = "_hf_paged_engine"
+_SETTINGS = "_hf_paged_settings"
+
+# Processors and criteria of transformers that look at each row by itself and remember nothing: a row that has left the
+# batch cannot change what they do to the others. Whatever is not listed, a user's own first of all, sees every row.
+_ROW_WISE = {
+    kind
+    for module, names in (
+        (
+            logits_process,
+            "EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor "
+            "ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor "
+            "MinNewTokensLengthLogitsProcessor MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor "
+            "RepetitionPenaltyLogitsProcessor SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor "
+            "SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper "
+            "TypicalLogitsWarper",
+        ),
+        (stopping_criteria, "EosTokenCriteria MaxLengthCriteria MaxTimeCriteria StopStringCriteria"),
+    )
+    for name in names.split()
+    if (kind := getattr(module, name, None)) is not None
+}
+
+
+class RetiringCriteria(StoppingCriteriaList):
+    """The call's stopping criteria, which also tell the cache which rows are finished."""
+
+    def __init__(self, criteria: Iterable[Any], cache: PagedCache) -> None:
+        super().__init__(criteria)
+        self._cache = cache
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        is_done: Tensor = super().__call__(input_ids, scores, **kwargs)
+        # The loop reads the same tensor on the host right after this.
+        finished = is_done.nonzero()[:, 0].tolist()
+        if len(finished) < len(is_done):
+            self._cache.retire(finished)
+        return is_done
+
+
+class PagedGenerationMixin:
+    """Methods put in front of a model's own class by `patch()`; `patched_class` builds the combination."""
+
+    @property
+    def paged(self) -> Engine:
+        """The engine behind this model."""
+        engine: Engine = self.__dict__[_ENGINE]
+        return engine
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickling and `copy.deepcopy`: the copy is patched with the same settings and gets a pool of its own."""
+        engine = self.paged
+        settings = (engine.config, engine.runs_flat, engine.rows_independent)
+        state = {name: value for name, value in self.__dict__.items() if name != _ENGINE}
+        return _rebuild, (type(self).__mro__[2], settings), state
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        settings = self.__dict__.pop(_SETTINGS)
+        super().__setstate__(state)
+        attach(self, *settings)
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """transformers makes the call's cache here: unless the call needs another kind, it becomes a `PagedCache`."""
+        engine: Engine = self.paged
+        given = model_kwargs.get("past_key_values")
+        if isinstance(given, PagedCache):
+            if given.store is not engine:
+                raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
+            if generation_config.cache_implementation is not None:
+                raise ValueError("give either cache_implementation or a PagedCache as past_key_values, not both")
+            reason = None if generation_config.use_cache else "use_cache=False"
+        else:
+            reason = _why_stock(self, generation_config, given)
+        if reason is not None:
+            _fall_back(engine.config, reason)
+        if reason is None and given is None:
+            fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            model_kwargs["past_key_values"] = PagedCache.for_call(engine, fan_out)
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    @functools.wraps(GenerationMixin._sample)
+    def _sample(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache) and _rows_may_leave(
+            self.paged, cache, logits_processor, stopping_criteria, generation_config
+        ):
+            stopping_criteria = RetiringCriteria(stopping_criteria, cache)
+        loop = super()._sample
+        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+
+    @functools.wraps(GenerationMixin._beam_search)
+    def _beam_search(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        loop = super()._beam_search
+        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+
+    @functools.wraps(GenerationMixin._assisted_decoding)
+    def _assisted_decoding(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        loop = super()._assisted_decoding
+        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+
+
+def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a patched class: over a `PagedCache` the engine runs it, everything else is the original's."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        given = dict(bound.arguments)
+        cache = given.get("past_key_values")
+        if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
+            return original(self, *args, **kwargs)
+        del given[next(iter(given))]  # self
+        for parameter in signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+        return_dict = given.pop("return_dict", None)
+        call = ForwardCall(
+            input_ids=given.pop("input_ids", None),
+            inputs_embeds=given.pop("inputs_embeds", None),
+            attention_mask=given.pop("attention_mask", None),
+            position_ids=given.pop("position_ids", None),
+            logits_to_keep=given.pop("logits_to_keep", 0),
+        )
+        for name in ("past_key_values", "use_cache"):
+            given.pop(name, None)
+        # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
+        call.others = {name: value for name, value in given.items() if value is not None and value is not False}
+        output = self.paged.forward(cache, call)
+        wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
+        return output.to_tuple() if wants_tuple else output
+
+    return forward
+
+
+def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass of `base` under the same name, so that what reads the name (`save_pretrained`) sees the original."""
+    return type(
+        base.__name__,
+        (PagedGenerationMixin, base),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "forward": paged_forward(base.forward),
+        },
+    )
+
+
+def attach(model: Any, config: PagedConfig, runs_flat: bool, rows_independent: bool) -> None:
+    """Makes a model paged, in place: gives it an engine, and its class the methods above.
+
+    Args:
+        model: A supported model; patched already only while it is being unpickled.
+        config: The settings.
+        runs_flat: As in `SupportReport`.
+        rows_independent: As in `SupportReport`.
+    """
+    base = base_class(model)
+    # Past nn.Module.__setattr__: the engine is no part of the model's state.
+    model.__dict__[_ENGINE] = Engine(model, config, base.forward, runs_flat, rows_independent)
+    model.__class__ = patched_class(base)
+
+
+def detach(model: Any) -> None:
+    """Undoes `attach`. Live `PagedCache` objects keep the engine's pool until they are dropped."""
+    model.__class__ = base_class(model)
+    model.__dict__.pop(_ENGINE, None)
+
+
+def base_class(model: nn.Module) -> type[PreTrainedModel]:
+    """The model's class without ours."""
+    cls: Any = type(model)
+    return cls.__mro__[2] if issubclass(cls, PagedGenerationMixin) else cls
+
+
+def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, bool, bool]) -> Any:
+    model = base.__new__(patched_class(base))
+    model.__dict__[_SETTINGS] = settings
+    return model
+
+
+def _run_loop(
+    model: Any,
+    loop: Callable[..., Any],
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs one of transformers' decoding loops over a `PagedCache`, and returns the blocks when nobody needs them."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, PagedCache) and kwargs.get("synced_gpus"):
+        _fall_back(model.paged.config, "synced_gpus=True")
+        cache = kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if not isinstance(cache, PagedCache):
+        return loop(input_ids, processors, criteria, generation_config, **kwargs)
+    engine: Engine = model.paged
+    try:
+        _check_prompt(engine, cache, input_ids, generation_config, kwargs)
+        result = loop(input_ids, processors, criteria, generation_config, **kwargs)
+    except BaseException:
+        if cache.owned_by_call:
+            cache.reset()
+        raise
+    sequences = result if isinstance(result, Tensor) else result.sequences
+    engine.count_generated(_num_generated(sequences, input_ids, generation_config))
+    if cache.owned_by_call:
+        if isinstance(result, Tensor):
+            cache.reset()
+        cache.owned_by_call = False  # returned to the caller, whose it now is
+    return result
+
+
+def _check_prompt(
+    engine: Engine,
+    cache: PagedCache,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuses an empty prompt, and one that could outgrow the whole pool, before anything is allocated."""
+    embeds: Tensor | None = kwargs.get("inputs_embeds")
+    prompt = input_ids.shape[1] + (embeds.shape[1] if embeds is not None and input_ids.shape[1] == 0 else 0)
+    if prompt == 0:
+        raise ValueError("the prompt is empty: generate() needs at least one token")
+    longest = prompt
+    mask: Tensor | None = kwargs.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.runs_flat and not cache.is_opaque:
+        longest = int(mask.sum(dim=1).max())  # once a call
+    new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
+    engine.check_fits(longest + max(new_tokens - 1, 0), longest)  # the last token's keys are never needed
+
+
+def _num_generated(sequences: Tensor, input_ids: Tensor, generation_config: GenerationConfig) -> int:
+    """Tokens in the result behind the prompts, up to each row's first end-of-sequence token."""
+    new = sequences[:, input_ids.shape[1] :]
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    if eos is None:
+        return new.numel()
+    is_eos = torch.isin(new, eos.to(new.device))
+    return int((is_eos.cumsum(dim=1) - is_eos.long() == 0).sum())
+
+
+def _rows_may_leave(
+    engine: Engine,
+    cache: PagedCache,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+) -> bool:
+    """Whether finished rows can be left out of the remaining forwards without anybody noticing.
+
+    Not if the cache outlives the call, per-step outputs were asked for, somebody's own code looks at the whole batch, or
+    stock goes on generating for finished rows (it pads them only if there is an end-of-sequence criterion).
+    """
+    return (
+        cache.owned_by_call
+        and engine.rows_independent
+        and not generation_config.return_dict_in_generate
+        and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        and all(type(item) in _ROW_WISE for item in (*processors, *criteria))
+    )
+
+
+def _why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:
+    """Why a call must run stock `generate()` with its own cache, or `None`."""
+    if cache is not None:
+        return f"past_key_values is a {type(cache).__name__}"
+    if generation_config.use_cache is False:
+        return "use_cache=False"
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        return f"cache_implementation={generation_config.cache_implementation!r}"
+    if generation_config.output_attentions and generation_config.return_dict_in_generate:
+        return "output_attentions=True"
+    if model.training and _is_stochastic(model):
+        return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
+    return None
+
+
+def _is_stochastic(model: nn.Module) -> bool:
+    if getattr(model, "is_gradient_checkpointing", False):
+        return True
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    config: PreTrainedConfig = model.config  # type: ignore[assignment]
+    rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "layerdrop", "dropout"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _fall_back(config: PagedConfig, reason: str) -> None:
+    if config.strict:
+        raise UnsupportedCallError(f"{reason}: only stock generate() can run this call, and strict=True forbids it")
+    logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")

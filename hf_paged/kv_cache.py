@@ -1,0 +1,98 @@
+"""`KVCache`: the one tensor behind all block tables, its size, and the copies within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from hf_paged.kernels import reference
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shape of the keys and values of one token.
+
+    Attributes:
+        num_layers: Layers that store keys and values.
+        num_kv_heads: Key/value heads of each layer.
+        head_dim: Elements of one head.
+        dtype: Element type.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
+
+
+def num_blocks_for_memory(
+    geometry: KVGeometry, block_size: int, memory_fraction: float, max_tokens: int, device: torch.device
+) -> int:
+    """Blocks that fit into a fraction of the device's free memory, at least 1 and at most enough for `max_tokens`."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    affordable = int(free * memory_fraction) // geometry.bytes_per_block(block_size)
+    return max(1, min(affordable, -(-max_tokens // block_size)))
+
+
+class KVCache:
+    """Keys and values of all layers and blocks: `[num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+
+    A block is one contiguous piece across all layers, so copying or moving it is one operation. The extra block at index
+    `null_block` stays zero and pads block tables.
+    """
+
+    def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
+        """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
+
+        Raises:
+            ValueError: The device cannot hold it; the message names both sizes.
+        """
+        self.geometry = geometry
+        self.block_size = block_size
+        self.null_block = num_blocks
+        shape = (num_blocks + 1, geometry.num_layers, 2, geometry.num_kv_heads, block_size, geometry.head_dim)
+        try:
+            self.tensor = _zeros(shape, geometry.dtype, device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = (num_blocks + 1) * geometry.bytes_per_block(block_size)
+            raise ValueError(
+                f"a pool of {num_blocks} blocks needs {size:,} bytes, which {device} does not have free; "
+                "lower num_blocks (or memory_fraction)"
+            ) from error
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Executes copy-on-write pairs `(source, destination)`, all layers at once."""
+        if copies:
+            pairs = torch.tensor(copies, dtype=torch.int64, device=self.tensor.device)
+            reference.copy_blocks(self.tensor, pairs[:, 0], pairs[:, 1])
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Zeroes blocks about to be filled.
+
+        The torch attention multiplies what masked slots hold by zero, so whatever an earlier owner left there (a NaN of a
+        failed request) must be gone.
+        """
+        if blocks:
+            self.tensor.index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=self.tensor.device), 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Outside inference mode, whatever the caller is in: an inference tensor could not be written by later calls.
+    with torch.inference_mode(False):
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # numpy's zeros come from calloc: gigabytes cost nothing until written. torch.zeros on CPU writes them all.
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

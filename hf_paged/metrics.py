@@ -1,0 +1,48 @@
+"""`EngineStats`: the engine's gauges and counters at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters only grow until `unpatch`; gauges are as of now.
+
+    Attributes:
+        num_blocks: Blocks in the pool; 0 before its first use.
+        num_free_blocks: Blocks nobody holds, those kept for prefix hits included.
+        num_running: Sequences with keys and values in the pool.
+        num_waiting: Requests not started.
+        num_swapped: Sequences whose blocks are in CPU memory.
+        num_preemptions: Sequences whose blocks were taken for others (counter).
+        num_cow_copies: Blocks copied because a holder of a shared block wrote to it (counter).
+        prefix_cache_hit_tokens: Tokens whose keys and values were found in the pool (counter).
+        prefix_cache_query_tokens: Tokens looked up (counter).
+        peak_blocks_in_use: Most blocks held at once.
+        kv_tokens_stored: Distinct tokens in physical slots of live sequences, a shared block counted once.
+        kv_slots_allocated: Slots of the blocks that live sequences hold.
+        peak_kv_tokens_stored: `kv_tokens_stored` when `peak_blocks_in_use` was reached.
+        peak_kv_slots_allocated: `kv_slots_allocated` at that moment.
+        num_steps: Model forwards run (counter).
+        num_prefill_tokens: Tokens computed beyond one a sequence and step, recomputation included (counter).
+        num_generated_tokens: Tokens handed to callers by `generate()` (counter).
+    """
+
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_preemptions: int = 0
+    num_cow_copies: int = 0
+    prefix_cache_hit_tokens: int = 0
+    prefix_cache_query_tokens: int = 0
+    peak_blocks_in_use: int = 0
+    kv_tokens_stored: int = 0
+    kv_slots_allocated: int = 0
+    peak_kv_tokens_stored: int = 0
+    peak_kv_slots_allocated: int = 0
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_generated_tokens: int = 0

@@ -1,0 +1,149 @@
+"""`ModelRunner`: one step of the scheduler through the model, from block tables to logits."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_paged.attention import (
+    KV_CACHE_KWARG,
+    METADATA_KWARG,
+    attention_configs,
+    no_mask,
+    paged_attention_scope,
+)
+from hf_paged.attention_metadata import AttentionMetadata
+from hf_paged.block_manager import BlockManager
+from hf_paged.cache import StepCache
+from hf_paged.kv_cache import KVCache, KVGeometry
+from hf_paged.scheduler import SchedulerOutput
+
+
+def kv_geometry(config: PreTrainedConfig, dtype: torch.dtype) -> KVGeometry:
+    """Shape of a model's keys and values, read from its config.
+
+    Raises:
+        ValueError: The config doesn't say it in the common names.
+    """
+    text = config.get_text_config(decoder=True)
+    num_heads = getattr(text, "num_attention_heads", None)
+    num_layers = getattr(text, "num_hidden_layers", None)
+    hidden_size = getattr(text, "hidden_size", None)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or (hidden_size // num_heads if hidden_size and num_heads else None)
+    numbers = {"layers": num_layers, "key/value heads": num_kv_heads, "head dimension": head_dim}
+    missing = [name for name, number in numbers.items() if not isinstance(number, int)]
+    if missing:
+        raise ValueError(f"{type(text).__name__} does not state one number of {', '.join(missing)} for all layers")
+    return KVGeometry(num_layers, num_kv_heads, head_dim, dtype)
+
+
+@dataclass(slots=True)
+class TokenInputs:
+    """The tokens a flat forward draws from, in one row; a scheduled chunk names a range of them.
+
+    Attributes:
+        input_ids: `[N]` int64, or `None` when the prompt came as embeddings.
+        inputs_embeds: `[N, hidden_size]`, or `None`.
+        position_ids: `[N]` int64.
+    """
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    position_ids: Tensor
+
+
+class ModelRunner:
+    """Runs flat batches `[1, T]` of real tokens. Holds the model weakly: the model owns the engine, not the reverse."""
+
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any], supports_logits_to_keep: bool) -> None:
+        """
+        Args:
+            model: The patched model.
+            forward: The forward function of its class before patching, unbound.
+            supports_logits_to_keep: Whether that forward can compute the logits of chosen rows only.
+        """
+        self._model = weakref.ref(model)
+        self._forward = forward
+        self._supports_logits_to_keep = supports_logits_to_keep
+        self.configs = attention_configs(model)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The patched model.
+
+        Raises:
+            RuntimeError: It was deleted while something still uses its engine.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the patched model no longer exists; keep a reference to it while you use its engine")
+        return model
+
+    @torch.no_grad()
+    def run(
+        self,
+        step: SchedulerOutput,
+        manager: BlockManager,
+        kv_cache: KVCache,
+        tokens: TokenInputs,
+        token_ranges: list[tuple[int, int]],
+        logit_rows: np.ndarray,
+    ) -> Tensor:
+        """Executes a step: block copies, cache writes, attention, logits.
+
+        Args:
+            step: What the scheduler chose.
+            manager: Holds the block tables.
+            kv_cache: The pool.
+            tokens: Where the chunks' tokens are.
+            token_ranges: For each chunk, the range of its tokens in `tokens`.
+            logit_rows: `[K]` int64, rows of the flat batch whose logits are wanted.
+
+        Returns:
+            `[K, vocab_size]`.
+        """
+        kv_cache.copy_blocks(step.block_copies)
+        kv_cache.zero_blocks(step.new_blocks)
+        device = tokens.position_ids.device
+        metadata = AttentionMetadata.build(
+            block_tables=[manager.block_table(chunk.sequence.seq_id) for chunk in step.chunks],
+            query_lens=[chunk.num_tokens for chunk in step.chunks],
+            seq_lens=[chunk.start + chunk.num_tokens for chunk in step.chunks],
+            block_size=manager.block_size,
+            null_block=kv_cache.null_block,
+            device=device,
+        )
+        index = torch.from_numpy(np.concatenate([np.arange(first, last) for first, last in token_ranges])).to(device)
+        rows = torch.from_numpy(logit_rows).to(device)
+        inputs: dict[str, Any] = {METADATA_KWARG: metadata, KV_CACHE_KWARG: kv_cache.tensor}
+        if tokens.input_ids is not None:
+            inputs["input_ids"] = tokens.input_ids[index][None]
+        else:
+            assert tokens.inputs_embeds is not None
+            inputs["inputs_embeds"] = tokens.inputs_embeds[index][None]
+        if self._supports_logits_to_keep:
+            inputs["logits_to_keep"] = rows
+        with paged_attention_scope(self.configs):
+            output = self._forward(
+                self.model,
+                position_ids=tokens.position_ids[index][None],
+                attention_mask=no_mask(device),
+                past_key_values=StepCache(),
+                use_cache=True,
+                return_dict=True,
+                **inputs,
+            )
+        logits = output.logits[0]
+        return logits if self._supports_logits_to_keep else logits[rows]
+
+    def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the unpatched class."""
+        return self._forward(self.model, *args, **kwargs)

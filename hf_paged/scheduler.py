@@ -1,0 +1,149 @@
+"""Which tokens run in the next step, within the token budget and the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from hf_paged.block_manager import BlockManager
+from hf_paged.errors import OutOfBlocksError
+from hf_paged.sequence import Sequence
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledChunk:
+    """`num_tokens` tokens of `sequence`, from its token `start` on, run in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step, as the scheduler hands it to the runner.
+
+    Attributes:
+        chunks: What runs, in batch order.
+        block_copies: Copy-on-write pairs `(source, destination)` to execute before anything is written.
+        new_blocks: Blocks newly given to the chunks' sequences.
+    """
+
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    new_blocks: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served: fills each step up to the token budget, chunking what does not fit.
+
+    A sequence that has no pending tokens keeps its blocks until somebody needs them; then the one used last is preempted
+    first (its blocks are freed, its tokens computed again when it next runs), which keeps the rows of a batch that is
+    larger than the pool from evicting each other in turn.
+    """
+
+    def __init__(self, manager: BlockManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self._manager = manager
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._resident: dict[int, Sequence] = {}  # sequences with computed tokens, the one used last at the end
+        self.num_preemptions = 0
+
+    @property
+    def num_resident(self) -> int:
+        """Sequences that hold computed tokens."""
+        return len(self._resident)
+
+    def remember(self, sequence: Sequence) -> None:
+        """Notes that a sequence holds computed tokens and was used just now."""
+        self._resident.pop(sequence.seq_id, None)
+        self._resident[sequence.seq_id] = sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drops a sequence whose blocks were freed."""
+        self._resident.pop(sequence.seq_id, None)
+
+    def schedule(self, pending: SequenceOf[tuple[Sequence, int]]) -> SchedulerOutput:
+        """Chooses the next step and allocates its blocks.
+
+        Args:
+            pending: In order of arrival, the sequences with pending tokens, each with the number of leading tokens that
+                may come from the prefix cache (those whose logits nobody wants).
+
+        Raises:
+            OutOfBlocksError: Not even one token of the first sequence fits, with everything preemptible preempted.
+        """
+        output = SchedulerOutput()
+        budget = self._max_num_batched_tokens
+        protected = {sequence.seq_id for sequence, _ in pending}
+        for sequence, cacheable in pending:
+            if len(output.chunks) == self._max_num_seqs or budget == 0:
+                break
+            if sequence.num_computed_tokens == 0 and sequence.is_reproducible and cacheable > 0:
+                assert sequence.token_ids is not None
+                sequence.num_computed_tokens = self._manager.match_prefix(
+                    sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=cacheable
+                )
+            num_tokens = min(sequence.num_pending_tokens, budget)
+            if not self._make_room(sequence, num_tokens, protected):
+                break
+            self._append(output, ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+            budget -= num_tokens
+        if not output.chunks:
+            first = pending[0][0]
+            needed = self._manager.blocks_needed(first.seq_id, min(first.num_pending_tokens, budget))
+            raise OutOfBlocksError(needed, self._manager.pool.num_free)
+        return output
+
+    def update(self, output: SchedulerOutput) -> None:
+        """Books an executed step: its tokens are computed, and full blocks of them may be shared from now on."""
+        for chunk in output.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed_tokens += chunk.num_tokens
+            self.remember(sequence)
+            block_size = self._manager.block_size
+            filled_a_block = sequence.num_computed_tokens // block_size > chunk.start // block_size
+            if filled_a_block and sequence.is_reproducible:
+                assert sequence.token_ids is not None
+                self._manager.commit(
+                    sequence.seq_id, sequence.token_ids[: sequence.num_computed_tokens], sequence.extra_key
+                )
+
+    def make_room(self, num_blocks: int, protected: set[int]) -> bool:
+        """Preempts until `num_blocks` blocks are free; False when nothing is left to preempt."""
+        while self._manager.pool.num_free < num_blocks:
+            victim = next(
+                (s for s in reversed(self._resident.values()) if s.seq_id not in protected and s.is_reproducible), None
+            )
+            if victim is None:
+                return False
+            self.preempt(victim)
+        return True
+
+    def preempt_all(self) -> int:
+        """Preempts every sequence, if all can be; returns how many can't (then none was touched)."""
+        lost = sum(not sequence.is_reproducible for sequence in self._resident.values())
+        if not lost:
+            for sequence in list(self._resident.values()):
+                self.preempt(sequence)
+        return lost
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Frees a sequence's blocks; its tokens become pending again."""
+        self._manager.free(sequence.seq_id)
+        self._manager.add(sequence.seq_id)
+        sequence.num_computed_tokens = 0
+        self.forget(sequence)
+        self.num_preemptions += 1
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, protected: set[int]) -> bool:
+        # Blocks wanted by the rest of this step were taken by their own appends already.
+        return self.make_room(self._manager.blocks_needed(sequence.seq_id, num_tokens), protected)
+
+    def _append(self, output: SchedulerOutput, chunk: ScheduledChunk) -> None:
+        seq_id = chunk.sequence.seq_id
+        table = self._manager.block_table(seq_id)
+        held = len(table)
+        output.block_copies += self._manager.append([(seq_id, chunk.num_tokens)])
+        output.new_blocks += self._manager.block_table(seq_id)[held:]
+        output.chunks.append(chunk)

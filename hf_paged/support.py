@@ -1,0 +1,234 @@
+"""`is_supported`: whether the paged pool can stand behind a model, decided by trying it on a shrunken copy."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from hf_paged.cache import PagedCache
+from hf_paged.config import PagedConfig
+from hf_paged.generation import attach, base_class, detach
+from hf_paged.runner import kv_geometry
+
+_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Rotary embeddings that depend on the longest row of the batch (they rewrite their frequencies beyond a length).
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
+_PROBE_LENGTHS = (11, 3, 1, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class SupportReport:
+    """Whether and how a model can be patched; true in a condition if it can.
+
+    Attributes:
+        supported: Whether `patch` accepts the model.
+        reasons: Why not, a sentence each; empty if supported.
+        runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the model
+            keeps its own attention and is given gathered keys and values (correct, slower).
+        rows_independent: Whether a row's result never depends on the rows beside it.
+    """
+
+    supported: bool
+    reasons: tuple[str, ...] = ()
+    runs_flat: bool = True
+    rows_independent: bool = True
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+
+def unwrap(model: Any) -> nn.Module:
+    """The model inside a PEFT wrapper, or the model itself.
+
+    Raises:
+        ValueError: Not a torch module at all.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a Hugging Face model, got {type(model).__name__}: {model!r:.80}")
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def is_supported(model: Any) -> SupportReport:
+    """Looks at a model and, where that leaves a doubt, tries a shrunken copy of its architecture. The model is untouched.
+
+    Args:
+        model: Anything; a PEFT wrapper is looked through.
+
+    Returns:
+        The report, with the reasons if the answer is no.
+    """
+    if not isinstance(model, nn.Module):
+        return SupportReport(False, (f"it is a {type(model).__name__}, not a Hugging Face model",))
+    model = unwrap(model)
+    reasons = _structural_reasons(model)
+    if reasons:
+        return SupportReport(False, tuple(reasons))
+    assert isinstance(model, PreTrainedModel)
+    return _probe(model)
+
+
+def _structural_reasons(model: nn.Module) -> list[str]:
+    """What rules a model out by its looks alone."""
+    if not isinstance(model, PreTrainedModel):
+        return [f"{type(model).__name__} is not a transformers PreTrainedModel"]
+    if not model.can_generate():
+        return [f"{type(model).__name__} has no language-model head, so it can't generate()"]
+    config = model.config
+    reasons = []
+    if config.is_encoder_decoder:
+        reasons.append("it is an encoder-decoder model; only decoder-only models have one growing KV cache")
+    if getattr(model, "_is_stateful", False):
+        reasons.append("it keeps a recurrent state (Mamba, linear attention), which is not made of keys and values")
+    text = config.get_text_config(decoder=True)
+    if text is not config and not config.is_encoder_decoder:
+        reasons.append("it is multimodal; its text model has to be patched by itself")
+    unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
+    if unpaged:
+        reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        reasons.append("its weights lie on several devices, the pool on one")
+    elif any(parameter.device.type == "meta" for parameter in model.parameters()):
+        reasons.append("its weights are on the meta device: load them first")
+    if not reasons:
+        try:
+            kv_geometry(config, torch.float32)
+        except ValueError as error:
+            reasons.append(str(error))
+    return reasons
+
+
+def _probe(model: PreTrainedModel) -> SupportReport:
+    """Compares paged with stock logits on a tiny model of the same class."""
+    base = base_class(model)
+    config = copy.deepcopy(model.config)
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    rows_independent = rope_type not in _BATCH_DEPENDENT_ROPE
+    tiny, failure = None, ""
+    for keep_width in (False, True):
+        try:
+            tiny = _build(base, _shrink(config, keep_width))
+            expected = _logits_with(tiny, None)
+            break
+        except Exception as error:
+            tiny, failure = None, f"{type(error).__name__}: {error}"
+    if tiny is None:
+        return SupportReport(False, (f"a shrunken copy of it could not be built and run to try ({failure:.200})",))
+    for runs_flat in (True, False) if rows_independent else (False,):
+        try:
+            attach(tiny, PagedConfig(num_blocks=64, block_size=4), runs_flat, rows_independent)
+            found = _logits_with(tiny, PagedCache(tiny))
+            error_size = float((found - expected).abs().max() / expected.abs().max())
+            if error_size < _TOLERANCE:
+                return SupportReport(True, (), runs_flat, rows_independent)
+            failure = f"logits differ by {error_size:.1%}"
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            detach(tiny)
+    return SupportReport(
+        False,
+        (f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})",),
+    )
+
+
+def _shrink(config: PreTrainedConfig, keep_width: bool) -> PreTrainedConfig:
+    """The architecture in small: same kinds of layers, few of them, narrow (unless `keep_width`), a tiny vocabulary."""
+    small = copy.deepcopy(config)
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    geometry = kv_geometry(small, torch.float32)
+    layer_types = getattr(small, "layer_types", None)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "ffn_dim": 48,
+        "n_inner": 48,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "sliding_window": 5,
+    }
+    if layer_types:
+        kinds = list(dict.fromkeys(layer_types))
+        sizes |= {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2}
+    else:
+        sizes["num_hidden_layers"] = 2
+    if not keep_width:
+        num_heads = small.num_attention_heads
+        groups = max(num_heads // geometry.num_kv_heads, 1)
+        kv_heads = 1 if geometry.num_kv_heads == 1 else 2
+        heads = kv_heads * min(groups, 4)
+        head_dim = 16
+        sizes |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "hidden_size": heads * head_dim,
+            "word_embed_proj_dim": heads * head_dim,
+            "rotary_dim": min(getattr(small, "rotary_dim", None) or head_dim, head_dim),
+        }
+    for name, value in sizes.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, value)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(small, name, None)
+    return small
+
+
+def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A float32 CPU model with weights large enough that attention to a wrong key shows. Leaves the global RNG alone."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
+        torch.manual_seed(0)
+        model = base._from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn_like(parameter)
+                if parameter.ndim > 1:
+                    parameter.copy_(noise * 2 / math.sqrt(parameter.shape[-1]))
+                else:
+                    parameter.add_(0.1 * noise)
+    return model.eval()
+
+
+@torch.no_grad()
+def _logits_with(model: PreTrainedModel, cache: PagedCache | None) -> Tensor:
+    """Last logits of a ragged left-padded prefill, a chunk of two tokens and two decode steps: `[rows, 4, vocab]`."""
+    with torch.device("cpu"):
+        past = DynamicCache(config=model.config) if cache is None else cache
+        longest, rows = max(_PROBE_LENGTHS), len(_PROBE_LENGTHS)
+        ids = torch.randint(0, 64, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        for row, length in enumerate(_PROBE_LENGTHS):
+            mask[row, : longest - length] = 0
+        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+        edges = [0, longest, longest + 2, longest + 3, longest + 4]
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        collected = []
+        for start, end in zip(edges, edges[1:], strict=False):
+            extra: dict[str, Any] = {"position_ids": positions[:, start:end]} if takes_positions else {}
+            if model._supports_logits_to_keep():
+                extra["logits_to_keep"] = 1
+            output = model(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                past_key_values=past,
+                use_cache=True,
+                **extra,
+            )
+            collected.append(output.logits[:, -1:].float())
+        return torch.cat(collected, dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +18,31 @@ from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import reference
 
 NAME_PREFIX = "hf_paged_"
-METADATA_KWARG = "paged_attention_metadata"
-KV_CACHE_KWARG = "paged_kv_cache"
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What attention works on in an engine-driven forward: the pool, and where the flat batch's tokens are in it."""
+
+    metadata: AttentionMetadata
+    kv_cache: Tensor
+
+
+def step_mask(step: PagedStep, device: torch.device) -> Tensor:
+    """The `attention_mask` of an engine-driven forward: a tensor without content that carries the step.
+
+    The mask is the one argument that every model hands down to its attention (some drop extra keyword arguments on the
+    way), and the mask builders of transformers return a 4-D mask as it is, so none is built.
+    """
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.hf_paged_step = step  # type: ignore[attr-defined]
+    return mask
+
+
 def _make_paged_attention(base_name: str) -> AttentionFunction:
-    """Paged attention for forwards that carry step metadata; the implementation `base_name` for all others."""
+    """Paged attention for forwards whose mask carries a step; the implementation `base_name` for all others."""
 
     def paged_attention_forward(
         module: nn.Module,
@@ -39,9 +57,8 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        metadata: AttentionMetadata | None = kwargs.pop(METADATA_KWARG, None)
-        kv_cache: Tensor | None = kwargs.pop(KV_CACHE_KWARG, None)
-        if metadata is None or kv_cache is None:
+        step: PagedStep | None = getattr(attention_mask, "hf_paged_step", None)
+        if step is None:
             for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
                 if given is not None:
                     kwargs[name] = given
@@ -55,12 +72,12 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
             raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
         # [1, heads, T, head_dim] to [T, heads, head_dim]
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        reference.reshape_and_cache(key, value, kv_cache, layer, metadata.slot_mapping)
+        reference.reshape_and_cache(key, value, step.kv_cache, layer, step.metadata.slot_mapping)
         output = reference.paged_attention(
             query,
-            kv_cache,
+            step.kv_cache,
             layer,
-            metadata,
+            step.metadata,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             sliding_window=sliding_window,
             softcap=softcap,
@@ -103,7 +120,7 @@ def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]
     """Within it the model's layers call paged attention. The engine enters it around its own forwards only.
 
     Outside, the config names the implementation the user chose. Should another thread run the model meanwhile, it finds
-    no step metadata and gets exactly that implementation.
+    no step and gets exactly that implementation.
     """
     before = [(config, config._attn_implementation) for config in configs]
     try:
@@ -113,11 +130,3 @@ def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]
     finally:
         for config, base_name in before:
             config._attn_implementation_internal = base_name
-
-
-def no_mask(device: torch.device) -> Tensor:
-    """What a paged forward passes as `attention_mask`.
-
-    The mask builders of transformers return a 4-D mask as it is, so none is built, and paged attention reads none.
-    """
-    return torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)

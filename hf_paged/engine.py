@@ -23,7 +23,7 @@ from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache, num_blocks_for_memory
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
-from hf_paged.runner import ModelRunner, TokenInputs, kv_geometry
+from hf_paged.runner import ModelRunner, ModelTraits, TokenInputs
 from hf_paged.scheduler import Scheduler
 from hf_paged.sequence import Sequence
 
@@ -98,22 +98,18 @@ class Engine:
         model: PreTrainedModel,
         config: PagedConfig,
         forward: Callable[..., Any],
-        runs_flat: bool,
-        rows_independent: bool,
+        traits: ModelTraits,
     ) -> None:
         """
         Args:
             model: The model; held weakly.
             config: The settings.
             forward: The forward function of the model's class before patching, unbound.
-            runs_flat: Whether the model's attention can run over the flat batch. If not, it gets gathered keys.
-            rows_independent: Whether a row's result never depends on the rows beside it.
+            traits: What `is_supported` found out about its architecture.
         """
         self.config = config
-        self.runs_flat = runs_flat
-        self.rows_independent = rows_independent
+        self.traits = traits
         self._runner = ModelRunner(model, forward, model._supports_logits_to_keep())
-        self._geometry = kv_geometry(model.config, model.dtype)
         self._max_context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192
         self._model_state = ModelState(model)
         self._lock = threading.RLock()
@@ -132,12 +128,12 @@ class Engine:
     @property
     def num_layers(self) -> int:
         """Layers that store keys and values."""
-        return self._geometry.num_layers
+        return self.traits.num_layers
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: keys and values of `block_size` tokens in all layers."""
-        return self._geometry.bytes_per_block(self.config.block_size)
+        return self.traits.geometry(self._runner.model.dtype).bytes_per_block(self.config.block_size)
 
     @property
     def manager(self) -> BlockManager:
@@ -145,7 +141,7 @@ class Engine:
         with self._lock:
             if self._manager is None:
                 num_blocks = self.config.num_blocks or num_blocks_for_memory(
-                    self._geometry,
+                    self.traits.geometry(self._runner.model.dtype),
                     self.config.block_size,
                     self.config.memory_fraction,
                     self.config.max_num_seqs * self._max_context,
@@ -167,11 +163,16 @@ class Engine:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The pool tensor, allocated at first use."""
+        """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
         with self._lock:
-            if self._kv_cache is None:
-                num_blocks, device = self.manager.pool.num_blocks, self._runner.model.device
-                self._kv_cache = KVCache(self._geometry, num_blocks, self.config.block_size, device)
+            model = self._runner.model
+            geometry = self.traits.geometry(model.dtype)
+            if self._kv_cache is not None:
+                if self._kv_cache.geometry == geometry and self._kv_cache.tensor.device == model.device:
+                    return self._kv_cache
+                self.release()
+            num_blocks = self.manager.pool.num_blocks
+            self._kv_cache = KVCache(geometry, num_blocks, self.config.block_size, model.device)
             return self._kv_cache
 
     def check_fits(self, num_tokens: int, prompt_tokens: int) -> None:
@@ -428,7 +429,7 @@ class Engine:
 
     def _flat_padding(self, cache: PagedCache, call: ForwardCall, active: list[int]) -> list[int] | None:
         """Left padding of each active row if the call can run as a flat batch, else `None`."""
-        if not self.runs_flat or cache.is_opaque or call.others:
+        if not self.traits.runs_flat or cache.is_opaque or call.others:
             return None
         length = call.tokens.shape[1]
         width = cache.get_seq_length()

@@ -30,6 +30,7 @@ from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine, ForwardCall
 from hf_paged.errors import UnsupportedCallError
+from hf_paged.runner import ModelTraits
 
 logger = logging.get_logger(__name__)
 
@@ -85,7 +86,7 @@ class PagedGenerationMixin:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickling and `copy.deepcopy`: the copy is patched with the same settings and gets a pool of its own."""
         engine = self.paged
-        settings = (engine.config, engine.runs_flat, engine.rows_independent)
+        settings = (engine.config, engine.traits)
         state = {name: value for name, value in self.__dict__.items() if name != _ENGINE}
         return _rebuild, (type(self).__mro__[2], settings), state
 
@@ -206,18 +207,17 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     )
 
 
-def attach(model: Any, config: PagedConfig, runs_flat: bool, rows_independent: bool) -> None:
+def attach(model: Any, config: PagedConfig, traits: ModelTraits) -> None:
     """Makes a model paged, in place: gives it an engine, and its class the methods above.
 
     Args:
         model: A supported model; patched already only while it is being unpickled.
         config: The settings.
-        runs_flat: As in `SupportReport`.
-        rows_independent: As in `SupportReport`.
+        traits: What `is_supported` found out about its architecture.
     """
     base = base_class(model)
     # Past nn.Module.__setattr__: the engine is no part of the model's state.
-    model.__dict__[_ENGINE] = Engine(model, config, base.forward, runs_flat, rows_independent)
+    model.__dict__[_ENGINE] = Engine(model, config, base.forward, traits)
     model.__class__ = patched_class(base)
 
 
@@ -233,7 +233,7 @@ def base_class(model: nn.Module) -> type[PreTrainedModel]:
     return cls.__mro__[2] if issubclass(cls, PagedGenerationMixin) else cls
 
 
-def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, bool, bool]) -> Any:
+def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, ModelTraits]) -> Any:
     model = base.__new__(patched_class(base))
     model.__dict__[_SETTINGS] = settings
     return model
@@ -286,7 +286,7 @@ def _check_prompt(
         raise ValueError("the prompt is empty: generate() needs at least one token")
     longest = prompt
     mask: Tensor | None = kwargs.get("attention_mask")
-    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.runs_flat and not cache.is_opaque:
+    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.traits.runs_flat and not cache.is_opaque:
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
     engine.check_fits(longest + max(new_tokens - 1, 0), longest)  # the last token's keys are never needed
@@ -316,7 +316,7 @@ def _rows_may_leave(
     """
     return (
         cache.owned_by_call
-        and engine.rows_independent
+        and engine.traits.rows_independent
         and not generation_config.return_dict_in_generate
         and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         and all(type(item) in _ROW_WISE for item in (*processors, *criteria))

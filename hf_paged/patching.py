@@ -45,9 +45,9 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
             )
         return model
     report = is_supported(inner)
-    if not report:
+    if report.traits is None:
         raise UnsupportedModelError(type(inner).__name__, report.reasons)
-    attach(inner, wanted, report.runs_flat, report.rows_independent)
+    attach(inner, wanted, report.traits)
     return model
 
 

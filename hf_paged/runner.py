@@ -10,15 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_paged.attention import (
-    KV_CACHE_KWARG,
-    METADATA_KWARG,
-    attention_configs,
-    no_mask,
-    paged_attention_scope,
-)
+from hf_paged.attention import PagedStep, attention_configs, paged_attention_scope, step_mask
 from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
@@ -26,23 +20,28 @@ from hf_paged.kv_cache import KVCache, KVGeometry
 from hf_paged.scheduler import SchedulerOutput
 
 
-def kv_geometry(config: PreTrainedConfig, dtype: torch.dtype) -> KVGeometry:
-    """Shape of a model's keys and values, read from its config.
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What the engine has to know about a model's architecture.
 
-    Raises:
-        ValueError: The config doesn't say it in the common names.
+    Attributes:
+        num_layers: Layers that store keys and values.
+        num_kv_heads: Key/value heads of each layer.
+        head_dim: Elements of one head, keys and values alike.
+        runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the model
+            keeps its own attention and is given gathered keys and values.
+        rows_independent: Whether a row's result never depends on the rows beside it.
     """
-    text = config.get_text_config(decoder=True)
-    num_heads = getattr(text, "num_attention_heads", None)
-    num_layers = getattr(text, "num_hidden_layers", None)
-    hidden_size = getattr(text, "hidden_size", None)
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or (hidden_size // num_heads if hidden_size and num_heads else None)
-    numbers = {"layers": num_layers, "key/value heads": num_kv_heads, "head dimension": head_dim}
-    missing = [name for name, number in numbers.items() if not isinstance(number, int)]
-    if missing:
-        raise ValueError(f"{type(text).__name__} does not state one number of {', '.join(missing)} for all layers")
-    return KVGeometry(num_layers, num_kv_heads, head_dim, dtype)
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    runs_flat: bool
+    rows_independent: bool
+
+    def geometry(self, dtype: torch.dtype) -> KVGeometry:
+        """Shape of one token's keys and values in a model of this dtype."""
+        return KVGeometry(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
 
 @dataclass(slots=True)
@@ -123,7 +122,7 @@ class ModelRunner:
         )
         index = torch.from_numpy(np.concatenate([np.arange(first, last) for first, last in token_ranges])).to(device)
         rows = torch.from_numpy(logit_rows).to(device)
-        inputs: dict[str, Any] = {METADATA_KWARG: metadata, KV_CACHE_KWARG: kv_cache.tensor}
+        inputs: dict[str, Any] = {}
         if tokens.input_ids is not None:
             inputs["input_ids"] = tokens.input_ids[index][None]
         else:
@@ -135,7 +134,7 @@ class ModelRunner:
             output = self._forward(
                 self.model,
                 position_ids=tokens.position_ids[index][None],
-                attention_mask=no_mask(device),
+                attention_mask=step_mask(PagedStep(metadata, kv_cache.tensor), device),
                 past_key_values=StepCache(),
                 use_cache=True,
                 return_dict=True,

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.generation import attach, base_class, detach
-from hf_paged.runner import kv_geometry
+from hf_paged.runner import ModelTraits
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings that depend on the longest row of the batch (they rewrite their frequencies beyond a length).
@@ -31,15 +31,12 @@ class SupportReport:
     Attributes:
         supported: Whether `patch` accepts the model.
         reasons: Why not, a sentence each; empty if supported.
-        runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the model
-            keeps its own attention and is given gathered keys and values (correct, slower).
-        rows_independent: Whether a row's result never depends on the rows beside it.
+        traits: What was found out about its architecture; `None` if not supported.
     """
 
     supported: bool
     reasons: tuple[str, ...] = ()
-    runs_flat: bool = True
-    rows_independent: bool = True
+    traits: ModelTraits | None = None
 
     def __bool__(self) -> bool:
         return self.supported
@@ -98,38 +95,53 @@ def _structural_reasons(model: nn.Module) -> list[str]:
         reasons.append("its weights lie on several devices, the pool on one")
     elif any(parameter.device.type == "meta" for parameter in model.parameters()):
         reasons.append("its weights are on the meta device: load them first")
-    if not reasons:
-        try:
-            kv_geometry(config, torch.float32)
-        except ValueError as error:
-            reasons.append(str(error))
+    if not reasons and _stated_shape(config) is None:
+        reasons.append("its config does not state one number of layers, heads and head dimension for all layers")
     return reasons
+
+
+def _stated_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
+    """Layers, key/value heads and head dimension by the config's common names; `None` if it doesn't say."""
+    num_heads, hidden_size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and isinstance(hidden_size, int) and isinstance(num_heads, int):
+        head_dim = hidden_size // num_heads
+    shape = (getattr(config, "num_hidden_layers", None), num_kv_heads, head_dim)
+    return shape if all(isinstance(number, int) for number in shape) else None  # type: ignore[return-value]
 
 
 def _probe(model: PreTrainedModel) -> SupportReport:
     """Compares paged with stock logits on a tiny model of the same class."""
     base = base_class(model)
-    config = copy.deepcopy(model.config)
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    rows_independent = rope_type not in _BATCH_DEPENDENT_ROPE
     tiny, failure = None, ""
     for keep_width in (False, True):
         try:
-            tiny = _build(base, _shrink(config, keep_width))
-            expected = _logits_with(tiny, None)
+            tiny = _build(base, _shrink(model.config, keep_width))
+            stock = DynamicCache(config=tiny.config)
+            expected = _probe_logits(tiny, stock)
             break
         except Exception as error:
             tiny, failure = None, f"{type(error).__name__}: {error}"
     if tiny is None:
         return SupportReport(False, (f"a shrunken copy of it could not be built and run to try ({failure:.200})",))
-    for runs_flat in (True, False) if rows_independent else (False,):
+
+    shape = _real_shape(model.config, tiny.config, stock)
+    if isinstance(shape, str):
+        return SupportReport(False, (shape,))
+    rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rows_independent = rope_type not in _BATCH_DEPENDENT_ROPE
+    # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
+    may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
+    for runs_flat in (True, False) if may_run_flat else (False,):
+        tiny_shape = _real_shape(tiny.config, tiny.config, stock)
         try:
-            attach(tiny, PagedConfig(num_blocks=64, block_size=4), runs_flat, rows_independent)
-            found = _logits_with(tiny, PagedCache(tiny))
+            attach(tiny, PagedConfig(num_blocks=64, block_size=4), ModelTraits(*tiny_shape, runs_flat, rows_independent))
+            cache = PagedCache(tiny)
+            found = _probe_logits(tiny, cache)
             error_size = float((found - expected).abs().max() / expected.abs().max())
-            if error_size < _TOLERANCE:
-                return SupportReport(True, (), runs_flat, rows_independent)
+            if error_size < _TOLERANCE and cache.is_opaque is not runs_flat:
+                return SupportReport(True, (), ModelTraits(*shape, runs_flat, rows_independent))
             failure = f"logits differ by {error_size:.1%}"
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
@@ -141,12 +153,40 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     )
 
 
+def _real_shape(config: PreTrainedConfig, tiny_config: PreTrainedConfig, stock: DynamicCache) -> Any:
+    """Layers, key/value heads and head dimension of the model, or why the pool can't hold them.
+
+    Read from its config, and corrected by what the tiny copy was seen to store (Falcon's config counts heads that its
+    multi-query attention doesn't have).
+    """
+    stated, tiny_stated = _stated_shape(config), _stated_shape(tiny_config)
+    assert stated is not None and tiny_stated is not None
+    stored = {(*layer.keys.shape[1::2], *layer.values.shape[1::2]) for layer in stock.layers}
+    if len(stock.layers) != tiny_stated[0] or len(stored) != 1:
+        return f"its layers don't store keys and values of one shape, but {sorted(stored)}"
+    heads, head_dim, value_heads, value_dim = stored.pop()
+    if (heads, head_dim) != (value_heads, value_dim):
+        return f"its keys and values differ in width ({head_dim} and {value_dim}), as in multi-head latent attention"
+    if head_dim != tiny_stated[2]:
+        return f"its stored head dimension ({head_dim}) isn't the one its config states ({tiny_stated[2]})"
+    candidates = (
+        (stated[1], tiny_stated[1]),
+        (1, 1),
+        (config.num_attention_heads, tiny_config.num_attention_heads),
+    )
+    for number, tiny_number in candidates:
+        if heads == tiny_number:
+            return stated[0], number, stated[2]
+    return f"its number of stored heads ({heads}) isn't one its config states"
+
+
 def _shrink(config: PreTrainedConfig, keep_width: bool) -> PreTrainedConfig:
     """The architecture in small: same kinds of layers, few of them, narrow (unless `keep_width`), a tiny vocabulary."""
     small = copy.deepcopy(config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
-    geometry = kv_geometry(small, torch.float32)
+    stated = _stated_shape(small)
+    assert stated is not None
     layer_types = getattr(small, "layer_types", None)
     sizes: dict[str, Any] = {
         "vocab_size": 64,
@@ -169,8 +209,8 @@ def _shrink(config: PreTrainedConfig, keep_width: bool) -> PreTrainedConfig:
         sizes["num_hidden_layers"] = 2
     if not keep_width:
         num_heads = small.num_attention_heads
-        groups = max(num_heads // geometry.num_kv_heads, 1)
-        kv_heads = 1 if geometry.num_kv_heads == 1 else 2
+        groups = max(num_heads // stated[1], 1)
+        kv_heads = 1 if stated[1] == 1 else 2
         heads = kv_heads * min(groups, 4)
         head_dim = 16
         sizes |= {
@@ -206,10 +246,9 @@ def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedM
 
 
 @torch.no_grad()
-def _logits_with(model: PreTrainedModel, cache: PagedCache | None) -> Tensor:
+def _probe_logits(model: PreTrainedModel, past: Cache) -> Tensor:
     """Last logits of a ragged left-padded prefill, a chunk of two tokens and two decode steps: `[rows, 4, vocab]`."""
     with torch.device("cpu"):
-        past = DynamicCache(config=model.config) if cache is None else cache
         longest, rows = max(_PROBE_LENGTHS), len(_PROBE_LENGTHS)
         ids = torch.randint(0, 64, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)

@@ -89,6 +89,9 @@ def run(
     ] = None,
     dtype: Annotated[str, typer.Option(help="One of float32, bfloat16, float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; default: cuda where there is one.")] = "",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; default: one for the embedded model, else torch's choice.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the prompts and of --sample.")] = 0,
     sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
     show: Annotated[int, typer.Option(min=0, help="How many of the generated texts to print.")] = 3,
@@ -110,28 +113,30 @@ def run(
         batches, num_cut = _make_batches(tokenizer, texts, batch_size, _prompt_room(stock_model, max_new_tokens), place)
     except ValueError as error:
         _fail(error)
+    if threads or model == str(TINY_MODEL):
+        torch.set_num_threads(threads or 1)  # the tiny model's threads would only wait for each other
     prompt_ids = [ids for batch in batches for ids in batch.prompt_ids]
     lengths = [len(ids) for ids in prompt_ids]
     name = "the embedded tiny model" if model == str(TINY_MODEL) else model
+    num_threads = torch.get_num_threads()
+    where = f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})" if place.type == "cpu" else str(place)
     console.print(
-        f"{name}, {dtype} on {place}: {len(texts)} of {num_texts} prompts "
-        f"{'as they come' if in_order else 'in random order'}, of "
+        f"{name}, {dtype} on {where}: {len(texts)} of {num_texts} prompts {'' if in_order else 'in random order '}with "
         f"{min(lengths)} to {max(lengths)} tokens, up to {max_new_tokens} new ones each, "
-        f"{'sampled' if sample else 'greedy'}, {len(batches)} generate() calls of up to {batch_size}",
+        f"{'sampled' if sample else 'greedy'}, {batch_size} to a generate() call",
         markup=False,
     )
     if num_cut:
+        cut = f"{num_cut} prompts are" if num_cut > 1 else "1 prompt is"
         console.print(
-            f"{num_cut} of the prompts are too long for the model's positions less --max-new-tokens: only the last "
-            f"{max(lengths)} tokens are used of each",
-            style="yellow",
+            f"{cut} cut to the last {max(lengths)} tokens: the model's positions less --max-new-tokens", style="yellow"
         )
 
     work = Work(tokenizer, batches, max_new_tokens, sample, seed, _eos_token_ids(stock_model))
     paged_model = copy.deepcopy(stock_model)
     try:
-        settings = {"block_size": block_size, "num_blocks": num_blocks}
-        patch(paged_model, **{name: value for name, value in settings.items() if value is not None})
+        given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
+        patch(paged_model, **{name: value for name, value in given.items() if value is not None})
         paged = work.run_paged(paged_model, stream)
         unpatch(paged_model)
     except ValueError as error:  # the settings, the model (UnsupportedModelError), or a prompt larger than the pool
@@ -254,7 +259,8 @@ class Work:
                 if measure_cache:
                     kv = stock_kv_usage(output.past_key_values, batch.attention_mask, lengths)
                     report.peak_kv = max(report.peak_kv, kv, key=lambda usage: usage.allocated_bytes)
-                bar.total -= len(lengths) * self.max_new_tokens - sum(lengths)  # what ended before the limit
+                total -= len(lengths) * self.max_new_tokens - sum(lengths)  # what ended before the limit
+                bar.total = total
                 bar.refresh()
 
     def _generate(self, model: Any, batch: Batch, index: int, **kwargs: Any) -> Any:
@@ -268,7 +274,7 @@ class Work:
         return model.generate(batch.input_ids, attention_mask=batch.attention_mask, **(settings | kwargs))
 
 
-class _ProgressStreamer(BaseStreamer):  # type: ignore[misc]
+class _ProgressStreamer(BaseStreamer):
     """Moves a progress bar by the tokens of the rows that are not finished."""
 
     def __init__(self, bar: tqdm[NoReturn], eos_token_ids: Collection[int]) -> None:
@@ -288,7 +294,7 @@ class _ProgressStreamer(BaseStreamer):  # type: ignore[misc]
         """The call is done."""
 
 
-class _FirstRowStreamer(TextStreamer):  # type: ignore[misc]
+class _FirstRowStreamer(TextStreamer):
     """Prints the first row's text, prompt included, while it is generated."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -501,8 +501,9 @@ class Engine:
         columns = np.arange(length)[(keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None))]
         # Index of the wanted logits' tokens in their sequences: [rows, columns].
         wanted = width + columns - np.asarray(padding, dtype=np.int64)[:, None]
-        tokens, bases = self._token_inputs(call, sequences, positions, padding, width)
-        logits = self._run_steps(sequences, tokens, bases, wanted)
+        logits = self._run_steps(
+            sequences, lambda: self._token_inputs(call, sequences, positions, padding, width), wanted
+        )
         cache.advance(length)
         return CausalLMOutputWithPast(logits=logits)
 
@@ -580,17 +581,19 @@ class Engine:
             ids += sequence.token_ids
             positions += range(sequence.position_offset, sequence.position_offset + sequence.num_tokens)
         tokens = TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device))
-        self._run_steps(lost, tokens, bases, np.empty((len(lost), 0), dtype=np.int64))
+        self._run_steps(lost, lambda: (tokens, bases), np.empty((len(lost), 0), dtype=np.int64))
 
     def _run_steps(
-        self, sequences: list[Sequence], tokens: TokenInputs, bases: list[int], wanted: np.ndarray
+        self,
+        sequences: list[Sequence],
+        make_inputs: Callable[[], tuple[TokenInputs, list[int]]],
+        wanted: np.ndarray,
     ) -> Tensor | None:
         """Schedules and runs steps until no sequence has pending tokens.
 
         Args:
             sequences: What to compute, in order of arrival.
-            tokens: Where their tokens are.
-            bases: Index in `tokens` of each sequence's token 0.
+            make_inputs: Lays out their tokens as they stand: the tokens, and the index of each sequence's token 0 in them.
             wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
 
         Returns:
@@ -601,14 +604,17 @@ class Engine:
         # Tokens before the first wanted one may come from the prefix cache.
         cacheable = wanted.min(axis=1).tolist() if num_wanted else [s.num_tokens - 1 for s in sequences]
         output: Tensor | None = None
-        while True:
-            pending = [(s, cacheable[row_of[s.seq_id]]) for s in sequences if s.num_pending_tokens > 0]
-            if not pending:
-                return output
+        tokens, bases = make_inputs()
+        # A row that is done here may be preempted for the ones still pending; that is the next forward's business.
+        pending = [(s, cacheable[row_of[s.seq_id]]) for s in sequences if s.num_pending_tokens > 0]
+        while pending:
+            preempted_before = self.scheduler.num_preemptions
             try:
                 step = self.scheduler.schedule(pending)
             except OutOfBlocksError as error:
                 raise self._out_of_blocks(error) from None
+            if self.scheduler.num_preemptions > preempted_before:
+                tokens, bases = make_inputs()  # a pending row may have to start over
             ranges: list[tuple[int, int]] = []
             logit_rows: list[np.ndarray] = []
             targets: list[np.ndarray] = []
@@ -630,6 +636,7 @@ class Engine:
             self._num_steps += 1
             self._num_prefill_tokens += flat_start - len(step.chunks)
             self._record_peak()
+            pending = [(s, limit) for s, limit in pending if s.num_pending_tokens > 0]
             if not rows.size:
                 continue
             target = np.concatenate(targets)
@@ -639,6 +646,7 @@ class Engine:
             if output is None:
                 output = logits.new_zeros(*wanted.shape, logits.shape[-1])
             output.view(-1, logits.shape[-1])[torch.from_numpy(target).to(logits.device)] = logits
+        return output
 
     def _collect_abandoned(self) -> None:
         while self._abandoned:

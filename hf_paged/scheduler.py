@@ -39,7 +39,7 @@ class Scheduler:
 
     A sequence that has no pending tokens keeps its blocks until somebody needs them; then the one used last is preempted
     first (its blocks are freed, its tokens computed again when it next runs), which keeps the rows of a batch that is
-    larger than the pool from evicting each other in turn.
+    larger than the pool from evicting each other in turn. Sequences that wait for this very step are preempted last.
     """
 
     def __init__(self, manager: BlockManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -71,29 +71,49 @@ class Scheduler:
                 may come from the prefix cache (those whose logits nobody wants).
 
         Raises:
-            OutOfBlocksError: Not even one token of the first sequence fits, with everything preemptible preempted.
+            OutOfBlocksError: The first sequence doesn't fit, with everything preemptible preempted.
         """
+        order = list(pending)
+        while True:
+            output = self._fill_step(order)
+            if output.chunks:
+                return output
+            # Nobody fits: the sequences still to run hold what each of them needs. The newest goes first, and sits this
+            # step out, or it would take its cached blocks right back.
+            preempted = False
+            while len(order) > 1 and not preempted:
+                preempted = self._preempt_if_possible(order.pop()[0])
+            if not preempted:
+                first = order[0][0]
+                num_tokens = min(first.num_pending_tokens, self._max_num_batched_tokens)
+                raise OutOfBlocksError(
+                    self._manager.blocks_needed(first.seq_id, num_tokens), self._manager.pool.num_free
+                )
+
+    def _fill_step(self, pending: SequenceOf[tuple[Sequence, int]]) -> SchedulerOutput:
         output = SchedulerOutput()
         budget = self._max_num_batched_tokens
         protected = {sequence.seq_id for sequence, _ in pending}
         for sequence, cacheable in pending:
             if len(output.chunks) == self._max_num_seqs or budget == 0:
                 break
-            if sequence.num_computed_tokens == 0 and sequence.is_reproducible and cacheable > 0:
+            if self._manager.num_tokens(sequence.seq_id) == 0 and sequence.is_reproducible and cacheable > 0:
                 assert sequence.token_ids is not None
                 sequence.num_computed_tokens = self._manager.match_prefix(
                     sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=cacheable
                 )
             num_tokens = min(sequence.num_pending_tokens, budget)
-            if not self._make_room(sequence, num_tokens, protected):
-                break
-            self._append(output, ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
-            budget -= num_tokens
-        if not output.chunks:
-            first = pending[0][0]
-            needed = self._manager.blocks_needed(first.seq_id, min(first.num_pending_tokens, budget))
-            raise OutOfBlocksError(needed, self._manager.pool.num_free)
+            # Blocks that earlier chunks of this step took are gone from the pool already.
+            if self.make_room(self._manager.blocks_needed(sequence.seq_id, num_tokens), protected):
+                self._append(output, ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+                budget -= num_tokens
         return output
+
+    def _preempt_if_possible(self, sequence: Sequence) -> bool:
+        if not sequence.is_reproducible or self._manager.num_tokens(sequence.seq_id) == 0:
+            return False
+        self.preempt(sequence)
+        return True
 
     def update(self, output: SchedulerOutput) -> None:
         """Books an executed step: its tokens are computed, and full blocks of them may be shared from now on."""
@@ -135,10 +155,6 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         self.forget(sequence)
         self.num_preemptions += 1
-
-    def _make_room(self, sequence: Sequence, num_tokens: int, protected: set[int]) -> bool:
-        # Blocks wanted by the rest of this step were taken by their own appends already.
-        return self.make_room(self._manager.blocks_needed(sequence.seq_id, num_tokens), protected)
 
     def _append(self, output: SchedulerOutput, chunk: ScheduledChunk) -> None:
         seq_id = chunk.sequence.seq_id

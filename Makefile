@@ -1,0 +1,147 @@
+# Everyday commands; `make help` lists them. Needs Python 3.11 - 3.13, make and git; everything else goes into .venv.
+#
+#   make run ARGS="--limit 4 --stream"      arguments for the command
+#   make test T=tests/test_cli.py           some tests only
+#   make venv PIP_ARGS="--index-url ..."    arguments for every pip install (a CPU-only torch, a mirror)
+#   make test PYTHON=python3.12             another interpreter for a new .venv
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# An installed python3.11 that starts (a version manager's shim may exist and not work), else python3.
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+VENV ?= .venv
+VENV_OLD ?= .venv-5.17
+ARGS ?=
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+T ?= tests
+
+# What the oldest supported transformers is tested with: everything except what drives the package from outside
+# (a subprocess per example or command), which the newest one already tests.
+NOT_CORE := tests/test_cli.py tests/test_examples.py
+
+PY := $(VENV)/bin/python
+PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
+SOURCES := hf_paged tests examples $(wildcard benchmarks demo)
+RESULTS ?= benchmarks/results
+
+# Nothing here may reach for a model hub behind our back; `make run` may (ARGS="--model Qwen/Qwen3-0.6B").
+OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# The tests' models are tiny: a second thread only waits for the first, and for minutes where the cores are shared.
+TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+
+# ------------------------------------------------------------------------------------------------------ environments
+# One stamp per set of extras: nothing is installed again until pyproject.toml or the constraints change.
+
+CHECK_PYTHON := import sys; v = sys.version_info[:2]; \
+    sys.exit(0 if (3, 11) <= v < (3, 14) else f"hf_paged needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}: add PYTHON=python3.11")
+
+$(VENV)/bin/python $(VENV_OLD)/bin/python:
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	$(PYTHON) -m venv $(@:/bin/python=)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing hf_paged into $(VENV) (once)"
+	$(PY) $(PIP_INSTALL) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing hf_paged with its tests and tools into $(VENV) (once)"
+	$(PY) $(PIP_INSTALL) -c constraints.txt -e '.[test,dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) $(PIP_INSTALL) -c constraints.txt -e '.[bench]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) $(PIP_INSTALL) -c constraints.txt -e '.[demo]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV_OLD)/.installed-test: pyproject.toml constraints-5.17.txt | $(VENV_OLD)/bin/python
+	@echo "installing hf_paged with its tests and transformers 5.17 into $(VENV_OLD) (once)"
+	$(VENV_OLD)/bin/python $(PIP_INSTALL) -c constraints-5.17.txt -e '.[test]'
+	@touch $@
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+.PHONY: run
+run: $(VENV)/.installed ## generate with and without hf_paged, compare: make run ARGS="--limit 4"
+	@$(PY) -m hf_paged run $(ARGS)
+
+.PHONY: venv
+venv: $(VENV)/.installed-dev ## make .venv with everything that the tests and tools need
+
+.PHONY: test
+test: $(VENV)/.installed-dev ## all CPU tests
+	$(TEST_ENV) $(PY) -m pytest $(PYTEST_ARGS) $(T)
+
+.PHONY: test-slow
+test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow
+	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) $(T)
+
+.PHONY: test-5.17
+test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported transformers, in .venv-5.17
+	$(TEST_ENV) $(VENV_OLD)/bin/python -m pytest $(NOT_CORE:%=--ignore=%) $(PYTEST_ARGS) $(T)
+
+.PHONY: lint
+lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(VENV)/bin/lint-imports
+	$(PY) -m mypy
+
+.PHONY: format
+format: $(VENV)/.installed-dev ## let ruff format the code and fix what it can
+	$(VENV)/bin/ruff check --fix-only --quiet $(SOURCES)
+	$(VENV)/bin/ruff format $(SOURCES)
+
+# train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration.
+.PHONY: examples
+examples: $(VENV)/.installed ## run every example
+	@for example in $(filter-out examples/train_tiny_lm.py,$(sort $(wildcard examples/*.py))); do \
+	    echo; echo "== $$example"; $(TEST_ENV) $(PY) $$example; done
+
+.PHONY: bench
+bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
+	@mkdir -p $(RESULTS)
+	@for bench in $(sort $(wildcard benchmarks/cpu*.py)); do \
+	    echo; echo "== $$bench"; $(OFFLINE) $(PY) $$bench --out $(RESULTS); done
+
+# For a machine with a GPU and a python3 that has torch, triton, transformers and pytest: no environment is made, nothing
+# is installed. Every step writes one file into RESULTS when it has succeeded, and only then: stopped anywhere, the same
+# command goes on where it was.
+GPU_CODE := $(shell find hf_paged tests -name '*.py' 2>/dev/null)
+GPU_BENCHES := $(sort $(wildcard benchmarks/gpu*.py))
+
+.PHONY: gpu
+gpu: $(RESULTS)/gpu-tests.txt $(GPU_BENCHES:benchmarks/%.py=$(RESULTS)/%.txt) ## GPU tests and benchmarks, with the system's python3
+
+# pytest's 5 is "nothing selected"
+$(RESULTS)/gpu-tests.txt: $(GPU_CODE)
+	@mkdir -p $(RESULTS)
+	python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
+	$(OFFLINE) python3 -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS) tests 2>&1 | tee $@.tmp \
+	    || { code=$$?; [ $$code = 5 ] || exit $$code; }
+	@mv $@.tmp $@
+
+$(RESULTS)/gpu%.txt: benchmarks/gpu%.py $(GPU_CODE)
+	@mkdir -p $(RESULTS)
+	PYTHONPATH=. $(OFFLINE) python3 $< --out $(RESULTS) 2>&1 | tee $@.tmp
+	@mv $@.tmp $@
+
+.PHONY: clean
+clean: ## remove what the tools leave behind (not the environments)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(RESULTS)/*.tmp
+	find hf_paged tests examples $(wildcard benchmarks demo) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## clean, and remove the environments
+	rm -rf $(VENV) $(VENV_OLD)
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-zA-Z0-9_.-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

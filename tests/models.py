@@ -1,0 +1,265 @@
+"""The models of the suite: a tiny random config an architecture, and how to build one whose text is worth comparing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+import hf_paged
+
+VOCAB = 97
+PAD, BOS, EOS = 0, 1, 2
+TINY_LM = Path(hf_paged.__file__).resolve().parent / "assets" / "tiny_lm"
+
+_SPECIAL = {"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": PAD}
+_COMMON = _SPECIAL | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+_GQA = _COMMON | {"num_key_value_heads": 2}
+_FOUR_LAYERS = _GQA | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
+_GPT2_NAMES = _SPECIAL | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FALCON = _SPECIAL | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_HALF_HEAD = 8  # frequencies of a rotary embedding over 16 dimensions
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A row of the table.
+
+    Attributes:
+        config: Makes the config.
+        runs_flat: Whether its prompts are computed without their padding, straight over the pool.
+        generate: Arguments that its `generate()` needs in every call.
+        seed: Seed of the weights; another one is chosen where this one generates boring text or near ties.
+    """
+
+    config: Callable[[], PreTrainedConfig]
+    runs_flat: bool = True
+    generate: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+MODELS: dict[str, TinyModel] = {
+    "llama": TinyModel(lambda: hf.LlamaConfig(**_GQA)),
+    "mistral": TinyModel(lambda: hf.MistralConfig(**_GQA, sliding_window=6)),
+    "qwen2": TinyModel(lambda: hf.Qwen2Config(**_GQA)),
+    "qwen2_windows": TinyModel(
+        lambda: hf.Qwen2Config(**_GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    ),
+    "qwen3": TinyModel(lambda: hf.Qwen3Config(**_GQA, head_dim=16)),
+    "gemma": TinyModel(lambda: hf.GemmaConfig(**_GQA, head_dim=16)),
+    "gemma2": TinyModel(lambda: hf.Gemma2Config(**_FOUR_LAYERS)),
+    "gemma3": TinyModel(
+        lambda: hf.Gemma3TextConfig(**_FOUR_LAYERS, layer_types=["sliding_attention", "full_attention"] * 2)
+    ),
+    "phi3": TinyModel(lambda: hf.Phi3Config(**_GQA)),
+    "gpt2": TinyModel(lambda: hf.GPT2Config(**_GPT2_NAMES)),
+    "gpt_neox": TinyModel(lambda: hf.GPTNeoXConfig(**_COMMON)),
+    "opt": TinyModel(
+        lambda: hf.OPTConfig(
+            **_SPECIAL,
+            hidden_size=64,
+            word_embed_proj_dim=64,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+        )
+    ),
+    "starcoder2": TinyModel(lambda: hf.Starcoder2Config(**_GQA, sliding_window=6)),
+    "stablelm": TinyModel(lambda: hf.StableLmConfig(**_GQA)),
+    "olmo2": TinyModel(lambda: hf.Olmo2Config(**_GQA)),
+    "cohere": TinyModel(lambda: hf.CohereConfig(**_GQA)),
+    "granite": TinyModel(lambda: hf.GraniteConfig(**_GQA)),
+    "mixtral": TinyModel(lambda: hf.MixtralConfig(**_GQA, num_local_experts=4, sliding_window=None)),
+    "qwen3_moe": TinyModel(
+        lambda: hf.Qwen3MoeConfig(**_GQA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    ),
+    "gpt_oss": TinyModel(
+        lambda: hf.GptOssConfig(
+            **_GQA, **_EXPERTS, head_dim=16, sliding_window=6, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        )
+    ),
+    "smollm3": TinyModel(lambda: hf.SmolLM3Config(**_GQA)),
+    "falcon_alibi": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=True), runs_flat=False),
+    "falcon_rotary": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=False), runs_flat=False),
+    "falcon_new": TinyModel(
+        lambda: hf.FalconConfig(**_FALCON, alibi=False, new_decoder_architecture=True, num_kv_heads=2), runs_flat=False
+    ),
+    "bloom": TinyModel(lambda: hf.BloomConfig(**_SPECIAL, hidden_size=64, n_layer=2, n_head=4), runs_flat=False),
+    "gptj": TinyModel(lambda: hf.GPTJConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False),
+    "codegen": TinyModel(lambda: hf.CodeGenConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False),
+    "mpt": TinyModel(
+        lambda: hf.MptConfig(**_SPECIAL, d_model=64, n_layers=2, n_heads=4, max_seq_len=256),
+        runs_flat=False,
+        generate={"use_cache": True},  # its generation config says False
+    ),
+    "llama_dynamic_rope": TinyModel(
+        lambda: hf.LlamaConfig(
+            **(_GQA | {"max_position_embeddings": 16}),
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        ),
+        runs_flat=False,
+    ),
+    "phi3_longrope": TinyModel(
+        lambda: hf.Phi3Config(
+            **_GQA,
+            original_max_position_embeddings=16,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(_HALF_HEAD)],
+                "long_factor": [2.0 + 0.5 * i for i in range(_HALF_HEAD)],
+                "original_max_position_embeddings": 16,
+            },
+        ),
+        runs_flat=False,
+    ),
+}
+"""Every architecture the suite runs. A row is all that a new one needs."""
+
+
+def _t5() -> nn.Module:
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=VOCAB, d_model=64, num_layers=2, num_heads=4, d_ff=64, d_kv=16)
+    )
+
+
+def _deepseek_v3() -> nn.Module:
+    return hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
+            **(_COMMON | {"num_key_value_heads": 4}),
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            first_k_dense_replace=1,
+        )
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "t5": (_t5, "encoder-decoder"),
+    "mamba": (
+        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)),
+        "recurrent state",
+    ),
+    "jamba": (lambda: AutoModelForCausalLM.from_config(hf.JambaConfig(**_GQA)), "recurrent state"),
+    "qwen3_next": (lambda: AutoModelForCausalLM.from_config(hf.Qwen3NextConfig(**_GQA)), "linear"),
+    "deepseek_v3": (_deepseek_v3, "multi-head latent attention"),
+    "no_lm_head": (lambda: hf.LlamaModel(hf.LlamaConfig(**_GQA)), "language-model head"),
+    "plain_module": (lambda: nn.Linear(2, 2), "PreTrainedModel"),
+}
+"""What `patch` must refuse: how to build it, and a word of the reason."""
+
+
+@lru_cache(maxsize=None)
+def _built(name: str, layers: int | None, seed: int | None, attention: str) -> PreTrainedModel:
+    row = MODELS[name]
+    config = row.config()
+    if layers is not None:
+        config.num_hidden_layers = layers
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(row.seed if seed is None else seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # The default init is so narrow that a model repeats one token: attention must decide what comes next.
+                parameter.mul_(8) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.generation_config.update(**row.generate)
+    return model
+
+
+def build(
+    name: str, *, layers: int | None = None, seed: int | None = None, attention: str = "sdpa", dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A fresh copy of a model of the table, with weights that make its text diverse.
+
+    Args:
+        name: Row of `MODELS`.
+        layers: Another number of layers.
+        seed: Another seed for the weights.
+        attention: Attention implementation.
+        dtype: Converted to this type.
+    """
+    if attention == "sdpa" and name in ("gpt_oss", "mpt", "bloom", "codegen", "gptj"):
+        attention = "eager"  # all they have
+    model = copy.deepcopy(_built(name, layers, seed, attention))
+    return model if dtype is None else model.to(dtype)
+
+
+@lru_cache(maxsize=1)
+def _tiny_lm() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True).eval()
+
+
+def tiny_lm() -> PreTrainedModel:
+    """A fresh copy of the embedded trained model."""
+    return copy.deepcopy(_tiny_lm())
+
+
+@lru_cache(maxsize=1)
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """The embedded model's tokenizer."""
+    return hf.AutoTokenizer.from_pretrained(TINY_LM, local_files_only=True)
+
+
+def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str = "left") -> dict[str, Tensor]:
+    """Random prompts of these lengths, padded to one width: `input_ids` and `attention_mask`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (len(lengths), max(lengths)), generator=generator)
+    columns = torch.arange(max(lengths))
+    pads = max(lengths) - torch.tensor(lengths)[:, None]
+    mask = (columns >= pads if side == "left" else columns < max(lengths) - pads).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def random_ids(rows: int, length: int, seed: int = 0) -> Tensor:
+    """Random prompts without padding."""
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's list of decoder layers, wherever it keeps it."""
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+@contextmanager
+def tokens_per_forward(model: nn.Module) -> Iterator[list[int]]:
+    """Within it, the list grows by one number a forward: the tokens that the first decoder layer was given."""
+    seen: list[int] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        seen.append(states.shape[0] * states.shape[1])
+
+    handle = decoder_layers(model)[0].register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+logging.set_verbosity_warning()

@@ -127,8 +127,7 @@ class AttentionMetadata:
         slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
 
         groups = [
-            _group(rows, tables, q_lens, kv_lens, num_blocks, start_loc, device)
-            for rows in _bucket(q_lens, num_blocks)
+            _group(rows, tables, q_lens, kv_lens, num_blocks, start_loc, device) for rows in _bucket(q_lens, num_blocks)
         ]
 
         def to_device(array: np.ndarray) -> Tensor:

@@ -28,7 +28,9 @@ class SequenceStore(Protocol):
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None: ...
     def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None: ...
-    def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None: ...
+    def write_tokens(
+        self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
+    ) -> None: ...
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]: ...
@@ -53,7 +55,7 @@ class StepCache(Cache):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer of a `PagedCache`, for code that looks at `cache.layers[i]`. Reading `keys` gathers them from the pool."""
+    """One layer of a `PagedCache`, for code that looks at `cache.layers[i]`; reading `keys` gathers from the pool."""
 
     is_sliding = False
     is_croppable = True
@@ -61,7 +63,7 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PagedCache, layer_idx: int) -> None:
         # A proxy, since a cycle would keep a dropped cache and its blocks alive until the next garbage collection.
-        self._cache: PagedCache = weakref.proxy(cache)
+        self._cache: Any = weakref.proxy(cache)
         self._layer_idx = layer_idx
 
     @property
@@ -97,12 +99,13 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """Keys and values of a batch, in the block pool of a patched model.
 
-    Pass it as `past_key_values` to `generate()` or to the model, once or again and again (multi-turn chat). Its blocks go
-    back to the pool when it is dropped, or at once with `reset()`.
+    Pass it as `past_key_values` to `generate()` or to the model, once or again and again (multi-turn chat). Its blocks
+    go back to the pool when it is dropped, or at once with `reset()`.
 
-    What a caller sees is a batch of rows of one width, as with `DynamicCache`. Stored is less: left padding takes no slot
-    (`padding[row]` columns are only counted), rows that are copies of each other share their blocks, and while all of
-    `fan_out` copies of each prompt are still equal (the samples or beams of one prompt), one row stands for them.
+    What a caller sees is a batch of rows of one width, as with `DynamicCache`. Stored is less: left padding takes no
+    slot (`padding[row]` columns are only counted), rows that are copies of each other share their blocks, and while
+    all of `fan_out` copies of each prompt are still equal (the samples or beams of one prompt), one row stands for
+    them.
 
     Args:
         model: A model patched by `hf_paged.patch`.
@@ -218,8 +221,8 @@ class PagedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Stores new keys and values of one layer, `[batch, num_kv_heads, new, head_dim]`, and returns all of them.
 
-        This is what a forward reaches that the engine does not drive (`model.model(...)`, a model with attention code of
-        its own): any attention works on what it returns, masked by the caller's mask as with `DynamicCache`.
+        This is what a forward reaches that the engine does not drive (`model.model(...)`, a model with attention code
+        of its own): any attention works on what it returns, masked by the caller's mask as with `DynamicCache`.
 
         Raises:
             ValueError: The batch size differs from the cache's.
@@ -282,7 +285,9 @@ class PagedCache(Cache):
         """
         if tokens_to_remove > 0:
             if not _POSITIVE_CROP_IS_A_LENGTH:
-                raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}")
+                raise ValueError(
+                    f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}"
+                )
             tokens_to_remove = min(tokens_to_remove - self._width, 0)
         width = max(self._width + tokens_to_remove, 0)
         for row, sequence in enumerate(self._rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from hf_paged.block_manager import BlockManager
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.errors import OutOfBlocksError
+from hf_paged.flat_forward import FlatForward, flat_padding, lay_out_known
+from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache, num_blocks_for_memory
 from hf_paged.metrics import EngineStats
@@ -26,64 +28,6 @@ from hf_paged.model_state import ModelState
 from hf_paged.runner import ModelRunner, ModelTraits, TokenInputs
 from hf_paged.scheduler import Scheduler
 from hf_paged.sequence import Sequence
-
-
-@dataclass(slots=True)
-class ForwardCall:
-    """One `model(...)` call over a `PagedCache`, in the caller's padded shape.
-
-    Attributes:
-        input_ids: `[B, q]`, or `None`.
-        inputs_embeds: `[B, q, hidden_size]`, or `None`.
-        attention_mask: `[B, columns so far + q]`, 0 at padding; `None`: no padding. A mask of another form rules out the
-            flat batch.
-        position_ids: `[B or 1, q]`, or `None`.
-        logits_to_keep: As in transformers: the last so many columns (0: all), or a tensor of column indices.
-        others: Every other argument that was given. Any of them rules out the flat batch.
-    """
-
-    input_ids: Tensor | None
-    inputs_embeds: Tensor | None
-    attention_mask: Any
-    position_ids: Tensor | None
-    logits_to_keep: int | Tensor
-    others: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> Tensor:
-        """`input_ids` or `inputs_embeds`, whichever was given."""
-        if (self.input_ids is None) == (self.inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
-        assert tokens is not None
-        return tokens
-
-    def select(self, rows: Any) -> ForwardCall:
-        """The call for some rows of the batch (an index or a slice); tensors of one row serve all rows."""
-        batch = self.tokens.shape[0]
-
-        def pick(value: Any) -> Any:
-            return value[rows] if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == batch else value
-
-        return ForwardCall(
-            pick(self.input_ids),
-            pick(self.inputs_embeds),
-            pick(self.attention_mask),
-            pick(self.position_ids),
-            self.logits_to_keep,
-            {name: pick(value) for name, value in self.others.items()},
-        )
-
-    def repeats_rows(self, fan_out: int) -> bool:
-        """Whether the batch is runs of `fan_out` equal rows."""
-        for value in (self.tokens, self.attention_mask, self.position_ids, *self.others.values()):
-            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == self.tokens.shape[0]:
-                if value.shape[0] % fan_out:
-                    return False
-                runs = value.unflatten(0, (-1, fan_out))
-                if not bool((runs == runs[:, :1]).all()):  # a host read, at most one a forward of a fresh cache
-                    return False
-        return True
 
 
 class Engine:
@@ -100,7 +44,8 @@ class Engine:
         forward: Callable[..., Any],
         traits: ModelTraits,
     ) -> None:
-        """
+        """Binds to a model.
+
         Args:
             model: The model; held weakly.
             config: The settings.
@@ -148,9 +93,7 @@ class Engine:
                     self._runner.model.device,
                 )
                 self._manager = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-                self._scheduler = Scheduler(
-                    self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs
-                )
+                self._scheduler = Scheduler(self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs)
             return self._manager
 
     @property
@@ -190,8 +133,8 @@ class Engine:
         if needed > manager.pool.num_blocks:
             raise ValueError(
                 f"a prompt of {prompt_tokens} tokens and up to {max(num_tokens + 1 - prompt_tokens, 0)} new ones needs "
-                f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: patch with "
-                f"num_blocks={needed} or more, or lower max_new_tokens"
+                f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: "
+                f"patch with num_blocks={needed} or more, or lower max_new_tokens"
             )
 
     def reset_prefix_cache(self) -> int:
@@ -314,11 +257,14 @@ class Engine:
         """
         with self._lock:
             manager, scheduler = self.manager, self.scheduler
-            needed = sum(manager.blocks_needed(sequence.seq_id, num_tokens) for sequence in sequences)
-            if not scheduler.make_room(needed, {sequence.seq_id for sequence in sequences}):
-                raise self._out_of_blocks(OutOfBlocksError(needed, manager.pool.num_free))
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
-            copies = manager.append([(sequence.seq_id, num_tokens) for sequence in sequences])
+            requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
+            try:
+                copies = manager.append(requests)
+            except OutOfBlocksError as error:
+                if not scheduler.make_room(error.needed, {sequence.seq_id for sequence in sequences}):
+                    raise self._out_of_blocks(error) from None
+                copies = manager.append(requests)
             self.kv_cache.copy_blocks(copies)
             self.kv_cache.zero_blocks(
                 [
@@ -334,10 +280,8 @@ class Engine:
                 scheduler.remember(sequence)
             self._record_peak()
 
-    def write_tokens(
-        self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
-    ) -> None:
-        """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer as tokens `start[i]`... of each sequence."""
+    def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
+        """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
         with self._lock:
             length = key.shape[2]
             slots = np.stack(
@@ -409,7 +353,7 @@ class Engine:
             width = cache.get_seq_length()
             before = [_Mark.of(sequence) for sequence in cache.sequences if sequence is not None]
             try:
-                padding = self._flat_padding(cache, call, active)
+                padding = flat_padding(cache, call, active) if self.traits.runs_flat else None
                 if padding is None:
                     output = self._forward_gathered(cache, call, active if is_partial else None)
                 else:
@@ -421,41 +365,11 @@ class Engine:
                     self.free_sequences(sequence for sequence in cache.sequences if sequence is not None)
                 cache.rewind(width)
                 raise
-            output = _per_row(output, active, len(cache.sequences)) if is_partial else output
+            output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
             if fan_out > 1:
-                output = _map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
+                output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
             output["past_key_values"] = cache
             return output
-
-    def _flat_padding(self, cache: PagedCache, call: ForwardCall, active: list[int]) -> list[int] | None:
-        """Left padding of each active row if the call can run as a flat batch, else `None`."""
-        if not self.traits.runs_flat or cache.is_opaque or call.others:
-            return None
-        length = call.tokens.shape[1]
-        width = cache.get_seq_length()
-        if call.position_ids is not None and call.position_ids.shape[1:] != (length,):
-            return None
-        padding = [cache.padding[row] for row in active]
-        mask = call.attention_mask
-        if mask is None:
-            return padding
-        if mask.ndim != 2 or mask.shape != (len(active), width + length):
-            return None
-        hidden = mask == 0
-        # Host reads of the mask: one a forward that brings a mask at all.
-        given = hidden.sum(dim=1).tolist()
-        if not any(given):
-            return padding if not any(padding) else None
-        leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
-        if leading != given or call.position_ids is None or (width > 0 and given != padding):
-            return None
-        if width == 0:
-            last_only = isinstance(call.logits_to_keep, int) and 0 < call.logits_to_keep <= length - max(given)
-            if not last_only:
-                return None
-            for row, pad in zip(active, given, strict=True):
-                cache.padding[row] = pad
-        return given
 
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward; `cache.update` stores and gathers."""
@@ -486,85 +400,17 @@ class Engine:
     ) -> CausalLMOutputWithPast:
         """The call's real tokens as one flat batch (or several, if the token budget or the pool is smaller)."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
-        length = call.tokens.shape[1]
-        device = call.tokens.device
         width = cache.get_seq_length()
-        self._extend(cache, call, sequences, padding, width)
+        if width == 0:
+            cache.set_padding(padding)
+        flat = FlatForward.make(call, sequences, padding, width)
+        # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+        flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state)
         longest = max(sequence.num_tokens for sequence in sequences)
         self.check_fits(longest, longest)
-
-        positions = call.position_ids
-        if positions is None:
-            positions = torch.arange(width, width + length, device=device)[None]
-        positions = positions.expand(len(sequences), length)
-        keep = call.logits_to_keep
-        columns = np.arange(length)[(keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None))]
-        # Index of the wanted logits' tokens in their sequences: [rows, columns].
-        wanted = width + columns - np.asarray(padding, dtype=np.int64)[:, None]
-        logits = self._run_steps(
-            sequences, lambda: self._token_inputs(call, sequences, positions, padding, width), wanted
-        )
-        cache.advance(length)
+        logits = self._run_steps(sequences, flat.lay_out_tokens, flat.wanted_logits())
+        cache.advance(flat.length)
         return CausalLMOutputWithPast(logits=logits)
-
-    def _extend(
-        self, cache: PagedCache, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int
-    ) -> None:
-        """Adds the call's tokens to its sequences, and notes what makes them reproducible."""
-        length = call.tokens.shape[1]
-        # Host copies of the new ids: hashing full blocks and recomputing preempted ones need them.
-        new_ids = None if call.input_ids is None else call.input_ids.tolist()
-        offsets: list[int | None] = [pad if call.position_ids is None else 0 for pad in padding]
-        if call.position_ids is not None:
-            index = torch.arange(width, width + length)
-            difference = call.position_ids.cpu() - (index - torch.tensor(padding)[:, None])
-            is_padding = index < torch.tensor(padding)[:, None]
-            last = difference[:, -1:]
-            is_uniform = ((difference == last) | is_padding).all(dim=1).tolist()
-            offsets = [o if u else None for o, u in zip(last[:, 0].tolist(), is_uniform, strict=True)]
-        # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-        is_later_step = cache.owned_by_call and width > 0
-        state = None if is_later_step else self._model_state.key()
-        for row, sequence in enumerate(sequences):
-            new = length - max(padding[row] - width, 0)
-            if sequence.num_tokens == 0:
-                sequence.position_offset = offsets[row]
-                sequence.extra_key = (*(state or ()), offsets[row])
-            elif offsets[row] != sequence.position_offset:
-                sequence.position_offset = None
-            elif state is not None and sequence.extra_key != (*state, sequence.position_offset):
-                sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
-            if sequence.token_ids is not None:
-                if new_ids is None:
-                    sequence.token_ids = None
-                else:
-                    sequence.token_ids += new_ids[row][length - new :]
-            sequence.num_tokens += new
-
-    def _token_inputs(
-        self, call: ForwardCall, sequences: list[Sequence], positions: Tensor, padding: list[int], width: int
-    ) -> tuple[TokenInputs, list[int]]:
-        """One row of tokens to draw from, and for each sequence where its token 0 would lie in that row.
-
-        The call's columns come first, as they are; behind them all tokens of each preempted sequence.
-        """
-        length = call.tokens.shape[1]
-        bases = [row * length + padding[row] - width for row in range(len(sequences))]
-        ids = None if call.input_ids is None else call.input_ids.reshape(-1)
-        embeds = None if call.inputs_embeds is None else call.inputs_embeds.flatten(0, 1)
-        row_positions = [positions.reshape(-1)]
-        row_ids = [ids] if ids is not None else []
-        end = len(sequences) * length
-        for row, sequence in enumerate(sequences):
-            old = width - padding[row]
-            if sequence.num_computed_tokens < old and sequence.token_ids is not None and ids is not None:
-                assert sequence.position_offset is not None
-                first = sequence.position_offset
-                row_ids.append(torch.tensor(sequence.token_ids, device=ids.device))
-                row_positions.append(torch.arange(first, first + sequence.num_tokens, device=ids.device))
-                bases[row] = end
-                end += sequence.num_tokens
-        return TokenInputs(torch.cat(row_ids) if row_ids else None, embeds, torch.cat(row_positions)), bases
 
     def _recompute(self, sequences: list[Sequence]) -> None:
         """Brings the preempted ones among these back into the pool."""
@@ -572,16 +418,7 @@ class Engine:
         if not lost:
             return
         device = self._runner.model.device
-        ids: list[int] = []
-        positions: list[int] = []
-        bases: list[int] = []
-        for sequence in lost:
-            assert sequence.token_ids is not None and sequence.position_offset is not None
-            bases.append(len(ids))
-            ids += sequence.token_ids
-            positions += range(sequence.position_offset, sequence.position_offset + sequence.num_tokens)
-        tokens = TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device))
-        self._run_steps(lost, lambda: (tokens, bases), np.empty((len(lost), 0), dtype=np.int64))
+        self._run_steps(lost, lambda: lay_out_known(lost, device), np.empty((len(lost), 0), dtype=np.int64))
 
     def _run_steps(
         self,
@@ -593,7 +430,8 @@ class Engine:
 
         Args:
             sequences: What to compute, in order of arrival.
-            make_inputs: Lays out their tokens as they stand: the tokens, and the index of each sequence's token 0 in them.
+            make_inputs: Lays out their tokens as they stand: the tokens, and the index of each sequence's token 0 in
+                them.
             wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
 
         Returns:
@@ -663,8 +501,8 @@ class Engine:
         return OutOfBlocksError(
             error.needed,
             error.free,
-            f"{error.needed} KV blocks are needed, {error.free} of {num_blocks} are free and what holds the others can't be "
-            "computed again: drop or reset() PagedCache objects you no longer need, or patch with more num_blocks",
+            f"{error.needed} KV blocks are needed, {error.free} of {num_blocks} are free and what holds "
+            "the others can't be computed again: drop or reset() PagedCache objects you no longer need, or patch with more num_blocks",
         )
 
 
@@ -685,25 +523,3 @@ class _Mark:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
         engine.crop_sequence(self.sequence, min(self.num_tokens, self.sequence.num_tokens))
         self.sequence.position_offset = self.position_offset
-
-
-def _map_batch(output: ModelOutput, batch: int, function: Callable[[Tensor], Tensor]) -> ModelOutput:
-    """Applies a function to every tensor of a model output whose first dimension is the batch."""
-
-    def apply(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value) if value.ndim > 1 and value.shape[0] == batch else value
-        return type(value)(apply(item) for item in value) if isinstance(value, tuple | list) else value
-
-    return type(output)(**{name: apply(value) for name, value in output.items() if name != "past_key_values"})
-
-
-def _per_row(output: ModelOutput, active: list[int], num_rows: int) -> ModelOutput:
-    """Puts the active rows' results at their rows; the others are zeros."""
-
-    def spread(value: Tensor) -> Tensor:
-        full = value.new_zeros(num_rows, *value.shape[1:])
-        full[torch.tensor(active, device=value.device)] = value
-        return full
-
-    return _map_batch(output, len(active), spread)

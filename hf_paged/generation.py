@@ -1,8 +1,9 @@
-"""What a patched model's class adds to its own: `generate()` prepares a `PagedCache`, and forwards over one go to the engine.
+"""What a patched model's class adds to its own: `generate()` prepares a `PagedCache`, and forwards over one go to the
+engine.
 
-The decoding loops stay transformers' own, so processors, criteria, streamers, beams, draws and outputs are theirs to the
-letter. Ours are the memory and the forward: a prompt is computed once for all its samples or beams, padding is never
-computed, and rows that are finished leave the batch.
+The decoding loops stay transformers' own, so processors, criteria, streamers, beams, draws and outputs are theirs to
+the letter. Ours are the memory and the forward: a prompt is computed once for all its samples or beams, padding is
+never computed, and rows that are finished leave the batch.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from transformers import (
 from transformers.generation import logits_process, stopping_criteria
 from transformers.utils import logging
 
+from hf_paged.beam_search import BeamSearchLoop
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
-from hf_paged.engine import Engine, ForwardCall
+from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedCallError
+from hf_paged.forward_call import ForwardCall
 from hf_paged.runner import ModelTraits
 
 logger = logging.get_logger(__name__)
@@ -92,13 +95,13 @@ class PagedGenerationMixin:
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         settings = self.__dict__.pop(_SETTINGS)
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[misc]
         attach(self, *settings)
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """transformers makes the call's cache here: unless the call needs another kind, it becomes a `PagedCache`."""
+        """Makes the call's cache a `PagedCache`, unless the call needs another kind."""
         engine: Engine = self.paged
         given = model_kwargs.get("past_key_values")
         if isinstance(given, PagedCache):
@@ -115,7 +118,8 @@ class PagedGenerationMixin:
             fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = PagedCache.for_call(engine, fan_out)
             return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        stock = super()._prepare_cache_for_generation  # type: ignore[misc]
+        return stock(generation_config, model_kwargs, *args, **kwargs)
 
     @functools.wraps(GenerationMixin._sample)
     def _sample(
@@ -127,11 +131,15 @@ class PagedGenerationMixin:
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, PagedCache) and _rows_may_leave(
-            self.paged, cache, logits_processor, stopping_criteria, generation_config
+        # Without an end-of-sequence criterion stock doesn't pad finished rows but goes on generating for them.
+        pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        if (
+            isinstance(cache, PagedCache)
+            and pads_finished
+            and _rows_may_leave(self.paged, cache, logits_processor, stopping_criteria, generation_config)
         ):
             stopping_criteria = RetiringCriteria(stopping_criteria, cache)
-        loop = super()._sample
+        loop = super()._sample  # type: ignore[misc]
         return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     @functools.wraps(GenerationMixin._beam_search)
@@ -143,7 +151,12 @@ class PagedGenerationMixin:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        loop = super()._beam_search
+        loop = super()._beam_search  # type: ignore[misc]
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache) and _rows_may_leave(
+            self.paged, cache, logits_processor, stopping_criteria, generation_config
+        ):
+            loop = functools.partial(base_class(self)._beam_search, BeamSearchLoop(self, cache))
         return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     @functools.wraps(GenerationMixin._assisted_decoding)
@@ -155,7 +168,7 @@ class PagedGenerationMixin:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        loop = super()._assisted_decoding
+        loop = super()._assisted_decoding  # type: ignore[misc]
         return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
 
@@ -234,7 +247,7 @@ def base_class(model: nn.Module) -> type[PreTrainedModel]:
 
 
 def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, ModelTraits]) -> Any:
-    model = base.__new__(patched_class(base))
+    model: Any = object.__new__(patched_class(base))
     model.__dict__[_SETTINGS] = settings
     return model
 
@@ -286,7 +299,13 @@ def _check_prompt(
         raise ValueError("the prompt is empty: generate() needs at least one token")
     longest = prompt
     mask: Tensor | None = kwargs.get("attention_mask")
-    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.traits.runs_flat and not cache.is_opaque:
+    if (
+        mask is not None
+        and mask.ndim == 2
+        and mask.shape[1] == prompt
+        and engine.traits.runs_flat
+        and not cache.is_opaque
+    ):
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
     engine.check_fits(longest + max(new_tokens - 1, 0), longest)  # the last token's keys are never needed
@@ -311,14 +330,12 @@ def _rows_may_leave(
 ) -> bool:
     """Whether finished rows can be left out of the remaining forwards without anybody noticing.
 
-    Not if the cache outlives the call, per-step outputs were asked for, somebody's own code looks at the whole batch, or
-    stock goes on generating for finished rows (it pads them only if there is an end-of-sequence criterion).
+    Not if the cache outlives the call, per-step outputs were asked for, or somebody's own code looks at the whole batch.
     """
     return (
         cache.owned_by_call
         and engine.traits.rows_independent
         and not generation_config.return_dict_in_generate
-        and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         and all(type(item) in _ROW_WISE for item in (*processors, *criteria))
     )
 

@@ -49,8 +49,8 @@ def num_blocks_for_memory(
 class KVCache:
     """Keys and values of all layers and blocks: `[num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]`.
 
-    A block is one contiguous piece across all layers, so copying or moving it is one operation. The extra block at index
-    `null_block` stays zero and pads block tables.
+    A block is one contiguous piece across all layers, so copying or moving it is one operation. The extra block at
+    index `null_block` stays zero and pads block tables.
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -81,8 +81,8 @@ class KVCache:
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks about to be filled.
 
-        The torch attention multiplies what masked slots hold by zero, so whatever an earlier owner left there (a NaN of a
-        failed request) must be gone.
+        The torch attention multiplies what masked slots hold by zero, so whatever an earlier owner left there (a NaN
+        of a failed request) must be gone.
         """
         if blocks:
             self.tensor.index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=self.tensor.device), 0)

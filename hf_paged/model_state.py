@@ -1,10 +1,11 @@
-"""`ModelState`: what the keys and values of given tokens depend on in the model itself, as a key for the prefix cache."""
+"""`ModelState`: what keys and values depend on in the model itself, as a key for the prefix cache."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from itertools import chain
+from typing import Any, cast
 
 from torch import nn
 
@@ -12,8 +13,8 @@ from torch import nn
 class ModelState:
     """Notices that a model's weights or active adapters changed since it was last asked.
 
-    In-place writes (an optimizer step, `load_state_dict`) move a tensor's version counter, replaced parameters have another
-    identity. Writes through `.data` move neither: call `engine.reset_prefix_cache()` after them.
+    In-place writes (an optimizer step, `load_state_dict`) move a tensor's version counter, replaced parameters have
+    another identity. Writes through `.data` move neither: call `engine.reset_prefix_cache()` after them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,6 +39,6 @@ def _active_adapters(model: nn.Module) -> Hashable:
     """Of PEFT's tuner layers, by their documented attributes: which adapters are active, merged or disabled."""
     return tuple(
         (tuple(module.active_adapters), tuple(module.merged_adapters), bool(module.disable_adapters))
-        for module in model.modules()
+        for module in cast("Iterable[Any]", model.modules())
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
     )

@@ -20,8 +20,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> ModelT:
     """Puts a paged KV block pool behind a model's `generate()`.
 
-    The model stays the same object with the same weights; calls without a `PagedCache` (training, scoring) run exactly the
-    code they ran before. Memory is taken at the first `generate()`, not here.
+    The model stays the same object with the same weights; calls without a `PagedCache` (training, scoring) run exactly
+    the code they ran before. Memory is taken at the first `generate()`, not here.
 
     Args:
         model: A decoder-only Hugging Face model, or a PEFT model around one.

@@ -28,8 +28,8 @@ class ModelTraits:
         num_layers: Layers that store keys and values.
         num_kv_heads: Key/value heads of each layer.
         head_dim: Elements of one head, keys and values alike.
-        runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the model
-            keeps its own attention and is given gathered keys and values.
+        runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the
+            model keeps its own attention and is given gathered keys and values.
         rows_independent: Whether a row's result never depends on the rows beside it.
     """
 
@@ -63,7 +63,8 @@ class ModelRunner:
     """Runs flat batches `[1, T]` of real tokens. Holds the model weakly: the model owns the engine, not the reverse."""
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any], supports_logits_to_keep: bool) -> None:
-        """
+        """Binds to a model.
+
         Args:
             model: The patched model.
             forward: The forward function of its class before patching, unbound.

@@ -37,9 +37,10 @@ class SchedulerOutput:
 class Scheduler:
     """First come, first served: fills each step up to the token budget, chunking what does not fit.
 
-    A sequence that has no pending tokens keeps its blocks until somebody needs them; then the one used last is preempted
-    first (its blocks are freed, its tokens computed again when it next runs), which keeps the rows of a batch that is
-    larger than the pool from evicting each other in turn. Sequences that wait for this very step are preempted last.
+    A sequence that has no pending tokens keeps its blocks until somebody needs them; then the one used last is
+    preempted first (its blocks are freed, its tokens computed again when it next runs), which keeps the rows of a
+    batch that is larger than the pool from evicting each other in turn. Sequences that wait for this very step are
+    preempted last.
     """
 
     def __init__(self, manager: BlockManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:

@@ -41,3 +41,13 @@ class Sequence:
     def num_pending_tokens(self) -> int:
         """Tokens whose keys and values are still to be computed."""
         return self.num_tokens - self.num_computed_tokens
+
+    def known_tokens(self) -> tuple[list[int], list[int]]:
+        """Ids and position ids of all its tokens.
+
+        Raises:
+            ValueError: The sequence is not reproducible.
+        """
+        if self.token_ids is None or self.position_offset is None:
+            raise ValueError(f"sequence {self.seq_id} has tokens or positions that only the pool knows")
+        return self.token_ids, list(range(self.position_offset, self.position_offset + self.num_tokens))

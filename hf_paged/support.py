@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,13 @@ def unwrap(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a Hugging Face model, got {type(model).__name__}: {model!r:.80}")
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    inner = model if get_base_model is None else get_base_model()
     return inner if isinstance(inner, nn.Module) else model
 
 
 def is_supported(model: Any) -> SupportReport:
-    """Looks at a model and, where that leaves a doubt, tries a shrunken copy of its architecture. The model is untouched.
+    """Looks at a model and tries a shrunken copy of its architecture. The model itself is untouched.
 
     Args:
         model: Anything; a PEFT wrapper is looked through.
@@ -127,16 +129,18 @@ def _probe(model: PreTrainedModel) -> SupportReport:
         return SupportReport(False, (f"a shrunken copy of it could not be built and run to try ({failure:.200})",))
 
     shape = _real_shape(model.config, tiny.config, stock)
-    if isinstance(shape, str):
-        return SupportReport(False, (shape,))
+    tiny_shape = _real_shape(tiny.config, tiny.config, stock)
+    if isinstance(shape, str) or isinstance(tiny_shape, str):
+        return SupportReport(False, (str(shape),))
     rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
     rows_independent = rope_type not in _BATCH_DEPENDENT_ROPE
     # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
     may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
     for runs_flat in (True, False) if may_run_flat else (False,):
-        tiny_shape = _real_shape(tiny.config, tiny.config, stock)
         try:
-            attach(tiny, PagedConfig(num_blocks=64, block_size=4), ModelTraits(*tiny_shape, runs_flat, rows_independent))
+            attach(
+                tiny, PagedConfig(num_blocks=64, block_size=4), ModelTraits(*tiny_shape, runs_flat, rows_independent)
+            )
             cache = PagedCache(tiny)
             found = _probe_logits(tiny, cache)
             error_size = float((found - expected).abs().max() / expected.abs().max())
@@ -153,7 +157,9 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     )
 
 
-def _real_shape(config: PreTrainedConfig, tiny_config: PreTrainedConfig, stock: DynamicCache) -> Any:
+def _real_shape(
+    config: PreTrainedConfig, tiny_config: PreTrainedConfig, stock: DynamicCache
+) -> tuple[int, int, int] | str:
     """Layers, key/value heads and head dimension of the model, or why the pool can't hold them.
 
     Read from its config, and corrected by what the tiny copy was seen to store (Falcon's config counts heads that its
@@ -231,7 +237,7 @@ def _shrink(config: PreTrainedConfig, keep_width: bool) -> PreTrainedConfig:
 
 
 def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A float32 CPU model with weights large enough that attention to a wrong key shows. Leaves the global RNG alone."""
+    """A float32 CPU model whose weights are large enough for a wrong key to show. Leaves the global RNG alone."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
         torch.manual_seed(0)
         model = base._from_config(config, dtype=torch.float32)
@@ -258,7 +264,7 @@ def _probe_logits(model: PreTrainedModel, past: Cache) -> Tensor:
         edges = [0, longest, longest + 2, longest + 3, longest + 4]
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         collected = []
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             extra: dict[str, Any] = {"position_ids": positions[:, start:end]} if takes_positions else {}
             if model._supports_logits_to_keep():
                 extra["logits_to_keep"] = 1

@@ -73,9 +73,9 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of the flat batch over block tables: prefill, chunked prefill and decode in one.
 
-    `softmax(softcap(scale * q k^T) - slope * distance + mask) v`, with `softcap(x) = cap * tanh(x / cap)` (Gemma 2) and a
-    sink logit per head that joins the softmax's denominator only (GPT-OSS). This step's keys and values must be in the
-    cache already. Memory a masked slot holds must be finite: the engine zeroes blocks when it hands them out.
+    `softmax(softcap(scale * q k^T) - slope * distance + mask) v`, with `softcap(x) = cap * tanh(x / cap)` (Gemma 2)
+    and a sink logit per head that joins the softmax's denominator only (GPT-OSS). This step's keys and values must be
+    in the cache already. Memory a masked slot holds must be finite: the engine zeroes blocks when it hands them out.
 
     Args:
         query: `[T, num_heads, head_dim]`.
@@ -114,7 +114,7 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
 
 
 def _pack_heads(query: Tensor, num_kv_heads: int) -> Tensor:
-    """`[G, Q, num_heads, D]` to `[G, num_kv_heads, queries_per_kv * Q, D]`: a kv head's queries share its keys unrepeated."""
+    """`[G, Q, num_heads, D]` to `[G, num_kv_heads, queries_per_kv * Q, D]`: a kv head's queries share its keys."""
     groups, length, num_heads, head_dim = query.shape
     grouped = query.view(groups, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return grouped.permute(0, 2, 3, 1, 4).reshape(groups, num_kv_heads, -1, head_dim)

@@ -1,0 +1,154 @@
+"""`FlatForward`: a caller's padded rows as sequences with pending tokens, ready for the flat batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.cache import PagedCache
+from hf_paged.forward_call import ForwardCall
+from hf_paged.model_state import ModelState
+from hf_paged.runner import TokenInputs
+from hf_paged.sequence import Sequence
+
+
+def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> list[int] | None:
+    """Left padding of each row, if the real tokens alone give the caller what it asked for; else `None`.
+
+    Args:
+        cache: The call's cache.
+        call: The call, reduced to the active rows.
+        active: Rows of the cache that the call is about.
+    """
+    if cache.is_opaque or call.others:
+        return None
+    length = call.tokens.shape[1]
+    width = cache.get_seq_length()
+    if call.position_ids is not None and call.position_ids.shape[1:] != (length,):
+        return None
+    padding = [cache.padding[row] for row in active]
+    mask = call.attention_mask
+    if mask is None:
+        return padding
+    if mask.ndim != 2 or mask.shape != (len(active), width + length):
+        return None
+    hidden = mask == 0
+    # Host reads of the mask: one a forward that brings a mask at all.
+    given: list[int] = hidden.sum(dim=1).tolist()
+    if not any(given):
+        return padding if not any(padding) else None
+    leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
+    if leading != given or call.position_ids is None:
+        return None
+    if width > 0:
+        return given if given == padding else None
+    # The logits of padding exist in the caller's shape only: fine as long as it doesn't ask for them.
+    keep = call.logits_to_keep
+    return given if isinstance(keep, int) and 0 < keep <= length - max(given) else None
+
+
+@dataclass(slots=True)
+class FlatForward:
+    """One call whose rows run in the flat batch.
+
+    Attributes:
+        call: The call, reduced to its active rows.
+        sequences: Their sequences.
+        padding: Their left padding, in columns.
+        width: Columns of the cache before the call.
+        position_ids: `[rows, length]`.
+    """
+
+    call: ForwardCall
+    sequences: list[Sequence]
+    padding: list[int]
+    width: int
+    position_ids: Tensor
+
+    @classmethod
+    def make(cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int) -> FlatForward:
+        """The forward of `call`'s rows; where it gives no position ids, a token's position is its column."""
+        length = call.tokens.shape[1]
+        positions = call.position_ids
+        if positions is None:
+            positions = torch.arange(width, width + length, device=call.tokens.device)[None]
+        return cls(call, sequences, padding, width, positions.expand(len(sequences), length))
+
+    @property
+    def length(self) -> int:
+        """Columns of the call."""
+        return self.call.tokens.shape[1]
+
+    def extend_sequences(self, model_state: ModelState | None) -> None:
+        """Adds the call's tokens to its sequences, and notes what makes them reproducible.
+
+        Args:
+            model_state: Asked for the key of the model's weights; `None` when they can't have changed since the last
+                call.
+        """
+        # Host copies of the new ids and positions: hashing full blocks and recomputing preempted ones need them.
+        new_ids = None if self.call.input_ids is None else self.call.input_ids.tolist()
+        index = torch.arange(self.width, self.width + self.length) - torch.tensor(self.padding)[:, None]
+        difference = self.position_ids.cpu() - index
+        last = difference[:, -1:]
+        is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
+        offsets = [offset if uniform else None for offset, uniform in zip(last[:, 0].tolist(), is_uniform, strict=True)]
+        state = None if model_state is None else model_state.key()
+        for row, sequence in enumerate(self.sequences):
+            new = self.length - max(self.padding[row] - self.width, 0)
+            if sequence.num_tokens == 0:
+                sequence.position_offset = offsets[row]
+                sequence.extra_key = (*(state or ()), offsets[row])
+            elif offsets[row] != sequence.position_offset:
+                sequence.position_offset = None
+            elif state is not None and sequence.extra_key != (*state, sequence.position_offset):
+                sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
+            if sequence.token_ids is not None:
+                if new_ids is None:
+                    sequence.token_ids = None
+                else:
+                    sequence.token_ids += new_ids[row][self.length - new :]
+            sequence.num_tokens += new
+
+    def wanted_logits(self) -> np.ndarray:
+        """Index, in its sequence, of each token whose logits the caller wants: `[rows, columns kept]`."""
+        keep = self.call.logits_to_keep
+        columns = np.arange(self.length)[keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None)]
+        return self.width + columns - np.asarray(self.padding, dtype=np.int64)[:, None]
+
+    def lay_out_tokens(self) -> tuple[TokenInputs, list[int]]:
+        """One row of tokens to draw from, and for each sequence where its token 0 would lie in that row.
+
+        The call's columns come first, as they are; behind them all tokens of each sequence that was preempted.
+        """
+        length = self.length
+        bases = [row * length + pad - self.width for row, pad in enumerate(self.padding)]
+        ids = None if self.call.input_ids is None else self.call.input_ids.reshape(-1)
+        embeds = None if self.call.inputs_embeds is None else self.call.inputs_embeds.flatten(0, 1)
+        row_positions = [self.position_ids.reshape(-1)]
+        row_ids = [ids] if ids is not None else []
+        end = len(self.sequences) * length
+        for row, sequence in enumerate(self.sequences):
+            if sequence.num_computed_tokens < self.width - self.padding[row] and ids is not None:
+                known_ids, positions = sequence.known_tokens()
+                row_ids.append(torch.tensor(known_ids, device=ids.device))
+                row_positions.append(torch.tensor(positions, device=ids.device))
+                bases[row] = end
+                end += sequence.num_tokens
+        return TokenInputs(torch.cat(row_ids) if row_ids else None, embeds, torch.cat(row_positions)), bases
+
+
+def lay_out_known(sequences: list[Sequence], device: torch.device) -> tuple[TokenInputs, list[int]]:
+    """Like `FlatForward.lay_out_tokens`, for sequences to be computed again without any call."""
+    ids: list[int] = []
+    positions: list[int] = []
+    bases: list[int] = []
+    for sequence in sequences:
+        bases.append(len(ids))
+        known_ids, known_positions = sequence.known_tokens()
+        ids += known_ids
+        positions += known_positions
+    return TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device)), bases

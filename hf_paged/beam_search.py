@@ -12,9 +12,9 @@ from hf_paged.cache import PagedCache
 class BeamSearchLoop:
     """Stands in for the model as the `self` of its `_beam_search`, and frees the beams of each prompt that is decided.
 
-    A prompt is decided when no finished hypothesis of it can be replaced any more: its early-stop heuristic holds, or all
-    its beams are finished under `early_stopping=True`. transformers masks every later candidate of such a prompt, so what
-    its beams compute from then on is never looked at.
+    A prompt is decided when no finished hypothesis of it can be replaced any more: its early-stop heuristic holds, or
+    all its beams are finished under `early_stopping=True`. transformers masks every later candidate of such a prompt,
+    so what its beams compute from then on is never looked at.
     """
 
     def __init__(self, model: Any, cache: PagedCache) -> None:

@@ -125,7 +125,7 @@ class PagedCache(Cache):
         """The cache of one `generate()` call, whose rows come in runs of `fan_out` equal prompts."""
         cache = cls.__new__(cls)
         cache._setup(store)
-        cache._fan_out = fan_out
+        cache.expect_fan_out(fan_out)
         cache.owned_by_call = True
         return cache
 
@@ -142,7 +142,7 @@ class PagedCache(Cache):
         self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
         super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
-        weakref.finalize(self, _abandon, store, self._rows)
+        weakref.finalize(self, _abandon, store, self._rows).atexit = False
 
     def __repr__(self) -> str:
         return f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()})"
@@ -163,6 +163,11 @@ class PagedCache(Cache):
     def fan_out(self) -> int:
         """Equal rows of the batch that each stored row stands for."""
         return self._fan_out
+
+    def expect_fan_out(self, fan_out: int) -> None:
+        """Tells a cache that holds nothing yet that its rows will come in runs of `fan_out` equal prompts."""
+        if not self._rows:
+            self._fan_out = fan_out
 
     def open_rows(self, num_rows: int) -> None:
         """Makes the (empty) rows of a first forward."""

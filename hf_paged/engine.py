@@ -21,6 +21,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.flat_forward import FlatForward, flat_padding, lay_out_known
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
+from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache, num_blocks_for_memory
 from hf_paged.metrics import EngineStats
@@ -118,12 +119,13 @@ class Engine:
             self._kv_cache = KVCache(geometry, num_blocks, self.config.block_size, model.device)
             return self._kv_cache
 
-    def check_fits(self, num_tokens: int, prompt_tokens: int) -> None:
+    def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
         """Refuses a sequence that could never fit the empty pool.
 
         Args:
             num_tokens: Tokens whose keys and values it would hold at its longest.
-            prompt_tokens: How many of them are the prompt.
+            prompt_tokens: Tokens of its prompt, for the message.
+            new_tokens: Tokens it may generate, for the message.
 
         Raises:
             ValueError: With both sizes, and the setting that would help.
@@ -132,7 +134,7 @@ class Engine:
         needed = -(-num_tokens // manager.block_size)
         if needed > manager.pool.num_blocks:
             raise ValueError(
-                f"a prompt of {prompt_tokens} tokens and up to {max(num_tokens + 1 - prompt_tokens, 0)} new ones needs "
+                f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "
                 f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: "
                 f"patch with num_blocks={needed} or more, or lower max_new_tokens"
             )
@@ -169,7 +171,8 @@ class Engine:
         with self._lock:
             self._collect_abandoned()
             if self._manager is None:
-                return EngineStats()
+                num_blocks = self.config.num_blocks or 0
+                return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
             manager, pool = self._manager, self._manager.pool
             self._record_peak()
             return EngineStats(
@@ -332,7 +335,7 @@ class Engine:
             ValueError: The cache belongs to another model, the batch size changed, or the tokens could never fit.
             OutOfBlocksError: The pool is held by sequences that can't be preempted.
         """
-        with self._lock:
+        with self._lock, deferred_interrupt():
             self._collect_abandoned()
             if cache.store is not self:
                 raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
@@ -407,7 +410,7 @@ class Engine:
         # Inside one generate() call the weights stand still, so its decode steps don't ask again.
         flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state)
         longest = max(sequence.num_tokens for sequence in sequences)
-        self.check_fits(longest, longest)
+        self.check_fits(longest, longest, 0)
         logits = self._run_steps(sequences, flat.lay_out_tokens, flat.wanted_logits())
         cache.advance(flat.length)
         return CausalLMOutputWithPast(logits=logits)
@@ -502,7 +505,8 @@ class Engine:
             error.needed,
             error.free,
             f"{error.needed} KV blocks are needed, {error.free} of {num_blocks} are free and what holds "
-            "the others can't be computed again: drop or reset() PagedCache objects you no longer need, or patch with more num_blocks",
+            "the others can't be computed again: drop or reset() PagedCache objects you no longer need, or patch with "
+            "more num_blocks",
         )
 
 

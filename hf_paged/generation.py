@@ -114,8 +114,10 @@ class PagedGenerationMixin:
             reason = _why_stock(self, generation_config, given)
         if reason is not None:
             _fall_back(engine.config, reason)
-        if reason is None and given is None:
-            fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if isinstance(given, PagedCache):
+            given.expect_fan_out(fan_out)
+        elif reason is None:
             model_kwargs["past_key_values"] = PagedCache.for_call(engine, fan_out)
             return None
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
@@ -169,7 +171,8 @@ class PagedGenerationMixin:
         **kwargs: Any,
     ) -> Any:
         loop = super()._assisted_decoding  # type: ignore[misc]
-        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
+        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, 2)
 
 
 def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,8 +263,20 @@ def _run_loop(
     criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     kwargs: dict[str, Any],
+    spare_tokens: int = 0,
 ) -> Any:
-    """Runs one of transformers' decoding loops over a `PagedCache`, and returns the blocks when nobody needs them."""
+    """Runs one of transformers' decoding loops over a `PagedCache`, and returns the blocks when nobody needs them.
+
+    Args:
+        model: The patched model.
+        loop: The unpatched class's loop.
+        input_ids: The loop's arguments, from here on.
+        processors: Logits processors.
+        criteria: Stopping criteria.
+        generation_config: The call's prepared config.
+        kwargs: The loop's other arguments, `past_key_values` among them.
+        spare_tokens: Slots a sequence needs at times beyond those of its longest result.
+    """
     cache = kwargs.get("past_key_values")
     if isinstance(cache, PagedCache) and kwargs.get("synced_gpus"):
         _fall_back(model.paged.config, "synced_gpus=True")
@@ -270,7 +285,7 @@ def _run_loop(
         return loop(input_ids, processors, criteria, generation_config, **kwargs)
     engine: Engine = model.paged
     try:
-        _check_prompt(engine, cache, input_ids, generation_config, kwargs)
+        _check_prompt(engine, cache, input_ids, generation_config, kwargs, spare_tokens)
         result = loop(input_ids, processors, criteria, generation_config, **kwargs)
     except BaseException:
         if cache.owned_by_call:
@@ -291,14 +306,17 @@ def _check_prompt(
     input_ids: Tensor,
     generation_config: GenerationConfig,
     kwargs: dict[str, Any],
+    spare_tokens: int,
 ) -> None:
     """Refuses an empty prompt, and one that could outgrow the whole pool, before anything is allocated."""
     embeds: Tensor | None = kwargs.get("inputs_embeds")
     prompt = input_ids.shape[1] + (embeds.shape[1] if embeds is not None and input_ids.shape[1] == 0 else 0)
     if prompt == 0:
         raise ValueError("the prompt is empty: generate() needs at least one token")
-    longest = prompt
     mask: Tensor | None = kwargs.get("attention_mask")
+    # The mask is as long as the whole sequence where only the tokens that a kept cache lacks were given.
+    mask_length = getattr(generation_config, "_mask_length", prompt) if mask is None else mask.shape[-1]
+    longest = prompt = max(prompt, mask_length)
     if (
         mask is not None
         and mask.ndim == 2
@@ -308,7 +326,8 @@ def _check_prompt(
     ):
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
-    engine.check_fits(longest + max(new_tokens - 1, 0), longest)  # the last token's keys are never needed
+    stored = longest + max(new_tokens - 1, 0) + spare_tokens  # the last token's keys are never needed
+    engine.check_fits(stored, longest, new_tokens)
 
 
 def _num_generated(sequences: Tensor, input_ids: Tensor, generation_config: GenerationConfig) -> int:
@@ -330,7 +349,8 @@ def _rows_may_leave(
 ) -> bool:
     """Whether finished rows can be left out of the remaining forwards without anybody noticing.
 
-    Not if the cache outlives the call, per-step outputs were asked for, or somebody's own code looks at the whole batch.
+    Not if the cache outlives the call, per-step outputs were asked for, or somebody's own code looks at the whole
+    batch.
     """
     return (
         cache.owned_by_call

@@ -10,7 +10,7 @@ class EngineStats:
     """Counters only grow until `unpatch`; gauges are as of now.
 
     Attributes:
-        num_blocks: Blocks in the pool; 0 before its first use.
+        num_blocks: Blocks in the pool; 0 before its first use if it is to be sized from memory.
         num_free_blocks: Blocks nobody holds, those kept for prefix hits included.
         num_running: Sequences with keys and values in the pool.
         num_waiting: Requests not started.

@@ -1,0 +1,29 @@
+"""Ctrl-C between steps instead of inside one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Holds back SIGINT until the block ends, at most one forward later, so that it can't tear block tables apart.
+
+    Python delivers signals to the main thread only; on others, and where no Python handler is installed, nothing is done.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    received: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[0])

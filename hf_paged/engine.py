@@ -248,9 +248,10 @@ class Engine:
             if sequence.token_ids is not None:
                 del sequence.token_ids[num_tokens:]
             sequence.num_tokens = num_tokens
-            if sequence.num_computed_tokens > num_tokens:
-                sequence.num_computed_tokens = num_tokens
-                self.manager.crop(sequence.seq_id, num_tokens)
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+            # A step that failed leaves slots in the table for tokens that were never computed.
+            if self.manager.num_tokens(sequence.seq_id) > sequence.num_computed_tokens:
+                self.manager.crop(sequence.seq_id, sequence.num_computed_tokens)
 
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
         """Gives each sequence slots for tokens whose ids nobody told us.
@@ -260,6 +261,7 @@ class Engine:
         """
         with self._lock:
             manager, scheduler = self.manager, self.scheduler
+            self._recompute(sequences)
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
             try:

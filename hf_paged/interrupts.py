@@ -13,7 +13,8 @@ from typing import Any
 def deferred_interrupt() -> Iterator[None]:
     """Holds back SIGINT until the block ends, at most one forward later, so that it can't tear block tables apart.
 
-    Python delivers signals to the main thread only; on others, and where no Python handler is installed, nothing is done.
+    Python delivers signals to the main thread only; on others, and where no Python handler is installed, nothing is
+    done.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

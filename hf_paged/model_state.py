@@ -7,38 +7,75 @@ from collections.abc import Hashable, Iterable
 from itertools import chain
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
 class ModelState:
     """Notices that a model's weights or active adapters changed since it was last asked.
 
-    In-place writes (an optimizer step, `load_state_dict`) move a tensor's version counter, replaced parameters have
-    another identity. Writes through `.data` move neither: call `engine.reset_prefix_cache()` after them.
+    In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
+    steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and `.data = ...`
+    show in identity and address. Writes into `.data` leave no trace: call `engine.reset_prefix_cache()` after them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._seen: int | None = None
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._versions: list[tuple[int, int]] = []
         self._epoch = 0
+        self._was_stepped = False
+        handle = register_optimizer_step_post_hook(_StepHook(self))  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove).atexit = False
 
     def key(self) -> tuple[Hashable, ...]:
         """The current state: an epoch number that never returns to an earlier value, and the active adapters."""
         model = self._model()
         if model is None:
             raise RuntimeError("the patched model no longer exists")
-        tensors = chain(model.parameters(), model.buffers())
-        fingerprint = hash(tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors))
-        if fingerprint != self._seen:
-            self._seen = fingerprint
+        tensors = list(chain(model.parameters(), model.buffers()))
+        versions = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
+        is_same = (
+            not self._was_stepped
+            and versions == self._versions
+            # Identity, not id(): a new parameter may lie where an old one was.
+            and all(seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True))
+        )
+        if not is_same:
             self._epoch += 1
+            self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
+            self._was_stepped = False
         return (self._epoch, _active_adapters(model))
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Called after every step of every optimizer in the process."""
+        model = self._model()
+        if model is not None and not self._was_stepped:
+            own = {id(parameter) for parameter in model.parameters()}
+            self._was_stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+class _StepHook:
+    """Forwards optimizer steps without keeping the state, and with it the model, alive."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = weakref.ref(state)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        state = self._state()
+        if state is not None:
+            state.note_step(optimizer)
 
 
 def _active_adapters(model: nn.Module) -> Hashable:
-    """Of PEFT's tuner layers, by their documented attributes: which adapters are active, merged or disabled."""
+    """Of PEFT's tuner layers, by their documented attributes: which adapters are active, merged or disabled, and how scaled."""
     return tuple(
-        (tuple(module.active_adapters), tuple(module.merged_adapters), bool(module.disable_adapters))
+        (
+            tuple(module.active_adapters),
+            tuple(module.merged_adapters),
+            bool(module.disable_adapters),
+            repr(getattr(module, "scaling", None)),
+        )
         for module in cast("Iterable[Any]", model.modules())
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
     )

@@ -103,6 +103,8 @@ class Scheduler:
                 sequence.num_computed_tokens = self._manager.match_prefix(
                     sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=cacheable
                 )
+                if sequence.num_computed_tokens:
+                    self.remember(sequence)
             num_tokens = min(sequence.num_pending_tokens, budget)
             # Blocks that earlier chunks of this step took are gone from the pool already.
             if self.make_room(self._manager.blocks_needed(sequence.seq_id, num_tokens), protected):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_paged.sequence import Sequence
 
-# transformers up to 5.17 reads a positive argument of `crop` as the length to keep; later versions refuse it.
-_POSITIVE_CROP_IS_A_LENGTH = "ValueError" not in inspect.getsource(DynamicLayer.crop)
+# transformers before 5.18 reads a positive argument of `crop` as the length to keep; later versions refuse it.
+_POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.dev0")
 
 
 class SequenceStore(Protocol):
@@ -252,9 +253,14 @@ class PagedCache(Cache):
 
     def read_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer for the whole batch, `[batch, num_kv_heads, length, head_dim]`."""
-        rows = [row for row in self._rows for _ in range(self._fan_out)]
-        padding = [pad for pad in self._padding for _ in range(self._fan_out)]
-        return self.store.read_tokens(layer_idx, rows, padding, self._lengths[layer_idx])
+        width = self._lengths[layer_idx]
+        # Row by row: a batch larger than the pool is never in it as a whole.
+        rows = [
+            self.store.read_tokens(layer_idx, [row], [pad], width)
+            for row, pad in zip(self._rows, self._padding, strict=True)
+        ]
+        keys, values = (torch.cat(states) for states in zip(*rows, strict=True))
+        return keys.repeat_interleave(self._fan_out, dim=0), values.repeat_interleave(self._fan_out, dim=0)
 
     def __iter__(self) -> Any:
         for layer_idx in range(len(self.layers)):
@@ -267,6 +273,11 @@ class PagedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """`(columns, 0)`: what `update` will return for `query_length` new tokens, and the first column's index."""
         return self.get_seq_length(layer_idx) + query_length, 0
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything is stored."""
+        return self._width > 0
 
     @property
     def batch_size(self) -> int:

@@ -77,7 +77,7 @@ class PagedConfig:
         for name in ("enable_prefix_caching", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.cuda_graphs not in (None, True, False):
+        if not (self.cuda_graphs is None or isinstance(self.cuda_graphs, bool)):
             raise ValueError(f"cuda_graphs must be True, False or None, got {self.cuda_graphs!r}")
         if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}")

@@ -306,11 +306,10 @@ class Engine:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
         with self._lock:
+            self._recompute([sequence for sequence in sequences if sequence is not None])
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
-                    if sequence.num_computed_tokens < sequence.num_tokens:
-                        self._recompute([sequence])
                     slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
             kv_cache = self.kv_cache.tensor
             return reference.gather_slots(kv_cache, layer, torch.from_numpy(slots).to(kv_cache.device))
@@ -409,6 +408,7 @@ class Engine:
         if width == 0:
             cache.set_padding(padding)
         flat = FlatForward.make(call, sequences, padding, width)
+        self._recompute(flat.becoming_opaque())
         # Inside one generate() call the weights stand still, so its decode steps don't ask again.
         flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state)
         longest = max(sequence.num_tokens for sequence in sequences)
@@ -418,18 +418,20 @@ class Engine:
         return CausalLMOutputWithPast(logits=logits)
 
     def _recompute(self, sequences: list[Sequence]) -> None:
-        """Brings the preempted ones among these back into the pool."""
+        """Brings the preempted ones among these back into the pool, all of them beside each other."""
         lost = [sequence for sequence in sequences if sequence.num_pending_tokens > 0]
         if not lost:
             return
         device = self._runner.model.device
-        self._run_steps(lost, lambda: lay_out_known(lost, device), np.empty((len(lost), 0), dtype=np.int64))
+        keep = frozenset(sequence.seq_id for sequence in sequences)
+        self._run_steps(lost, lambda: lay_out_known(lost, device), np.empty((len(lost), 0), dtype=np.int64), keep)
 
     def _run_steps(
         self,
         sequences: list[Sequence],
         make_inputs: Callable[[], tuple[TokenInputs, list[int]]],
         wanted: np.ndarray,
+        keep: frozenset[int] = frozenset(),
     ) -> Tensor | None:
         """Schedules and runs steps until no sequence has pending tokens.
 
@@ -438,6 +440,7 @@ class Engine:
             make_inputs: Lays out their tokens as they stand: the tokens, and the index of each sequence's token 0 in
                 them.
             wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
+            keep: Ids of sequences that must not be preempted for these.
 
         Returns:
             `[rows, K, vocab_size]`, or `None` if K is 0.
@@ -453,7 +456,7 @@ class Engine:
         while pending:
             preempted_before = self.scheduler.num_preemptions
             try:
-                step = self.scheduler.schedule(pending)
+                step = self.scheduler.schedule(pending, keep)
             except OutOfBlocksError as error:
                 raise self._out_of_blocks(error) from None
             if self.scheduler.num_preemptions > preempted_before:

@@ -60,6 +60,7 @@ class FlatForward:
         padding: Their left padding, in columns.
         width: Columns of the cache before the call.
         position_ids: `[rows, length]`.
+        offsets: Of each row, what its new tokens' positions exceed their index in the sequence by; `None` if it varies.
     """
 
     call: ForwardCall
@@ -67,6 +68,7 @@ class FlatForward:
     padding: list[int]
     width: int
     position_ids: Tensor
+    offsets: list[int | None]
 
     @classmethod
     def make(cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int) -> FlatForward:
@@ -75,12 +77,25 @@ class FlatForward:
         positions = call.position_ids
         if positions is None:
             positions = torch.arange(width, width + length, device=call.tokens.device)[None]
-        return cls(call, sequences, padding, width, positions.expand(len(sequences), length))
+        index = torch.arange(width, width + length) - torch.tensor(padding)[:, None]
+        difference = positions.cpu() - index
+        last = difference[:, -1:]
+        is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
+        offsets = [offset if uniform else None for offset, uniform in zip(last[:, 0].tolist(), is_uniform, strict=True)]
+        return cls(call, sequences, padding, width, positions.expand(len(sequences), length), offsets)
 
     @property
     def length(self) -> int:
         """Columns of the call."""
         return self.call.tokens.shape[1]
+
+    def becoming_opaque(self) -> list[Sequence]:
+        """Sequences that can't be computed again once they have the call's tokens: they must be in the pool by then."""
+        return [
+            sequence
+            for sequence, offset in zip(self.sequences, self.offsets, strict=True)
+            if sequence.num_tokens and (self.call.input_ids is None or offset != sequence.position_offset)
+        ]
 
     def extend_sequences(self, model_state: ModelState | None) -> None:
         """Adds the call's tokens to its sequences, and notes what makes them reproducible.
@@ -91,20 +106,20 @@ class FlatForward:
         """
         # Host copies of the new ids and positions: hashing full blocks and recomputing preempted ones need them.
         new_ids = None if self.call.input_ids is None else self.call.input_ids.tolist()
-        index = torch.arange(self.width, self.width + self.length) - torch.tensor(self.padding)[:, None]
-        difference = self.position_ids.cpu() - index
-        last = difference[:, -1:]
-        is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
-        offsets = [offset if uniform else None for offset, uniform in zip(last[:, 0].tolist(), is_uniform, strict=True)]
         state = None if model_state is None else model_state.key()
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)
             if sequence.num_tokens == 0:
-                sequence.position_offset = offsets[row]
-                sequence.extra_key = (*(state or ()), offsets[row])
-            elif offsets[row] != sequence.position_offset:
+                sequence.position_offset = self.offsets[row]
+                sequence.extra_key = (*(state or ()), self.offsets[row])
+            elif self.offsets[row] != sequence.position_offset:
                 sequence.position_offset = None
             elif state is not None and sequence.extra_key != (*state, sequence.position_offset):
+                if sequence.num_pending_tokens:
+                    raise ValueError(
+                        "the model's weights or adapters changed since this PagedCache was filled, and its blocks were "
+                        "taken for other sequences meanwhile: what it held can't be computed again; reset() it"
+                    )
                 sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
             if sequence.token_ids is not None:
                 if new_ids is None:

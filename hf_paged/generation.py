@@ -376,7 +376,7 @@ def _why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> s
 
 
 def _is_stochastic(model: nn.Module) -> bool:
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return True
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return True

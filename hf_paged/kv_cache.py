@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ class KVCache:
         shape = (num_blocks + 1, geometry.num_layers, 2, geometry.num_kv_heads, block_size, geometry.head_dim)
         try:
             self.tensor = _zeros(shape, geometry.dtype, device)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
             size = (num_blocks + 1) * geometry.bytes_per_block(block_size)
             raise ValueError(
                 f"a pool of {num_blocks} blocks needs {size:,} bytes, which {device} does not have free; "
@@ -94,5 +95,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         # numpy's zeros come from calloc: gigabytes cost nothing until written. torch.zeros on CPU writes them all.
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -15,8 +15,9 @@ class ModelState:
     """Notices that a model's weights or active adapters changed since it was last asked.
 
     In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
-    steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and `.data = ...`
-    show in identity and address. Writes into `.data` leave no trace: call `engine.reset_prefix_cache()` after them.
+    steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
+    `.data = ...` show in identity and address. Writes into `.data` leave no trace: call
+    `engine.reset_prefix_cache()` after them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,7 +69,7 @@ class _StepHook:
 
 
 def _active_adapters(model: nn.Module) -> Hashable:
-    """Of PEFT's tuner layers, by their documented attributes: which adapters are active, merged or disabled, and how scaled."""
+    """Of PEFT's tuner layers, by their attributes: which adapters are active, merged or disabled, and their scaling."""
     return tuple(
         (
             tuple(module.active_adapters),

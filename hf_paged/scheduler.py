@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from hf_paged.block_manager import BlockManager
@@ -64,26 +65,30 @@ class Scheduler:
         """Drops a sequence whose blocks were freed."""
         self._resident.pop(sequence.seq_id, None)
 
-    def schedule(self, pending: SequenceOf[tuple[Sequence, int]]) -> SchedulerOutput:
+    def schedule(
+        self, pending: SequenceOf[tuple[Sequence, int]], keep: frozenset[int] = frozenset()
+    ) -> SchedulerOutput:
         """Chooses the next step and allocates its blocks.
 
         Args:
             pending: In order of arrival, the sequences with pending tokens, each with the number of leading tokens that
                 may come from the prefix cache (those whose logits nobody wants).
+            keep: Ids of sequences that must not be preempted for these.
 
         Raises:
             OutOfBlocksError: The first sequence doesn't fit, with everything preemptible preempted.
         """
         order = list(pending)
         while True:
-            output = self._fill_step(order)
+            output = self._fill_step(order, keep)
             if output.chunks:
                 return output
             # Nobody fits: the sequences still to run hold what each of them needs. The newest goes first, and sits this
             # step out, or it would take its cached blocks right back.
             preempted = False
             while len(order) > 1 and not preempted:
-                preempted = self._preempt_if_possible(order.pop()[0])
+                newest = order.pop()[0]
+                preempted = newest.seq_id not in keep and self._preempt_if_possible(newest)
             if not preempted:
                 first = order[0][0]
                 num_tokens = min(first.num_pending_tokens, self._max_num_batched_tokens)
@@ -91,10 +96,10 @@ class Scheduler:
                     self._manager.blocks_needed(first.seq_id, num_tokens), self._manager.pool.num_free
                 )
 
-    def _fill_step(self, pending: SequenceOf[tuple[Sequence, int]]) -> SchedulerOutput:
+    def _fill_step(self, pending: SequenceOf[tuple[Sequence, int]], keep: frozenset[int]) -> SchedulerOutput:
         output = SchedulerOutput()
         budget = self._max_num_batched_tokens
-        protected = {sequence.seq_id for sequence, _ in pending}
+        protected = keep | {sequence.seq_id for sequence, _ in pending}
         for sequence, cacheable in pending:
             if len(output.chunks) == self._max_num_seqs or budget == 0:
                 break
@@ -132,7 +137,7 @@ class Scheduler:
                     sequence.seq_id, sequence.token_ids[: sequence.num_computed_tokens], sequence.extra_key
                 )
 
-    def make_room(self, num_blocks: int, protected: set[int]) -> bool:
+    def make_room(self, num_blocks: int, protected: Set[int]) -> bool:
         """Preempts until `num_blocks` blocks are free; False when nothing is left to preempt."""
         while self._manager.pool.num_free < num_blocks:
             victim = next(

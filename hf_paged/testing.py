@@ -3,15 +3,15 @@
 A batch of another shape rounds differently. Where two candidates are nearly tied, that may decide between them, and
 everything behind it is another text. `compare_generations` tells such a divergence from a fault:
 
+    report = compare_generations(model, input_ids, expected, actual, attention_mask=mask, max_new_tokens=64)
+    assert report, report
+
 - The judge is stock: one plain forward over each finished text (teacher forcing, no cache), the logits processors that
   `generate()` itself prepares for the call, and for sampling the very noise that the seed gives.
 - A token passes if its score is within a threshold of the best at its step: had each of two computations been wrong by
   half of that, either token could have won.
 - Judging goes on behind a row's first divergence, along that row's own text, so that no fault hides behind a near tie.
 - The expected tokens are judged first. If stock's own choices don't pass, the judge was told of another call.
-
-    report = compare_generations(model, input_ids, expected, actual, attention_mask=mask, max_new_tokens=64)
-    assert report, report
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
@@ -171,135 +171,116 @@ def compare_generations(
     """
     if threshold is not None and not threshold >= 0:
         raise ValueError(f"threshold must not be negative, got {threshold}")
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-        raise ValueError(f"input_ids must be a tensor [batch, width], got {getattr(input_ids, 'shape', input_ids)}")
-    if attention_mask is not None:
-        generate_kwargs["attention_mask"] = attention_mask
-    stock, found = (
-        _read(name, output, _prepare(model, input_ids, generation_config, generate_kwargs))
-        for name, output in (("expected", expected), ("actual", actual))
-    )
-    call = stock.call
-    mode = call.config.get_generation_mode(generate_kwargs.get("assistant_model"))
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids must have shape [batch, width], got {list(input_ids.shape)}")
+    kwargs = generate_kwargs | {"generation_config": generation_config, "attention_mask": attention_mask}
+    sides = (("expected", expected), ("actual", actual))
+    stock, found = (_read(name, output, model, input_ids, threshold, kwargs) for name, output in sides)
+    mode = stock.config.get_generation_mode(kwargs.get("assistant_model"))
     if mode is GenerationMode.SAMPLE and seed is None:
         raise ValueError("sampling is judged by replaying its noise: give the seed of both calls")
-    if mode.value not in ("greedy_search", "sample", "beam_search", "assisted_generation") or (
-        mode is GenerationMode.ASSISTED_GENERATION and call.config.do_sample
-    ):
-        raise ValueError(f"do_sample={call.config.do_sample} in mode {mode.value!r} can't be judged")
+    is_judged = mode.value in ("greedy_search", "sample", "beam_search", "assisted_generation")
+    if not is_judged or (mode is GenerationMode.ASSISTED_GENERATION and stock.config.do_sample):
+        raise ValueError(f"mode {mode.value!r} with do_sample={stock.config.do_sample} can't be judged")
 
     width = max(stock.tokens.shape[1], found.tokens.shape[1])
     one, other = (functional.pad(side.tokens, (0, width - side.tokens.shape[1]), value=-1) for side in (stock, found))
-    rows = (one != other).any(dim=1).nonzero()[:, 0].tolist()
-    starts = {row: int((one[row] != other[row]).long().argmax()) for row in rows}
+    differs = one != other
+    starts = {row: int(differs[row].long().argmax()) for row in differs.any(dim=1).nonzero()[:, 0].tolist()}
     divergences: list[Divergence] = []
     if starts:
-        with _eval_mode(call.model):
-            if call.is_beam_search:
-                divergences = _judge_beams(stock, found, starts, threshold)
+        with _eval_mode(stock.model):
+            if mode is GenerationMode.BEAM_SEARCH:
+                divergences = _judge_beams(stock, found, starts)
             else:
-                divergences = _judge_tokens(stock, found, starts, seed, threshold)
+                divergences = _judge_tokens(stock, found, starts, seed)
     return ComparisonReport(not starts, tuple(divergences), int((found.tokens >= 0).sum()))
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What a `generate()` call hands its decoding loop; `input_ids` is `[loop_rows, width]`, beams side by side."""
-
-    model: PreTrainedModel  # of a wrapped model the inner one
-    input_ids: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_kwargs: dict[str, Any]
-
-    @property
-    def is_beam_search(self) -> bool:
-        return self.config.num_beams > 1
-
-    @property
-    def returned_rows(self) -> Tensor:
-        """`[loop_rows]`: the returned row that stands in each row of the loop (beams repeat them)."""
-        rows = torch.arange(len(self.input_ids), device=self.input_ids.device)
-        beams, returned = self.config.num_beams, self.config.num_return_sequences
-        return rows // beams * returned + rows % beams % returned if self.is_beam_search else rows
-
-
-@dataclass(frozen=True)
 class _Side:
-    """What one side generated in a call. `filled`: `[rows, steps]`, as given; `tokens`: the same, -1 for padding behind
-    a row's end; `lengths`: `[rows]`, tokens up to the row's end; `is_ended`: `[rows]`, whether a criterion ended it.
+    """One side's tokens, and the call as `generate()` prepared it for its decoding loop.
+
+    The loop's rows are the returned ones, but for beam search, where each prompt has `num_beams` rows.
     """
 
-    call: _Call
-    filled: Tensor
-    tokens: Tensor
-    lengths: Tensor
-    is_ended: Tensor
+    model: Any  # of a wrapped model the inner one
+    threshold: float | None  # the caller's
+    prompts: Tensor  # [loop_rows, width]
+    source: Tensor  # [loop_rows], the returned row that stands in each row of the loop (beams repeat them)
+    processors: LogitsProcessorList  # of this side alone
+    config: GenerationConfig  # with everything resolved
+    inputs: dict[str, Any]  # what else a forward over the prompts is given
+    filled: Tensor  # [rows, steps], the generated tokens as given
+    tokens: Tensor  # the same, but -1 for padding behind a row's end
+    lengths: Tensor  # [rows], tokens up to the row's end
+    is_ended: Tensor  # [rows], whether a stopping criterion ended the row
 
     def token(self, row: int, step: int) -> int | None:
         """The token there, `None` behind the row's end."""
         token = int(self.tokens[row, step]) if step < self.tokens.shape[1] else -1
         return None if token < 0 else token
 
-
-def _prepare(model: Any, input_ids: Tensor, config: GenerationConfig | None, kwargs: dict[str, Any]) -> _Call:
-    """Has `generate()` prepare the call, and takes it in the decoding loop's place."""
-    calls: list[_Call] = []
-
-    def loop(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        for name in ("past_key_values", "use_cache", "output_attentions", "output_hidden_states"):
-            model_kwargs.pop(name, None)
-        calls.append(_Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
-        return input_ids
-
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError("encoder-decoder models are not supported")
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("streamer", "past_key_values")}
-    for name in ("logits_processor", "stopping_criteria"):
-        if kwargs.get(name) is not None:  # a model that they hold stays the model
-            kwargs[name] = copy.deepcopy(kwargs[name], {id(model): model})
-    model.generate(input_ids=input_ids, generation_config=config, custom_generate=loop, **kwargs)
-    return calls[0]
+    def limits(self, logits: Tensor) -> Tensor:
+        """The threshold for each row of raw logits."""
+        if self.threshold is None:
+            return near_tie_threshold(self.model.dtype, logits)
+        return logits.new_full(logits.shape[:-1], self.threshold)
 
 
-def _read(name: str, output: Tensor | ModelOutput, call: _Call) -> _Side:
-    """Checks what a `generate()` returned against its call, and finds where its rows end."""
+def _read(
+    name: str, output: Any, model: Any, input_ids: Tensor, threshold: float | None, kwargs: dict[str, Any]
+) -> _Side:
+    """Has `generate()` prepare the call, checks what it returned against it, and finds where the rows end."""
     ids: Any = getattr(output, "sequences", output)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise ValueError(f"{name} must be token ids [rows, length] or a generate() output, got {ids!r}")
-    source, prompt = call.returned_rows, call.input_ids.shape[1]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError("encoder-decoder models are not supported")
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("streamer", "past_key_values")}
+    for key in ("logits_processor", "stopping_criteria"):
+        kwargs[key] = copy.deepcopy(kwargs.get(key), {id(model): model})  # a model that one holds stays the model
+    if (strings := kwargs.pop("stop_strings", None)) is not None:  # a loop of one's own is given no tokenizer
+        criterion = StopStringCriteria(kwargs.get("tokenizer"), strings)
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs["stopping_criteria"] or ()), criterion])
+    prepared: dict[str, Any] = {}
+
+    def loop(model: Any, input_ids: Tensor, **given: Any) -> Tensor:
+        prepared.update(given, model=model, prompts=input_ids)
+        return input_ids
+
+    model.generate(input_ids=input_ids, custom_generate=loop, **kwargs)
+    for key in ("past_key_values", "use_cache", "output_attentions", "output_hidden_states"):
+        prepared.pop(key, None)
+    model, prompts, resolved = (prepared.pop(key) for key in ("model", "prompts", "generation_config"))
+    processors, criteria = prepared.pop("logits_processor"), prepared.pop("stopping_criteria")
+
+    source = torch.arange(len(prompts), device=prompts.device)
+    beams, returned, width = resolved.num_beams, resolved.num_return_sequences, prompts.shape[1]
+    if beams > 1:
+        source = source // beams * returned + source % beams % returned
     num_rows = int(source[-1]) + 1
-    if len(ids) != num_rows or ids.shape[1] < prompt:
-        raise ValueError(f"{name} has shape {list(ids.shape)}; the call returns {num_rows} rows of {prompt} or more")
-    ids = ids.to(call.input_ids.device)
-    for place, column in (ids[source, :prompt] != call.input_ids).nonzero()[:1].tolist():
+    if len(ids) != num_rows or ids.shape[1] < width:
+        raise ValueError(f"{name} has shape {list(ids.shape)}; the call returns {num_rows} rows of {width} or more")
+    ids = ids.to(prompts.device)
+    for place, column in (ids[source, :width] != prompts).nonzero()[:1].tolist():
         raise ValueError(f"{name} does not start with its prompt: row {int(source[place])} differs in column {column}")
-    filled = ids[:, prompt:]
-    steps = filled.shape[1]
-    lengths = torch.full((num_rows,), steps, device=ids.device)
+
+    filled = ids[:, width:]
+    lengths = torch.full((num_rows,), filled.shape[1], device=ids.device)
     is_ended = torch.zeros_like(lengths, dtype=torch.bool)
-    for step in range(steps):
-        stops = call.criteria(ids[:, : prompt + step + 1], None) & ~is_ended  # type: ignore[arg-type]
+    for step in range(filled.shape[1]):
+        stops = criteria(ids[:, : width + step + 1], None) & ~is_ended
         lengths[stops] = step + 1
         is_ended |= stops
-    if not call.is_beam_search and not any(hasattr(criterion, "eos_token_id") for criterion in call.criteria):
+    if beams == 1 and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         lengths[:] = lengths.max()  # without that criterion stock pads nothing: all rows go on to the last one's end
-    config: Any = call.config
-    paddings = [config._pad_token_tensor]
-    if call.is_beam_search:
-        paddings.append(config._eos_token_tensor)  # _beam_search takes it if the padding token is 0
-    paddings = [token.flatten()[:1].to(ids.device) for token in paddings if token is not None]
-    is_padding = torch.isin(filled, torch.cat(paddings)) if paddings else torch.zeros_like(filled, dtype=torch.bool)
-    is_padding &= torch.arange(steps, device=ids.device) >= lengths[:, None]
-    return _Side(call, filled, filled.masked_fill(is_padding, -1), lengths, is_ended)
+    # Behind its end a hypothesis is filled with eos if the padding token is 0.
+    fills = [resolved._pad_token_tensor, resolved._eos_token_tensor if beams > 1 else None]
+    is_padding = torch.arange(filled.shape[1], device=ids.device) >= lengths[:, None]
+    is_padding &= sum((filled == fill.flatten()[0] for fill in fills if fill is not None), torch.zeros_like(is_padding))
+    tokens = filled.masked_fill(is_padding, -1)
+    return _Side(model, threshold, prompts, source, processors, resolved, prepared, filled, tokens, lengths, is_ended)
 
 
 def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -309,11 +290,11 @@ def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Te
         The step; `[loop_rows, width + step]`, the tokens before it; `[loop_rows, vocabulary]`, raw logits in float32, 0
         in loop rows that stand for none of `rows` (processors want to see all rows of the loop).
     """
-    call, model, source = side.call, side.call.model, side.call.returned_rows
-    ids = torch.cat([call.input_ids, side.filled[source]], dim=1)
-    prompt, steps = call.input_ids.shape[1], side.filled.shape[1]
+    model, source = side.model, side.source
+    ids = torch.cat([side.prompts, side.filled[source]], dim=1)
+    prompt, steps = side.prompts.shape[1], side.filled.shape[1]
     wanted = torch.isin(source, torch.tensor(rows, device=source.device)).nonzero()[:, 0]
-    kwargs = dict(call.model_kwargs)
+    kwargs = dict(side.inputs)
     for _ in range(steps):
         kwargs = model._update_model_kwargs_for_generation(ModelOutput(), kwargs)
     window = max(1, _MAX_LOGITS // (len(ids) * model.config.get_text_config(decoder=True).vocab_size))
@@ -341,53 +322,42 @@ def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Te
             yield step, ids[:, : prompt + step], raw
 
 
-def _thresholds(call: _Call, logits: Tensor, threshold: float | None) -> Tensor:
-    if threshold is not None:
-        return logits.new_full(logits.shape[:-1], threshold)
-    return near_tie_threshold(call.model.dtype, logits)
-
-
 def _gaps(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """How far each row's token lies behind the best score, and which token that is: both `[rows]`."""
     best, choices = scores.max(dim=-1)
     return best - scores.gather(-1, tokens[:, None])[:, 0], choices
 
 
-def _token_gaps(
-    side: _Side, rows: list[int], seed: int | None, threshold: float | None
-) -> list[list[tuple[float, int, float]]]:
+def _token_gaps(side: _Side, rows: list[int], seed: int | None) -> list[list[tuple[float, int, float]]]:
     """For each row and step the token's gap, stock's choice there, and the threshold."""
-    call = side.call
-    sampled = bool(call.config.do_sample)
-    temperature = (call.config.temperature if sampled else None) or 1.0
-    generator = torch.Generator(call.input_ids.device)
-    if sampled and seed is not None:
+    sampled = bool(side.config.do_sample)
+    temperature = (side.config.temperature if sampled else None) or 1.0
+    generator = torch.Generator(side.prompts.device)
+    if seed is not None:
         generator.manual_seed(seed)
     results: list[list[tuple[float, int, float]]] = [[] for _ in rows]
     for step, ids, raw in _step_logits(side, rows):
-        tokens, limits = side.filled[:, step], _thresholds(call, raw, threshold)
+        tokens, limits = side.filled[:, step], side.limits(raw)
         # One draw of all rows a step, the finished ones included. (log p is a score and a constant.)
         noise = torch.empty_like(raw).exponential_(generator=generator).log() if sampled else 0.0
-        gaps, choices = _gaps((call.processors(ids, raw.clone()) - noise) * temperature, tokens)
+        gaps, choices = _gaps((side.processors(ids, raw.clone()) - noise) * temperature, tokens)
         if sampled and bool((gaps > limits)[rows].any()):
             shift = limits[:, None]
             above_token, above_choice = (raw > raw.gather(-1, picked[:, None]) for picked in (tokens, choices))
             is_choice = functional.one_hot(choices, raw.shape[-1])
             for logits in (raw - shift * above_token, raw + shift * above_choice, raw - shift * is_choice):
-                processors = copy.deepcopy(call.processors, {id(call.model): call.model})
+                processors = copy.deepcopy(side.processors, {id(side.model): side.model})
                 shifted, _ = _gaps((processors(ids, logits) - noise) * temperature, tokens)
                 gaps = torch.where(gaps > limits, gaps.minimum(shifted), gaps)
-        for result, *found in zip(results, *(values[rows].tolist() for values in (gaps, choices, limits))):
-            result.append((found[0], found[1], found[2]))
+        for result, *values in zip(results, gaps[rows].tolist(), choices[rows].tolist(), limits[rows].tolist()):
+            result.append((values[0], values[1], values[2]))
     return results
 
 
-def _judge_tokens(
-    stock: _Side, found: _Side, starts: dict[int, int], seed: int | None, threshold: float | None
-) -> list[Divergence]:
+def _judge_tokens(stock: _Side, found: _Side, starts: dict[int, int], seed: int | None) -> list[Divergence]:
     """Greedy search and sampling: the tokens of the rows in `starts`, from its step on, each by itself."""
     divergences = []
-    sides = [_token_gaps(side, list(starts), seed, threshold) for side in (stock, found)]
+    sides = [_token_gaps(side, list(starts), seed) for side in (stock, found)]
     for (row, start), of_stock, of_found in zip(starts.items(), *sides):
         for step, (gap, _, limit) in enumerate(of_stock[: int(stock.lengths[row])]):
             if not gap <= limit:
@@ -407,30 +377,31 @@ def _judge_tokens(
     return divergences
 
 
-def _beam_scores(side: _Side, rows: list[int], threshold: float | None) -> list[tuple[float, float]]:
-    """Each row's score as `_beam_search` computes it, and the threshold on it: the steps' summed, scaled as the score."""
-    places = torch.stack([(side.call.returned_rows == row).nonzero()[0, 0] for row in rows])
+def _beam_scores(side: _Side, rows: list[int]) -> list[tuple[float, float]]:
+    """Each row's score as `_beam_search` computes it; and the threshold: the steps' thresholds likewise."""
+    places = torch.stack([(side.source == row).nonzero()[0, 0] for row in rows])
     lengths = side.lengths[rows]
     sums, limits = torch.zeros(2, len(rows), device=lengths.device)
     for step, ids, raw in _step_logits(side, rows):
-        log_probs = side.call.processors(ids, raw.log_softmax(dim=-1))[places, side.filled[rows, step]]
+        log_probs = side.processors(ids, raw.log_softmax(dim=-1))[places, side.filled[rows, step]]
         sums += log_probs.where(step < lengths, 0)
-        limits += _thresholds(side.call, raw, threshold)[places].where(step < lengths, 0)
-    scale = lengths.clamp(min=1) ** side.call.config.length_penalty
+        limits += side.limits(raw)[places].where(step < lengths, 0)
+    scale = lengths.clamp(min=1) ** side.config.length_penalty
     return list(zip((sums / scale).tolist(), (limits / scale).tolist()))
 
 
-def _judge_beams(stock: _Side, found: _Side, starts: dict[int, int], threshold: float | None) -> list[Divergence]:
+def _judge_beams(stock: _Side, found: _Side, starts: dict[int, int]) -> list[Divergence]:
     """Beam search: the score of each row in `starts` against the expected row's."""
     divergences = []
-    sides = [_beam_scores(side, list(starts), threshold) for side in (stock, found)]
+    sides = [_beam_scores(side, list(starts)) for side in (stock, found)]
     for (row, step), (stock_score, stock_limit), (score, limit) in zip(starts.items(), *sides):
         if not math.isfinite(stock_score):
             raise ValueError(f"expected is not what stock generates from these arguments: row {row} has score -inf")
-        earlier = range(row - row % found.call.config.num_return_sequences, row)
+        earlier = range(row - row % found.config.num_return_sequences, row)
         is_repeated = any(torch.equal(found.tokens[row], found.tokens[other]) for other in earlier)
         gap = math.inf if is_repeated else stock_score - score
-        divergence = Divergence(row, step, stock.token(row, step), found.token(row, step), gap, max(stock_limit, limit))
+        tokens = stock.token(row, step), found.token(row, step)
+        divergence = Divergence(row, step, *tokens, gap, max(stock_limit, limit))
         divergences += _wrong_end(row, stock, found) or [divergence]
     return divergences
 
@@ -438,16 +409,15 @@ def _judge_beams(stock: _Side, found: _Side, starts: dict[int, int], threshold: 
 def _wrong_end(row: int, stock: _Side, found: _Side) -> list[Divergence]:
     """At most one divergence: a row that goes on behind its end, or stops before it where the expected row has one."""
     step = int(found.lengths[row])
-    if (found.tokens[row, step:] >= 0).any():
-        step += int((found.tokens[row, step:] >= 0).long().argmax())
-        return [Divergence(row, step, None, found.token(row, step), math.inf, 0.0)]
-    if stock.is_ended[row] and not found.is_ended[row]:
-        return [Divergence(row, step, stock.token(row, step), None, math.inf, 0.0)]
-    return []
+    behind = (found.tokens[row, step:] >= 0).nonzero()[:1, 0].tolist()
+    if not behind and (found.is_ended[row] or not stock.is_ended[row]):
+        return []
+    step += sum(behind)
+    return [Divergence(row, step, None if behind else stock.token(row, step), found.token(row, step), math.inf, 0.0)]
 
 
 @contextmanager
-def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
+def _eval_mode(model: Any) -> Iterator[None]:
     """Within it the model is in eval mode; afterwards each of its modules is in the mode it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()

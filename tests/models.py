@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 import hf_paged
 
@@ -22,7 +21,13 @@ VOCAB = 97
 PAD, BOS, EOS = 0, 1, 2
 TINY_LM = Path(hf_paged.__file__).resolve().parent / "assets" / "tiny_lm"
 
-_SPECIAL = {"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": PAD}
+_SPECIAL = {
+    "vocab_size": VOCAB,
+    "eos_token_id": EOS,
+    "bos_token_id": BOS,
+    "pad_token_id": PAD,
+    "tie_word_embeddings": False,  # tied and random, a model repeats its last token
+}
 _COMMON = _SPECIAL | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -45,32 +50,36 @@ class TinyModel:
     Attributes:
         config: Makes the config.
         runs_flat: Whether its prompts are computed without their padding, straight over the pool.
-        generate: Arguments that its `generate()` needs in every call.
+        generation: Changes to its generation config.
+        attention: Attention implementation; the model's default if not given.
         seed: Seed of the weights; another one is chosen where this one generates boring text or near ties.
     """
 
     config: Callable[[], PreTrainedConfig]
     runs_flat: bool = True
-    generate: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    attention: str | None = None
     seed: int = 0
 
 
 MODELS: dict[str, TinyModel] = {
-    "llama": TinyModel(lambda: hf.LlamaConfig(**_GQA)),
+    "llama": TinyModel(lambda: hf.LlamaConfig(**_GQA), seed=1),
     "mistral": TinyModel(lambda: hf.MistralConfig(**_GQA, sliding_window=6)),
     "qwen2": TinyModel(lambda: hf.Qwen2Config(**_GQA)),
     "qwen2_windows": TinyModel(
         lambda: hf.Qwen2Config(**_GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)
     ),
-    "qwen3": TinyModel(lambda: hf.Qwen3Config(**_GQA, head_dim=16)),
+    "qwen3": TinyModel(lambda: hf.Qwen3Config(**_GQA, head_dim=16), seed=1),
     "gemma": TinyModel(lambda: hf.GemmaConfig(**_GQA, head_dim=16)),
-    "gemma2": TinyModel(lambda: hf.Gemma2Config(**_FOUR_LAYERS)),
+    # Its sdpa attention ignores the softcap in transformers 5.17.
+    "gemma2": TinyModel(lambda: hf.Gemma2Config(**_FOUR_LAYERS), attention="eager"),
     "gemma3": TinyModel(
-        lambda: hf.Gemma3TextConfig(**_FOUR_LAYERS, layer_types=["sliding_attention", "full_attention"] * 2)
+        lambda: hf.Gemma3TextConfig(**_FOUR_LAYERS, layer_types=["sliding_attention", "full_attention"] * 2),
+        seed=3,
     ),
-    "phi3": TinyModel(lambda: hf.Phi3Config(**_GQA)),
-    "gpt2": TinyModel(lambda: hf.GPT2Config(**_GPT2_NAMES)),
-    "gpt_neox": TinyModel(lambda: hf.GPTNeoXConfig(**_COMMON)),
+    "phi3": TinyModel(lambda: hf.Phi3Config(**_GQA), seed=1),
+    "gpt2": TinyModel(lambda: hf.GPT2Config(**_GPT2_NAMES), seed=1),
+    "gpt_neox": TinyModel(lambda: hf.GPTNeoXConfig(**_COMMON), seed=9),
     "opt": TinyModel(
         lambda: hf.OPTConfig(
             **_SPECIAL,
@@ -82,33 +91,43 @@ MODELS: dict[str, TinyModel] = {
             max_position_embeddings=256,
         )
     ),
-    "starcoder2": TinyModel(lambda: hf.Starcoder2Config(**_GQA, sliding_window=6)),
-    "stablelm": TinyModel(lambda: hf.StableLmConfig(**_GQA)),
-    "olmo2": TinyModel(lambda: hf.Olmo2Config(**_GQA)),
-    "cohere": TinyModel(lambda: hf.CohereConfig(**_GQA)),
+    "starcoder2": TinyModel(lambda: hf.Starcoder2Config(**_GQA, sliding_window=6), seed=1),
+    "stablelm": TinyModel(lambda: hf.StableLmConfig(**_GQA), seed=3),
+    "olmo2": TinyModel(lambda: hf.Olmo2Config(**_GQA), seed=3),
+    "cohere": TinyModel(lambda: hf.CohereConfig(**_GQA, logit_scale=1.0)),
     "granite": TinyModel(lambda: hf.GraniteConfig(**_GQA)),
-    "mixtral": TinyModel(lambda: hf.MixtralConfig(**_GQA, num_local_experts=4, sliding_window=None)),
+    "mixtral": TinyModel(lambda: hf.MixtralConfig(**_GQA, num_local_experts=4, sliding_window=None), seed=2),
     "qwen3_moe": TinyModel(
         lambda: hf.Qwen3MoeConfig(**_GQA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     ),
     "gpt_oss": TinyModel(
         lambda: hf.GptOssConfig(
-            **_GQA, **_EXPERTS, head_dim=16, sliding_window=6, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-        )
+            **_GQA,
+            **_EXPERTS,
+            head_dim=16,
+            sliding_window=6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        seed=1,
     ),
-    "smollm3": TinyModel(lambda: hf.SmolLM3Config(**_GQA)),
-    "falcon_alibi": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=True), runs_flat=False),
-    "falcon_rotary": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=False), runs_flat=False),
+    "smollm3": TinyModel(lambda: hf.SmolLM3Config(**_GQA), seed=4),
+    "falcon_alibi": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=True), runs_flat=False, seed=12),
+    "falcon_rotary": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=False), runs_flat=False, seed=3),
     "falcon_new": TinyModel(
-        lambda: hf.FalconConfig(**_FALCON, alibi=False, new_decoder_architecture=True, num_kv_heads=2), runs_flat=False
+        lambda: hf.FalconConfig(**_FALCON, alibi=False, new_decoder_architecture=True, num_kv_heads=2),
+        runs_flat=False,
+        seed=2,
     ),
-    "bloom": TinyModel(lambda: hf.BloomConfig(**_SPECIAL, hidden_size=64, n_layer=2, n_head=4), runs_flat=False),
-    "gptj": TinyModel(lambda: hf.GPTJConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False),
-    "codegen": TinyModel(lambda: hf.CodeGenConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False),
+    "bloom": TinyModel(
+        lambda: hf.BloomConfig(**_SPECIAL, hidden_size=64, n_layer=2, n_head=4), runs_flat=False, seed=2
+    ),
+    "gptj": TinyModel(lambda: hf.GPTJConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False, seed=2),
+    "codegen": TinyModel(lambda: hf.CodeGenConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False, seed=18),
     "mpt": TinyModel(
         lambda: hf.MptConfig(**_SPECIAL, d_model=64, n_layers=2, n_heads=4, max_seq_len=256),
         runs_flat=False,
-        generate={"use_cache": True},  # its generation config says False
+        generation={"use_cache": True},  # its config says False
+        seed=3,
     ),
     "llama_dynamic_rope": TinyModel(
         lambda: hf.LlamaConfig(
@@ -130,6 +149,7 @@ MODELS: dict[str, TinyModel] = {
             },
         ),
         runs_flat=False,
+        seed=3,
     ),
 }
 """Every architecture the suite runs. A row is all that a new one needs."""
@@ -175,25 +195,31 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 """What `patch` must refuse: how to build it, and a word of the reason."""
 
 
-@lru_cache(maxsize=None)
-def _built(name: str, layers: int | None, seed: int | None, attention: str) -> PreTrainedModel:
+@cache
+def _built(name: str, layers: int | None, seed: int | None, attention: str | None) -> PreTrainedModel:
     row = MODELS[name]
     config = row.config()
     if layers is not None:
         config.num_hidden_layers = layers
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(row.seed if seed is None else seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        torch.manual_seed(row.seed if seed is None else seed)
         with torch.no_grad():
-            for parameter in model.parameters():
-                # The default init is so narrow that a model repeats one token: attention must decide what comes next.
-                parameter.mul_(8) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-    model.generation_config.update(**row.generate)
+            for _, parameter in sorted(model.named_parameters()):
+                noise = torch.randn_like(parameter)
+                # Eight times the usual width, with which a model repeats one token whatever it was told.
+                parameter.copy_(0.16 * noise) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
+    model.generation_config.update(**row.generation)
     return model
 
 
 def build(
-    name: str, *, layers: int | None = None, seed: int | None = None, attention: str = "sdpa", dtype: torch.dtype | None = None
+    name: str,
+    *,
+    layers: int | None = None,
+    seed: int | None = None,
+    attention: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """A fresh copy of a model of the table, with weights that make its text diverse.
 
@@ -201,16 +227,14 @@ def build(
         name: Row of `MODELS`.
         layers: Another number of layers.
         seed: Another seed for the weights.
-        attention: Attention implementation.
+        attention: Attention implementation; the row's if not given.
         dtype: Converted to this type.
     """
-    if attention == "sdpa" and name in ("gpt_oss", "mpt", "bloom", "codegen", "gptj"):
-        attention = "eager"  # all they have
-    model = copy.deepcopy(_built(name, layers, seed, attention))
+    model = copy.deepcopy(_built(name, layers, seed, attention or MODELS[name].attention))
     return model if dtype is None else model.to(dtype)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _tiny_lm() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True).eval()
 
@@ -220,7 +244,7 @@ def tiny_lm() -> PreTrainedModel:
     return copy.deepcopy(_tiny_lm())
 
 
-@lru_cache(maxsize=1)
+@cache
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """The embedded model's tokenizer."""
     return hf.AutoTokenizer.from_pretrained(TINY_LM, local_files_only=True)
@@ -260,6 +284,3 @@ def tokens_per_forward(model: nn.Module) -> Iterator[list[int]]:
         yield seen
     finally:
         handle.remove()
-
-
-logging.set_verbosity_warning()

@@ -103,7 +103,7 @@ def test_model_knows_english(model: LlamaForCausalLM, tokenizer: PreTrainedToken
     ordinary = bits_per_byte(model, tokenizer, PARAGRAPH)
     words = PARAGRAPH.split()
     scrambled = bits_per_byte(model, tokenizer, " ".join(words[::-1]))
-    assert 0.5 < ordinary < THRESHOLD
+    assert 0.8 < ordinary < 1.6  # a model of nothing needs 8, byte frequencies about 4.2
     assert scrambled > ordinary + 0.5
 
 

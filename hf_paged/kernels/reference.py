@@ -21,7 +21,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, 
         value: Like `key`.
         kv_cache: The KV tensor, changed in place.
         layer: Layer index.
-        slot_mapping: `[T]` int64; tokens with a slot below 0 are skipped.
+        slot_mapping: `[T]` int64; on CPU, tokens with a slot below 0 are skipped. Elsewhere finding them would make the
+            host wait for the device, so there must be none.
     """
     _, num_layers, _, num_heads, block_size, head_dim = kv_cache.shape
     if slot_mapping.device.type == "cpu" and bool((slot_mapping < 0).any()):

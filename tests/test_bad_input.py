@@ -1,0 +1,416 @@
+"""What can't work is refused at the call with the value in the message, and leaves the pool as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair, logged_messages, new_cache
+from models import build, ragged_batch, random_ids
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import hf_paged
+from hf_paged import PagedCache, PagedConfig
+
+MakePair = Callable[..., Pair]
+
+
+@contextmanager
+def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> Iterator[None]:
+    """The block must raise; afterwards nothing is held that was free before, and the next calls work."""
+    free = pair.engine.stats().num_free_blocks
+    with pytest.raises(error, match=match):
+        yield
+    pair.engine.check_invariants()
+    stats = pair.engine.stats()
+    assert stats.num_free_blocks == (free or stats.num_blocks), "the failed call kept blocks"
+    pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=3, num_beams=2))
+    assert pair.engine.stats().num_free_blocks == (free or stats.num_blocks)
+
+
+# Settings
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
+        ({"block_size": -1}, "block_size .* -1"),
+        ({"block_size": 2.0}, "block_size .* 2.0"),
+        ({"block_size": True}, "block_size .* True"),
+        ({"num_blocks": 0}, "num_blocks .* 0"),
+        ({"num_blocks": "many"}, "num_blocks .* 'many'"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens .* 0"),
+        ({"max_num_seqs": -3}, "max_num_seqs .* -3"),
+        ({"memory_fraction": 0}, "memory_fraction .* 0"),
+        ({"memory_fraction": 1.5}, "memory_fraction .* 1.5"),
+        ({"preemption": "never"}, "preemption .* 'never'"),
+        ({"attention_backend": "flash"}, "attention_backend .* 'flash'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype .* 'int4'"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching .* 1"),
+        ({"strict": "yes"}, "strict .* 'yes'"),
+        ({"cuda_graphs": "no"}, "cuda_graphs .* 'no'"),
+        ({"block_sizes": 4}, "unknown setting block_sizes; PagedConfig has: block_size"),
+        ({"config": {"block_size": 4}}, "config must be a PagedConfig, got dict"),
+        ({"config": PagedConfig(), "block_size": 4}, "either config=.* or single settings, not both .*block_size"),
+    ],
+    ids=str,
+)
+def test_bad_setting(settings: dict[str, Any], message: str) -> None:
+    """Would break: a typo or a value out of range that is found out later, or never."""
+    model = build("llama")
+    kind = type(model)
+    with pytest.raises(ValueError, match=message):
+        hf_paged.patch(model, **settings)
+    assert type(model) is kind and not hasattr(model, "paged"), "refused, and patched all the same"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("BLOCK_SIZE", "big", "HF_PAGED_BLOCK_SIZE='big'"),
+        ("BLOCK_SIZE", "-2", "block_size .* -2"),
+        ("STRICT", "maybe", "HF_PAGED_STRICT='maybe'"),
+        ("MEMORY_FRACTION", "half", "HF_PAGED_MEMORY_FRACTION='half'"),
+    ],
+)
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
+    """Would break: an environment variable that is ignored because it doesn't parse."""
+    monkeypatch.setenv("HF_PAGED_" + variable, value)
+    with pytest.raises(ValueError, match=message):
+        hf_paged.patch(build("llama"))
+
+
+@pytest.mark.core
+def test_patching_again(pair: Pair) -> None:
+    """Would break: settings that silently stay, or change under live caches."""
+    engine = pair.engine
+    assert hf_paged.patch(pair.paged, block_size=4, num_blocks=256) is pair.paged
+    assert hf_paged.patch(pair.paged, PagedConfig(block_size=4, num_blocks=256)) is pair.paged
+    with pytest.raises(ValueError, match=r"already patched with .*block_size=4.* unpatch it first .*block_size=8"):
+        hf_paged.patch(pair.paged, block_size=8, num_blocks=256)
+    assert pair.engine is engine
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+
+
+# Prompts
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 2}],
+    ids=str,
+)
+def test_prompt_that_can_never_fit(make_pair: MakePair, arguments: dict[str, Any]) -> None:
+    """Would break: a call that runs for a while and then fails, or waits for ever."""
+    pair = make_pair(block_size=4, num_blocks=8)
+    with raises_and_recovers(pair, ValueError, r"30 tokens and up to \d+ new .* blocks of 4 tokens, the pool has 8"):
+        pair.paged.generate(random_ids(1, 30), max_new_tokens=9, **arguments)
+
+
+@pytest.mark.core
+def test_length_that_just_fits(make_pair: MakePair) -> None:
+    """Would break: refusing what fits by a token, or accepting what doesn't."""
+    pair = make_pair(block_size=4, num_blocks=8)
+    pair.generate(
+        input_ids=random_ids(1, 30), max_new_tokens=3, eos_token_id=None
+    )  # 32 keys: the last token needs none
+    with raises_and_recovers(pair, ValueError, "num_blocks=9"):
+        pair.paged.generate(random_ids(1, 30), max_new_tokens=4)
+    padded = ragged_batch((24, 3))  # padding takes no slot
+    padded = {name: torch.nn.functional.pad(value, (10, 0)) for name, value in padded.items()}
+    pair.generate(**padded, max_new_tokens=3)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_empty_prompt(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: an IndexError from the depths."""
+    with raises_and_recovers(pair, ValueError, "empty"):
+        pair.paged.generate(torch.empty((1, 0), dtype=torch.long), max_new_tokens=4, **arguments)
+
+
+def test_empty_forward(pair: Pair) -> None:
+    """Would break: a forward of no token over a cache."""
+    cache = PagedCache(pair.paged)
+    with raises_and_recovers(pair, ValueError, "empty"):
+        pair.paged(torch.empty((1, 0), dtype=torch.long), past_key_values=cache)
+    with raises_and_recovers(pair, ValueError, "input_ids and inputs_embeds"):
+        pair.paged(past_key_values=cache)
+
+
+# Caches
+
+
+@pytest.mark.core
+def test_cache_of_another_model(make_pair: MakePair) -> None:
+    """Would break: reading one model's keys and values with another."""
+    pair, other = make_pair(), make_pair()
+    cache = PagedCache(other.paged)
+    with raises_and_recovers(pair, ValueError, "belongs to another model"):
+        pair.paged.generate(**ragged_batch(), past_key_values=cache, max_new_tokens=4)
+    with raises_and_recovers(pair, ValueError, "belongs to another model"):
+        pair.paged(random_ids(1, 3), past_key_values=cache)
+    assert other.engine.stats().num_steps == 0
+
+
+@pytest.mark.core
+def test_cache_needs_a_patched_model(pair: Pair) -> None:
+    """Would break: a cache whose blocks belong to nobody."""
+    with pytest.raises(ValueError, match=r"patched model.*LlamaForCausalLM"):
+        PagedCache(pair.stock)
+    cache = PagedCache(pair.paged)
+    hf_paged.unpatch(pair.paged)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        hf_paged.patch(pair.paged, num_blocks=16).generate(random_ids(1, 3), past_key_values=cache, max_new_tokens=2)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("rows", [1, 2, 6])
+def test_other_batch_size_over_a_kept_cache(pair: Pair, rows: int) -> None:
+    """Would break: rows read with other rows' keys."""
+    cache = PagedCache(pair.paged)
+    first = pair.paged.generate(random_ids(3, 5), past_key_values=cache, max_new_tokens=4)
+    length = cache.get_seq_length()
+    following = torch.cat([first[:1].repeat(rows, 1), random_ids(rows, 2)], dim=1)
+    with raises_and_recovers(pair, ValueError, f"{rows} rows .* 3 rows"):
+        pair.paged.generate(following, past_key_values=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == length and cache.batch_size == 3
+
+
+@pytest.mark.core
+def test_cache_implementation_beside_a_cache(pair: Pair) -> None:
+    """Would break: one of the two ignored."""
+    cache = PagedCache(pair.paged)
+    with raises_and_recovers(pair, ValueError, "cache_implementation"):
+        pair.paged.generate(random_ids(1, 3), past_key_values=cache, cache_implementation="static", max_new_tokens=2)
+
+
+# User code that fails
+
+
+class Boom(Exception):
+    """What the user's code raises."""
+
+
+class Fuse:
+    """Raises at its n-th call."""
+
+    def __init__(self, error: type[BaseException], calls: int) -> None:
+        self.error = error
+        self.calls = calls
+
+    def burn(self) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise self.error("burnt")
+
+
+class FusedProcessor(Fuse, LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.burn()
+        return scores
+
+
+class FusedCriterion(Fuse, StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.burn()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class FusedStreamer(Fuse, BaseStreamer):
+    def put(self, value: Tensor) -> None:
+        self.burn()
+
+    def end(self) -> None:
+        pass
+
+
+class FusedGrammar(Fuse):
+    def __call__(self, row: int, input_ids: Tensor) -> list[int]:
+        self.burn()
+        return [5, 6, 7]
+
+
+USER_CODE: dict[str, Callable[[type[BaseException], int], dict[str, Any]]] = {
+    "processor": lambda error, calls: {"logits_processor": LogitsProcessorList([FusedProcessor(error, calls)])},
+    "criterion": lambda error, calls: {"stopping_criteria": StoppingCriteriaList([FusedCriterion(error, calls)])},
+    "streamer": lambda error, calls: {"streamer": FusedStreamer(error, calls)},
+    "grammar": lambda error, calls: {"prefix_allowed_tokens_fn": FusedGrammar(error, calls)},
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": ragged_batch(),
+    "samples": ragged_batch() | {"do_sample": True, "num_return_sequences": 2},
+    "beams": ragged_batch() | {"num_beams": 2},
+    "candidates": {"input_ids": random_ids(1, 4).repeat(1, 3), "prompt_lookup_num_tokens": 3},
+    "details": ragged_batch() | {"return_dict_in_generate": True, "output_hidden_states": True},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("code", USER_CODE)
+def test_user_code_that_raises(pair: Pair, code: str, call: str, error: type[BaseException]) -> None:
+    """Would break: an exception that is swallowed or wrapped, or blocks that the call keeps."""
+    if code == "streamer" and call == "beams":
+        pytest.skip("transformers has no streaming for beams")
+    for calls in (0, 2):
+        with raises_and_recovers(pair, error, "^burnt$"):
+            pair.paged.generate(**CALLS[call], max_new_tokens=8, **USER_CODE[code](error, calls))
+
+
+@pytest.mark.core
+def test_user_code_that_raises_over_a_kept_cache(pair: Pair) -> None:
+    """Would break: a conversation after a turn that failed: the cache holds the same columns as stock's would."""
+    caches = {id(model): new_cache(model) for model in (pair.stock, pair.paged)}
+
+    def turn(model: Any, ids: Tensor, **more: Any) -> Any:
+        try:
+            return model.generate(ids, past_key_values=caches[id(model)], max_new_tokens=5, eos_token_id=None, **more)
+        except Boom:
+            return caches[id(model)].get_seq_length()
+
+    first, _ = pair.both(lambda model: turn(model, random_ids(2, 6)))
+    length, _ = pair.both(
+        lambda model: turn(
+            model, torch.cat([first, random_ids(2, 2)], dim=1), logits_processor=[FusedProcessor(Boom, 2)]
+        )
+    )
+    ids = torch.cat([first, random_ids(2, length - 11 + 1, seed=1)], dim=1)
+    pair.both(lambda model: turn(model, ids))
+    caches.clear()
+    pair.assert_all_free()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("where", ["model", "layer", "attention"])
+@pytest.mark.parametrize("call", ["greedy", "beams", "candidates", "details"])
+def test_forward_that_fails(pair: Pair, where: str, call: str) -> None:
+    """Would break: blocks, tokens or an attention implementation left behind by a forward that didn't finish."""
+    layer = pair.paged.model.layers[1]
+    module = {"model": pair.paged, "layer": layer, "attention": layer.self_attn}[where]
+    for calls in (0, 2):
+        fuse = Fuse(Boom, calls)
+        handle = module.register_forward_hook(lambda *_, fuse=fuse: fuse.burn())
+        with raises_and_recovers(pair, Boom, "^burnt$"):
+            try:
+                pair.paged.generate(**CALLS[call], max_new_tokens=8)
+            finally:
+                handle.remove()
+        assert pair.paged.config._attn_implementation == pair.stock.config._attn_implementation
+
+
+def test_exception_in_one_thread_is_its_own(pair: Pair) -> None:
+    """Would break: a call that fails because another one did."""
+    expected = pair.stock.generate(**ragged_batch(), max_new_tokens=12)
+    results: list[Any] = []
+
+    def work(arguments: dict[str, Any]) -> None:
+        try:
+            results.append(pair.paged.generate(**ragged_batch(), max_new_tokens=12, **arguments))
+        except Boom as error:
+            results.append(error)
+
+    calls = [USER_CODE["processor"](Boom, 4) if number % 2 else {} for number in range(6)]
+    threads = [threading.Thread(target=work, args=(arguments,)) for arguments in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    good = [result for result in results if isinstance(result, Tensor)]
+    assert len(good) == 3 and all(torch.equal(result, expected) for result in good)
+    assert sum(isinstance(result, Boom) for result in results) == 3
+    results.clear()
+    pair.engine.check_invariants()
+    pair.assert_all_free()
+
+
+# What only stock can run
+
+
+def trained_with_dropout(model: Any) -> dict[str, Any]:
+    """Puts the model into training mode with dropout in its attention."""
+    model.train()
+    model.config.attention_dropout = 0.3
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    return {}
+
+
+FALLBACKS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "attentions": (lambda model: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "no_cache": (lambda model: {"use_cache": False}, "use_cache=False"),
+    "static": (lambda model: {"cache_implementation": "static"}, "cache_implementation='static'"),
+    "given_dynamic": (lambda model: {"past_key_values": DynamicCache(config=model.config)}, "DynamicCache"),
+    "offloaded": (lambda model: {"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+    "given_static": (
+        lambda model: {"past_key_values": StaticCache(config=model.config, max_cache_len=32)},
+        "StaticCache",
+    ),
+    "dropout": (trained_with_dropout, "training mode"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [name for name in FALLBACKS if name != "offloaded"])  # that one needs a GPU
+def test_fallback_to_stock(make_pair: MakePair, name: str) -> None:
+    """Would break: what the pool can't serve must give stock's result and say so once, not silently."""
+    make, reason = FALLBACKS[name]
+    pair = make_pair(build("llama", attention="eager"))
+    # `falls_back` asserts the one warning, and comparing the results includes dropout's random numbers.
+    pair.generate(make=make, **ragged_batch(), max_new_tokens=6, falls_back=True)
+    assert pair.engine.stats().num_steps == 0
+    with logged_messages() as messages:
+        for _ in range(2):
+            pair.paged.generate(**ragged_batch(), max_new_tokens=2, **make(pair.paged))
+    (message,) = (text for logger, text in messages if logger == "hf_paged")
+    assert reason in message and "stock" in message
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_strict_forbids_the_fallback(make_pair: MakePair, name: str) -> None:
+    """Would break: a production job that believes it runs paged."""
+    make, reason = FALLBACKS[name]
+    pair = make_pair(build("llama", attention="eager"), strict=True)
+    arguments = make(pair.paged)
+    with pytest.raises(hf_paged.UnsupportedCallError, match=reason):
+        pair.paged.generate(**ragged_batch(), max_new_tokens=6, **arguments)
+    assert issubclass(hf_paged.UnsupportedCallError, ValueError)
+    pair.paged.eval()
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+
+
+@pytest.mark.core
+def test_training_mode_without_dropout_needs_no_fallback(make_pair: MakePair) -> None:
+    """Would break: models that nobody called eval() on, for no reason."""
+    pair = make_pair(strict=True)
+    for model in (pair.stock, pair.paged):
+        model.train()
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+    assert pair.delta["num_steps"] == 4
+
+
+def test_gradient_checkpointing_falls_back(make_pair: MakePair) -> None:
+    """Would break: a model in training whose checkpointing drops every cache."""
+    pair = make_pair(build("llama"))
+    for model in (pair.stock, pair.paged):
+        model.train()
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    pair.generate(**ragged_batch(), max_new_tokens=4, falls_back=True)

@@ -28,6 +28,12 @@ class PagedStep:
 
     metadata: AttentionMetadata
     kv_cache: Tensor
+    slot_rows: Tensor
+
+    @classmethod
+    def make(cls, metadata: AttentionMetadata, kv_cache: Tensor) -> PagedStep:
+        """The step of a batch without padding slots; what all layers share is computed here, once."""
+        return cls(metadata, kv_cache, reference.slot_rows(kv_cache, metadata.slot_mapping))
 
 
 def step_mask(step: PagedStep, device: torch.device) -> Tensor:
@@ -72,7 +78,7 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
             raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
         # [1, heads, T, head_dim] to [T, heads, head_dim]
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        reference.reshape_and_cache(key, value, step.kv_cache, layer, step.metadata.slot_mapping)
+        reference.write_rows(key, value, step.kv_cache, layer, step.slot_rows)
         output = reference.paged_attention(
             query,
             step.kv_cache,

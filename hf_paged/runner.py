@@ -135,7 +135,7 @@ class ModelRunner:
             output = self._forward(
                 self.model,
                 position_ids=tokens.position_ids[index][None],
-                attention_mask=step_mask(PagedStep(metadata, kv_cache.tensor), device),
+                attention_mask=step_mask(PagedStep.make(metadata, kv_cache.tensor), device),
                 past_key_values=StepCache(),
                 use_cache=True,
                 return_dict=True,

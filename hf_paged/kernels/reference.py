@@ -24,18 +24,35 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, 
         slot_mapping: `[T]` int64; on CPU, tokens with a slot below 0 are skipped. Elsewhere finding them would make the
             host wait for the device, so there must be none.
     """
-    _, num_layers, _, num_heads, block_size, head_dim = kv_cache.shape
     if slot_mapping.device.type == "cpu" and bool((slot_mapping < 0).any()):
         keep = slot_mapping >= 0
         key, value, slot_mapping = key[keep], value[keep], slot_mapping[keep]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    heads = torch.arange(num_heads, device=key.device)
-    # Row of the tensor seen as [-1, head_dim], for every (token, head) of the key; the value is num_heads blocks on.
-    rows = ((block * num_layers + layer) * 2 * num_heads)[:, None] + heads
-    rows = rows * block_size + offset[:, None]
+    write_rows(key, value, kv_cache, layer, slot_rows(kv_cache, slot_mapping))
+
+
+def slot_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """Where the keys of layer 0 lie in the KV tensor seen as `[-1, head_dim]`; the same for all layers of a step.
+
+    Args:
+        kv_cache: The KV tensor.
+        slots: `[..., T]` int64.
+
+    Returns:
+        `[..., T, num_kv_heads]` int64.
+    """
+    _, num_layers, _, num_heads, block_size, _ = kv_cache.shape
+    heads = torch.arange(num_heads, device=slots.device)
+    first = (slots // block_size) * (num_layers * 2 * num_heads)
+    return (first[..., None] + heads) * block_size + (slots % block_size)[..., None]
+
+
+def write_rows(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, rows: Tensor) -> None:
+    """`reshape_and_cache` with the slots' rows at hand: `rows` is `slot_rows(kv_cache, slot_mapping)`."""
+    _, _, _, num_heads, block_size, head_dim = kv_cache.shape
     flat = kv_cache.view(-1, head_dim)
-    flat.index_copy_(0, rows.reshape(-1), key.reshape(-1, head_dim).to(kv_cache.dtype))
-    flat.index_copy_(0, (rows + num_heads * block_size).reshape(-1), value.reshape(-1, head_dim).to(kv_cache.dtype))
+    rows = rows.reshape(-1) + layer * 2 * num_heads * block_size
+    flat.index_copy_(0, rows, key.reshape(-1, head_dim).to(kv_cache.dtype))
+    flat.index_copy_(0, rows + num_heads * block_size, value.reshape(-1, head_dim).to(kv_cache.dtype))
 
 
 def gather_blocks(kv_cache: Tensor, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,16 +66,31 @@ def gather_blocks(kv_cache: Tensor, layer: int, block_table: Tensor) -> tuple[Te
     Returns:
         Key and value, `[G, num_kv_heads, N * block_size, head_dim]`, contiguous.
     """
-    _, num_layers, _, num_heads, block_size, head_dim = kv_cache.shape
-    groups, width = block_table.shape
+    return gather_rows(kv_cache, layer, block_rows(kv_cache, block_table), block_table.shape[0])
+
+
+def block_rows(kv_cache: Tensor, block_table: Tensor) -> Tensor:
+    """Where the keys and the values of layer 0 lie in the KV tensor seen as `[-1, block_size * head_dim]`.
+
+    Args:
+        kv_cache: The KV tensor.
+        block_table: `[G, N]` int64.
+
+    Returns:
+        `[2 * G * num_kv_heads * N]` int64, keys first; the same for all layers of a step.
+    """
+    _, num_layers, _, num_heads, _, _ = kv_cache.shape
     heads = torch.arange(num_heads, device=block_table.device)
-    # Row of the tensor seen as [-1, block_size * head_dim], for every (sequence, head, block) of the key.
-    rows = ((block_table * num_layers + layer) * 2 * num_heads)[:, None, :] + heads[:, None]
+    keys = (block_table * (num_layers * 2 * num_heads))[:, None, :] + heads[:, None]
+    return torch.cat([keys.reshape(-1), keys.reshape(-1) + num_heads])
+
+
+def gather_rows(kv_cache: Tensor, layer: int, rows: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+    """`gather_blocks` with the table's rows at hand: `rows` is `block_rows(kv_cache, block_table)`."""
+    _, _, _, num_heads, block_size, head_dim = kv_cache.shape
     flat = kv_cache.view(-1, block_size * head_dim)
-    shape = (groups, num_heads, width * block_size, head_dim)
-    key = flat.index_select(0, rows.reshape(-1)).view(shape)
-    value = flat.index_select(0, (rows + num_heads).reshape(-1)).view(shape)
-    return key, value
+    states = flat.index_select(0, rows + layer * 2 * num_heads).view(2, num_sequences, num_heads, -1, head_dim)
+    return states[0], states[1]
 
 
 def paged_attention(
@@ -92,12 +124,14 @@ def paged_attention(
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype.
     """
-    output = torch.empty_like(query)
-    for group in metadata.groups:  # a few buckets of similar length, not sequences
+
+    def attend(rows: Tensor, group: AttentionGroup) -> Tensor:
         view = group.view(sliding_window, metadata.block_size, metadata.null_block, query.dtype)
-        key, value = gather_blocks(kv_cache, layer, view.block_table)
+        if view.block_rows is None:
+            view.block_rows = block_rows(kv_cache, view.block_table)
+        key, value = gather_rows(kv_cache, layer, view.block_rows, len(view.block_table))
         key, value = key.to(query.dtype), value.to(query.dtype)
-        packed = _pack_heads(query[group.token_index], key.shape[1])
+        packed = _pack_heads(rows, key.shape[1])
         if softcap is None and sinks is None and alibi_slopes is None:
             mask = _repeat_mask(view.mask, packed.shape[2])
             result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
@@ -105,7 +139,19 @@ def paged_attention(
             result = _explicit_attention(
                 packed, key, value, view.mask, view.distance, scale, softcap, sinks, alibi_slopes
             )
-        _scatter(output, result, group)
+        return _unpack_heads(result, rows.shape[1])
+
+    first = metadata.groups[0]
+    if len(metadata.groups) == 1 and first.is_real is None:
+        # One group without padding is the whole batch in order: nothing to pick out and put back.
+        return attend(query.view(*first.token_index.shape, *query.shape[1:]), first).flatten(0, 1)
+    output = torch.empty_like(query)
+    for group in metadata.groups:  # a few buckets of similar length, not sequences
+        result = attend(query[group.token_index], group)
+        if group.is_real is None:
+            output[group.token_index] = result
+        else:
+            output[group.token_index[group.is_real]] = result[group.is_real]
     return output
 
 
@@ -158,16 +204,11 @@ def _explicit_attention(
     return weights.reshape(groups, num_kv_heads, packed_length, keys) @ value
 
 
-def _scatter(output: Tensor, result: Tensor, group: AttentionGroup) -> None:
-    """Undoes `_pack_heads` and puts the group's rows back into the flat batch."""
-    groups, length = group.token_index.shape
-    num_heads, head_dim = output.shape[1:]
-    rows = result.view(groups, result.shape[1], -1, length, head_dim).permute(0, 3, 1, 2, 4)
-    rows = rows.reshape(groups, length, num_heads, head_dim)
-    if group.is_real is None:
-        output[group.token_index] = rows
-    else:
-        output[group.token_index[group.is_real]] = rows[group.is_real]
+def _unpack_heads(result: Tensor, length: int) -> Tensor:
+    """Undoes `_pack_heads`: `[G, num_kv_heads, queries_per_kv * Q, D]` to `[G, Q, num_heads, D]`."""
+    groups, num_kv_heads, packed_length, head_dim = result.shape
+    rows = result.view(groups, num_kv_heads, packed_length // length, length, head_dim)
+    return rows.permute(0, 3, 1, 2, 4).reshape(groups, length, -1, head_dim)
 
 
 def gather_slots(kv_cache: Tensor, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,13 +222,11 @@ def gather_slots(kv_cache: Tensor, layer: int, slots: Tensor) -> tuple[Tensor, T
     Returns:
         Key and value, `[B, num_kv_heads, S, head_dim]`.
     """
-    _, num_layers, _, num_heads, block_size, head_dim = kv_cache.shape
+    _, _, _, num_heads, block_size, head_dim = kv_cache.shape
     batch, width = slots.shape
-    heads = torch.arange(num_heads, device=slots.device)
-    rows = (((slots // block_size) * num_layers + layer) * 2 * num_heads)[:, None, :] + heads[:, None]
-    rows = rows * block_size + (slots % block_size)[:, None, :]
+    rows = slot_rows(kv_cache, slots).transpose(1, 2).reshape(-1) + layer * 2 * num_heads * block_size
     flat = kv_cache.view(-1, head_dim)
     shape = (batch, num_heads, width, head_dim)
-    key = flat.index_select(0, rows.reshape(-1)).view(shape)
-    value = flat.index_select(0, (rows + num_heads * block_size).reshape(-1)).view(shape)
+    key = flat.index_select(0, rows).view(shape)
+    value = flat.index_select(0, rows + num_heads * block_size).view(shape)
     return key, value

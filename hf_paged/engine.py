@@ -27,7 +27,7 @@ from hf_paged.kv_cache import KVCache, num_blocks_for_memory
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
 from hf_paged.runner import ModelRunner, ModelTraits, TokenInputs
-from hf_paged.scheduler import Scheduler
+from hf_paged.scheduler import Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence
 
 
@@ -248,10 +248,11 @@ class Engine:
             if sequence.token_ids is not None:
                 del sequence.token_ids[num_tokens:]
             sequence.num_tokens = num_tokens
-            sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
-            # A step that failed leaves slots in the table for tokens that were never computed.
-            if self.manager.num_tokens(sequence.seq_id) > sequence.num_computed_tokens:
-                self.manager.crop(sequence.seq_id, sequence.num_computed_tokens)
+            if sequence.num_computed_tokens > num_tokens:
+                sequence.num_computed_tokens = num_tokens
+                self.manager.crop(sequence.seq_id, num_tokens)
+            if sequence.num_computed_tokens == 0:
+                self.scheduler.forget(sequence)
 
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
         """Gives each sequence slots for tokens whose ids nobody told us.
@@ -264,12 +265,14 @@ class Engine:
             self._recompute(sequences)
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
-            try:
-                copies = manager.append(requests)
-            except OutOfBlocksError as error:
-                if not scheduler.make_room(error.needed, {sequence.seq_id for sequence in sequences}):
-                    raise self._out_of_blocks(error) from None
-                copies = manager.append(requests)
+            protected = {sequence.seq_id for sequence in sequences}
+            copies: list[tuple[int, int]] | None = None
+            while copies is None:
+                try:
+                    copies = manager.append(requests)
+                except OutOfBlocksError as error:
+                    if not scheduler.preempt_newest(protected):
+                        raise self._out_of_blocks(error) from None
             self.kv_cache.copy_blocks(copies)
             self.kv_cache.zero_blocks(
                 [
@@ -340,6 +343,7 @@ class Engine:
             self._collect_abandoned()
             if cache.store is not self:
                 raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
+            _ = self.kv_cache  # follows the model to another device or dtype now, while preempted rows still can return
             batch, length = call.tokens.shape[:2]
             if length == 0:
                 raise ValueError("the input is empty: give at least one token")
@@ -455,44 +459,43 @@ class Engine:
         pending = [(s, cacheable[row_of[s.seq_id]]) for s in sequences if s.num_pending_tokens > 0]
         while pending:
             preempted_before = self.scheduler.num_preemptions
+            step = self._schedule(pending, keep)
             try:
-                step = self.scheduler.schedule(pending, keep)
-            except OutOfBlocksError as error:
-                raise self._out_of_blocks(error) from None
-            if self.scheduler.num_preemptions > preempted_before:
-                tokens, bases = make_inputs()  # a pending row may have to start over
-            ranges: list[tuple[int, int]] = []
-            logit_rows: list[np.ndarray] = []
-            targets: list[np.ndarray] = []
-            flat_start = 0
-            for chunk in step.chunks:
-                row = row_of[chunk.sequence.seq_id]
-                first = bases[row] + chunk.start
-                ranges.append((first, first + chunk.num_tokens))
-                in_chunk = np.nonzero((wanted[row] >= chunk.start) & (wanted[row] < chunk.start + chunk.num_tokens))[0]
-                logit_rows.append(flat_start + wanted[row][in_chunk] - chunk.start)
-                targets.append(row * num_wanted + in_chunk)
-                flat_start += chunk.num_tokens
-            rows = np.concatenate(logit_rows)
-            # A model that can choose rows still computes at least one.
-            logits = self._runner.run(
-                step, self.manager, self.kv_cache, tokens, ranges, rows if rows.size else np.zeros(1, dtype=np.int64)
-            )
+                if self.scheduler.num_preemptions > preempted_before:
+                    tokens, bases = make_inputs()  # a pending row may have to start over
+                chunk_rows = [row_of[chunk.sequence.seq_id] for chunk in step.chunks]
+                first = [bases[row] + chunk.start for row, chunk in zip(chunk_rows, step.chunks, strict=True)]
+                logit_rows, targets = _find_wanted(step, chunk_rows, wanted)
+                # A model that can choose rows still computes at least one.
+                asked = logit_rows if logit_rows.size else np.zeros(1, dtype=np.int64)
+                logits = self._runner.run(step, self.manager, self.kv_cache, tokens, first, asked)
+            except BaseException:
+                self.scheduler.undo(step)
+                raise
             self.scheduler.update(step)
             self._num_steps += 1
-            self._num_prefill_tokens += flat_start - len(step.chunks)
+            self._num_prefill_tokens += sum(chunk.num_tokens - 1 for chunk in step.chunks)
             self._record_peak()
             pending = [(s, limit) for s, limit in pending if s.num_pending_tokens > 0]
-            if not rows.size:
+            if targets.size == 0:
                 continue
-            target = np.concatenate(targets)
-            if output is None and target.size == wanted.size and bool((target == np.arange(target.size)).all()):
+            if output is None and targets.size == wanted.size and bool((targets == np.arange(targets.size)).all()):
                 output = logits.view(*wanted.shape, -1)  # the usual step: everything at once, in order
                 continue
             if output is None:
                 output = logits.new_zeros(*wanted.shape, logits.shape[-1])
-            output.view(-1, logits.shape[-1])[torch.from_numpy(target).to(logits.device)] = logits
+            output.view(-1, logits.shape[-1])[torch.from_numpy(targets).to(logits.device)] = logits
         return output
+
+    def _schedule(self, pending: list[tuple[Sequence, int]], keep: frozenset[int]) -> SchedulerOutput:
+        """The next step, its blocks copied and cleared."""
+        try:
+            step = self.scheduler.schedule(pending, keep)
+        except OutOfBlocksError as error:
+            raise self._out_of_blocks(error) from None
+        self.kv_cache.copy_blocks(step.block_copies)
+        self.kv_cache.zero_blocks(step.new_blocks)
+        return step
 
     def _collect_abandoned(self) -> None:
         while self._abandoned:
@@ -513,6 +516,29 @@ class Engine:
             "the others can't be computed again: drop or reset() PagedCache objects you no longer need, or patch with "
             "more num_blocks",
         )
+
+
+def _find_wanted(step: SchedulerOutput, chunk_rows: list[int], wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where this step computes wanted logits.
+
+    Args:
+        step: The step.
+        chunk_rows: Row of `wanted` that each chunk belongs to.
+        wanted: `[rows, K]`, indices of tokens in their sequences.
+
+    Returns:
+        Rows of the flat batch, and for each its flat index in `wanted`.
+    """
+    logit_rows: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    flat_start = 0
+    for row, chunk in zip(chunk_rows, step.chunks, strict=True):
+        offset = wanted[row] - chunk.start
+        inside = np.nonzero((offset >= 0) & (offset < chunk.num_tokens))[0]
+        logit_rows.append(flat_start + offset[inside])
+        targets.append(row * wanted.shape[1] + inside)
+        flat_start += chunk.num_tokens
+    return np.concatenate(logit_rows), np.concatenate(targets)
 
 
 @dataclass(slots=True)

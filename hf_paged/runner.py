@@ -94,24 +94,22 @@ class ModelRunner:
         manager: BlockManager,
         kv_cache: KVCache,
         tokens: TokenInputs,
-        token_ranges: list[tuple[int, int]],
+        first_tokens: list[int],
         logit_rows: np.ndarray,
     ) -> Tensor:
-        """Executes a step: block copies, cache writes, attention, logits.
+        """Runs a step through the model: cache writes, attention, logits.
 
         Args:
-            step: What the scheduler chose.
+            step: What the scheduler chose; its block copies are done.
             manager: Holds the block tables.
             kv_cache: The pool.
             tokens: Where the chunks' tokens are.
-            token_ranges: For each chunk, the range of its tokens in `tokens`.
+            first_tokens: For each chunk, where its tokens begin in `tokens`.
             logit_rows: `[K]` int64, rows of the flat batch whose logits are wanted.
 
         Returns:
             `[K, vocab_size]`.
         """
-        kv_cache.copy_blocks(step.block_copies)
-        kv_cache.zero_blocks(step.new_blocks)
         device = tokens.position_ids.device
         metadata = AttentionMetadata.build(
             block_tables=[manager.block_table(chunk.sequence.seq_id) for chunk in step.chunks],
@@ -121,7 +119,8 @@ class ModelRunner:
             null_block=kv_cache.null_block,
             device=device,
         )
-        index = torch.from_numpy(np.concatenate([np.arange(first, last) for first, last in token_ranges])).to(device)
+        ranges = [np.arange(n, n + chunk.num_tokens) for n, chunk in zip(first_tokens, step.chunks, strict=True)]
+        index = torch.from_numpy(np.concatenate(ranges)).to(device)
         rows = torch.from_numpy(logit_rows).to(device)
         inputs: dict[str, Any] = {}
         if tokens.input_ids is not None:

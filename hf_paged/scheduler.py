@@ -111,11 +111,17 @@ class Scheduler:
                 if sequence.num_computed_tokens:
                     self.remember(sequence)
             num_tokens = min(sequence.num_pending_tokens, budget)
-            # Blocks that earlier chunks of this step took are gone from the pool already.
-            if self.make_room(self._manager.blocks_needed(sequence.seq_id, num_tokens), protected):
+            if self._make_room(sequence, num_tokens, protected):
                 self._append(output, ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
                 budget -= num_tokens
         return output
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, protected: Set[int]) -> bool:
+        # The need is asked again after each victim: one that shared a block frees none but may make a copy unnecessary.
+        while self._manager.blocks_needed(sequence.seq_id, num_tokens) > self._manager.pool.num_free:
+            if not self.preempt_newest(protected):
+                return False
+        return True
 
     def _preempt_if_possible(self, sequence: Sequence) -> bool:
         if not sequence.is_reproducible or self._manager.num_tokens(sequence.seq_id) == 0:
@@ -137,16 +143,18 @@ class Scheduler:
                     sequence.seq_id, sequence.token_ids[: sequence.num_computed_tokens], sequence.extra_key
                 )
 
-    def make_room(self, num_blocks: int, protected: Set[int]) -> bool:
-        """Preempts until `num_blocks` blocks are free; False when nothing is left to preempt."""
-        while self._manager.pool.num_free < num_blocks:
-            victim = next(
-                (s for s in reversed(self._resident.values()) if s.seq_id not in protected and s.is_reproducible), None
-            )
-            if victim is None:
-                return False
-            self.preempt(victim)
-        return True
+    def undo(self, output: SchedulerOutput) -> None:
+        """Takes back the slots of a step that failed. Its block copies must have been executed."""
+        for chunk in output.chunks:
+            self._manager.crop(chunk.sequence.seq_id, chunk.start)
+
+    def preempt_newest(self, protected: Set[int]) -> bool:
+        """Preempts the sequence used last of those that can be and are not `protected`; False if there is none."""
+        for sequence in reversed(self._resident.values()):
+            if sequence.seq_id not in protected and sequence.is_reproducible:
+                self.preempt(sequence)
+                return True
+        return False
 
     def preempt_all(self) -> int:
         """Preempts every sequence, if all can be; returns how many can't (then none was touched)."""

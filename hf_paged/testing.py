@@ -259,7 +259,7 @@ def _read(
     beams, returned, width = resolved.num_beams, resolved.num_return_sequences, prompts.shape[1]
     if beams > 1:
         source = source // beams * returned + source % beams % returned
-    num_rows = int(source[-1]) + 1
+    num_rows = int(source.max()) + 1
     if len(ids) != num_rows or ids.shape[1] < width:
         raise ValueError(f"{name} has shape {list(ids.shape)}; the call returns {num_rows} rows of {width} or more")
     ids = ids.to(prompts.device)

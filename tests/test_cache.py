@@ -295,6 +295,7 @@ OPERATIONS: dict[str, Callable[[Cache], Any]] = {
     "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 2])),
     "select_by_mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
     "crop": lambda cache: cache.crop(-5),
+    "crop_by_a_tensor": lambda cache: cache.crop(-torch.tensor(3)),  # transformers 5.17 does
     "crop_nothing": lambda cache: cache.crop(0),
     "crop_and_reorder": lambda cache: (cache.crop(-2), cache.reorder_cache(torch.tensor([1, 1, 0]))),
     "copy": copy.deepcopy,

@@ -1,0 +1,349 @@
+"""`patch` and `unpatch`: everything around generation stays what it was, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair, assert_same
+from models import MODELS, build, ragged_batch, random_ids
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
+
+import hf_paged
+
+MakePair = Callable[..., Pair]
+
+SETTINGS = {"block_size": 4, "num_blocks": 64}
+
+
+def patched_llama(**settings: Any) -> Any:
+    """A patched tiny Llama."""
+    return hf_paged.patch(build("llama"), **(SETTINGS | settings))
+
+
+def text_of(model: Any) -> Tensor:
+    """What the model says to the ragged batch."""
+    return model.generate(**ragged_batch(), max_new_tokens=6)
+
+
+# Patched, and back
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_unpatch_brings_everything_back(attention: str) -> None:
+    """Would break: a class, config, hook or attribute that stays behind."""
+    model = build("llama", attention=attention)
+
+    def facts() -> Any:
+        return (
+            type(model),
+            model.forward.__func__,
+            model.config._attn_implementation,
+            model.config.to_dict(),
+            model.generation_config.to_dict(),
+            set(model.__dict__),
+            {name: id(parameter) for name, parameter in model.named_parameters()},
+            [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        )
+
+    before, text = facts(), text_of(model)
+    assert hf_paged.patch(model, **SETTINGS) is model
+    assert torch.equal(text_of(model), text)
+    assert model.paged.stats().num_steps > 0
+    assert hf_paged.unpatch(model) is model
+    assert facts() == before and not hasattr(model, "paged")
+    assert torch.equal(text_of(model), text)
+    hf_paged.unpatch(model)
+    assert facts() == before
+
+
+@pytest.mark.core
+def test_patched_block() -> None:
+    """Would break: a `with` block that forgets to unpatch after an exception, or unpatches what others patched."""
+    model = build("llama")
+    kind = type(model)
+    with pytest.raises(RuntimeError, match="inside"), hf_paged.patched(model, **SETTINGS) as same:
+        assert same is model and model.paged.config.block_size == 4
+        raise RuntimeError("inside")
+    assert type(model) is kind
+    hf_paged.patch(model, **SETTINGS)
+    with hf_paged.patched(model, **SETTINGS):
+        pass
+    assert model.paged.config.block_size == 4
+    with pytest.raises(ValueError, match="already patched"), hf_paged.patched(model, block_size=8):
+        pass
+    assert model.paged.config.block_size == 4
+
+
+@pytest.mark.core
+def test_the_class_looks_like_the_models_own() -> None:
+    """Would break: isinstance checks, and code that reads the class's name, module or signature."""
+    stock, model = build("llama"), patched_llama()
+    kind = type(model)
+    assert isinstance(model, LlamaForCausalLM) and issubclass(kind, LlamaForCausalLM)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(kind, name) == getattr(LlamaForCausalLM, name)
+    assert repr(model) == repr(stock)
+    for method in ("forward", "generate", "_sample", "_beam_search"):
+        assert signature(getattr(kind, method)) == signature(getattr(LlamaForCausalLM, method))
+    assert list(model.state_dict()) == list(stock.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in stock.named_modules()]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_implementation_is_ours_only_inside_our_forwards(attention: str) -> None:
+    """Would break: a config that names our attention while others run, save or copy the model."""
+    model = hf_paged.patch(build("llama", attention=attention), **SETTINGS)
+    seen = []
+    handle = model.model.layers[0].register_forward_hook(lambda *_: seen.append(model.config._attn_implementation))
+    assert model.config._attn_implementation == attention
+    text_of(model)
+    assert model.config._attn_implementation == attention
+    assert set(seen) == {f"hf_paged_{attention}"}
+    seen.clear()
+    model(random_ids(2, 5))
+    handle.remove()
+    assert seen == [attention]
+
+
+@pytest.mark.core
+def test_attention_implementation_set_afterwards(make_pair: MakePair) -> None:
+    """Would break: `set_attn_implementation` on a patched model: ignored, or lost at `unpatch`."""
+    pair = make_pair(build("llama", attention="sdpa"))
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+    for model in (pair.stock, pair.paged):
+        model.set_attn_implementation("eager")
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+    pair.generate(**ragged_batch(side="right"), max_new_tokens=4)
+    assert pair.paged.config._attn_implementation == "eager"
+    hf_paged.unpatch(pair.paged)
+    assert pair.paged.config._attn_implementation == "eager"
+
+
+# Everything but generation
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", MODELS)
+def test_scoring_and_training_are_bit_identical(name: str) -> None:
+    """Would break: logits, loss or gradients of calls that have nothing to do with the pool, even by rounding."""
+    stock = build(name)
+    model = hf_paged.patch(build(name), **SETTINGS)
+    text_of(model)  # a call over the pool leaves no trace in the others
+    results = []
+    for each in (stock, model):
+        each.train()
+        torch.manual_seed(0)
+        batch = ragged_batch()
+        output = each(**batch, labels=batch["input_ids"], use_cache=False)
+        output.loss.backward()
+        each.eval()
+        scored = each(**batch).logits
+        gradients = {key: parameter.grad for key, parameter in each.named_parameters() if parameter.grad is not None}
+        results.append({"loss": output.loss, "logits": output.logits, "scored": scored} | gradients)
+    expected, found = results
+    assert list(expected) == list(found) and len(expected) > 10
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.core
+def test_forward_with_its_own_cache_is_bit_identical(pair: Pair) -> None:
+    """Would break: loops over a `DynamicCache` of the user's on a patched model."""
+    ids = random_ids(2, 9)
+
+    def call(model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            first = model(ids, use_cache=True)
+            return [first.logits, model(ids[:, :3], past_key_values=first.past_key_values).logits]
+
+    for one, other in zip(*pair.both(call)):
+        assert torch.equal(one, other)
+    assert pair.delta["num_steps"] == 0
+
+
+# Copies and files
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_saved_files_are_those_of_the_unpatched_model(tmp_path: Path, name: str) -> None:
+    """Would break: our class or attention in `config.json`, which nobody else could load."""
+    stock = build(name)
+    model = hf_paged.patch(build(name), **SETTINGS)
+    text_of(model)
+    stock.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "paged")
+    files = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "paged").iterdir()) and "config.json" in files
+    for file in files:
+        assert (tmp_path / "paged" / file).read_bytes() == (tmp_path / "stock" / file).read_bytes(), file
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "paged").eval()
+    assert type(loaded) is type(stock)
+    assert torch.equal(text_of(loaded), text_of(model))
+
+
+def by_deepcopy(model: Any) -> Any:
+    """`copy.deepcopy`."""
+    return copy.deepcopy(model)
+
+
+def by_torch_save(model: Any) -> Any:
+    """`torch.save` and `torch.load`."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def by_pickle(model: Any) -> Any:
+    """`pickle`."""
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("copied", [by_deepcopy, by_torch_save, by_pickle], ids=lambda copied: copied.__name__)
+def test_copy_of_a_patched_model(copied: Callable[[Any], Any]) -> None:
+    """Would break: a copy that isn't patched, shares the pool, or keeps the original alive."""
+    model = patched_llama()
+    cache = hf_paged.PagedCache(model)
+    text = model.generate(**ragged_batch(), past_key_values=cache, max_new_tokens=6)
+    twin = copied(model)
+    assert type(twin).__name__ == "LlamaForCausalLM" and isinstance(twin, LlamaForCausalLM)
+    assert twin.paged is not model.paged and twin.paged.config == model.paged.config
+    assert twin.paged.stats().num_steps == 0
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    other = text_of(twin)
+    assert not torch.equal(other, text) and torch.equal(text_of(model), text)
+    twin.paged.check_invariants()
+    dead = weakref.ref(model)
+    del model, cache
+    gc.collect()
+    assert dead() is None
+    assert torch.equal(text_of(twin), other)
+    hf_paged.unpatch(twin)
+    assert type(twin) is LlamaForCausalLM and torch.equal(text_of(twin), other)
+
+
+def test_patched_model_inside_a_module() -> None:
+    """Would break: a wrapper of the user's (deep-copied, moved, saved) with a patched model in it."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, model: PreTrainedModel) -> None:
+            super().__init__()
+            self.model = model
+
+    wrapper = Wrapper(patched_llama())
+    text = text_of(wrapper.model)
+    twin = copy.deepcopy(wrapper)
+    assert torch.equal(text_of(twin.model), text) and twin.model.paged is not wrapper.model.paged
+    fresh = Wrapper(build("llama", seed=3))
+    fresh.load_state_dict(wrapper.state_dict())
+    assert torch.equal(text_of(fresh.model), text)
+
+
+# Settings
+
+
+@pytest.mark.core
+def test_environment_replaces_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: `HF_PAGED_*`, and that arguments win over it."""
+    environment = {"BLOCK_SIZE": "8", "NUM_BLOCKS": "40", "ENABLE_PREFIX_CACHING": "0", "MEMORY_FRACTION": "0.125"}
+    for name, value in environment.items():
+        monkeypatch.setenv("HF_PAGED_" + name, value)
+    config = hf_paged.patch(build("llama")).paged.config
+    assert config == hf_paged.PagedConfig(8, 40, 0.125, enable_prefix_caching=False)
+    model = hf_paged.patch(build("llama"), block_size=2)
+    assert (model.paged.config.block_size, model.paged.config.num_blocks) == (2, 40)
+    text_of(model)
+    assert model.paged.stats().num_blocks == 40
+    monkeypatch.setenv("HF_PAGED_NUM_BLOCKS", "None")
+    assert hf_paged.patch(build("llama")).paged.config.num_blocks is None
+    explicit = hf_paged.PagedConfig(block_size=3, num_blocks=9)
+    assert hf_paged.patch(build("llama"), explicit).paged.config is explicit
+
+
+@pytest.mark.core
+def test_pool_is_sized_from_memory(make_pair: MakePair) -> None:
+    """Would break: the default pool: none, one of a single block, or one that takes what the process needs."""
+    pair = make_pair(num_blocks=None, max_num_seqs=4)
+    assert pair.engine.stats().num_blocks == 0, "memory was taken before the first use"
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+    assert pair.engine.stats().num_blocks == 4 * 256 // 4  # four sequences of the model's full context
+
+
+# Several models, and none
+
+
+@pytest.mark.core
+def test_two_patched_models_side_by_side(make_pair: MakePair) -> None:
+    """Would break: state shared between engines, in particular the attention that both register."""
+    one = make_pair("llama", block_size=2)
+    two = make_pair("gemma2", block_size=5)
+    for _ in range(2):
+        one.generate(**ragged_batch(), max_new_tokens=4)
+        two.generate(**ragged_batch(), max_new_tokens=4, num_beams=2)
+    hf_paged.unpatch(one.paged)
+    two.generate(**ragged_batch(), max_new_tokens=4)
+    assert_same(text_of(one.stock), text_of(one.paged))
+
+
+def test_two_models_over_one_config(make_pair: MakePair) -> None:
+    """Would break: models made from one config object, when the forward of one is inside that of the other."""
+    config = MODELS["llama"].config()
+    first, second = (LlamaForCausalLM(config).eval() for _ in range(2))
+    text = text_of(second)
+    model = hf_paged.patch(first, **SETTINGS)
+    expected = text_of(hf_paged.unpatch(copy.deepcopy(first)))
+    inner: list[Tensor] = []
+    handle = model.model.layers[0].register_forward_hook(
+        lambda *_: inner.append(text_of(second)) if not inner else None
+    )
+    found = text_of(model)
+    handle.remove()
+    assert torch.equal(found, expected) and torch.equal(inner[0], text)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_dropped_model_dies(used: bool) -> None:
+    """Would break: a model (and its pool) that stays in memory for ever."""
+    model = patched_llama()
+    if used:
+        text_of(model)
+        text_of(hf_paged.patch(hf_paged.unpatch(model), **SETTINGS))
+    dead, engine, pool = weakref.ref(model), weakref.ref(model.paged), weakref.ref(model.paged.kv_cache)
+    del model
+    gc.collect()
+    assert dead() is None and engine() is None and pool() is None
+
+
+def test_unpatched_model_lets_its_engine_die() -> None:
+    """Would break: the pool's memory after `unpatch`."""
+    model = patched_llama()
+    text_of(model)
+    engine = weakref.ref(model.paged)
+    hf_paged.unpatch(model)
+    gc.collect()
+    assert engine() is None
+
+
+def test_base_model_is_left_alone() -> None:
+    """Would break: other instances of the class, or the inner model's own class."""
+    model = patched_llama()
+    assert type(model.model) is LlamaModel
+    assert type(build("llama")) is LlamaForCausalLM and not hasattr(build("llama"), "paged")
+    assert "paged" not in vars(LlamaForCausalLM)

@@ -299,6 +299,7 @@ class PagedCache(Cache):
         Raises:
             ValueError: A positive number, where transformers refuses it too (after 5.17).
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
             if not _POSITIVE_CROP_IS_A_LENGTH:
                 raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,16 +18,18 @@ from hf_paged.block_manager import BlockManager
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.errors import OutOfBlocksError
-from hf_paged.flat_forward import FlatForward, flat_padding, lay_out_known
+from hf_paged.flat_forward import FlatForward, flat_padding
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kernels import reference
-from hf_paged.kv_cache import KVCache, num_blocks_for_memory
+from hf_paged.kv_cache import KVCache
+from hf_paged.kv_pool import KVPool
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
-from hf_paged.runner import ModelRunner, ModelTraits, TokenInputs
-from hf_paged.scheduler import Scheduler, SchedulerOutput
+from hf_paged.runner import ModelRunner, ModelTraits
+from hf_paged.scheduler import Scheduler
 from hf_paged.sequence import Sequence
+from hf_paged.step_loop import StepLoop
 
 
 class Engine:
@@ -56,18 +57,13 @@ class Engine:
         self.config = config
         self.traits = traits
         self._runner = ModelRunner(model, forward, model._supports_logits_to_keep())
-        self._max_context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192
+        self._pool = KVPool(config, traits, self._runner)
+        self._lock = self._pool.lock
+        self._steps = StepLoop(self._pool, self._runner)
         self._model_state = ModelState(model)
-        self._lock = threading.RLock()
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
         self._sequence_count = 0
-        self._num_steps = 0
-        self._num_prefill_tokens = 0
         self._num_generated_tokens = 0
-        self._peak = (0, 0, 0)  # blocks in use, tokens stored, slots allocated
-        self._manager: BlockManager | None = None
-        self._scheduler: Scheduler | None = None
-        self._kv_cache: KVCache | None = None
 
     # The pool
 
@@ -79,65 +75,26 @@ class Engine:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: keys and values of `block_size` tokens in all layers."""
-        return self.traits.geometry(self._runner.model.dtype).bytes_per_block(self.config.block_size)
+        return self._pool.bytes_per_block
 
     @property
     def manager(self) -> BlockManager:
         """The block tables, made at first use with the pool's size."""
-        with self._lock:
-            if self._manager is None:
-                num_blocks = self.config.num_blocks or num_blocks_for_memory(
-                    self.traits.geometry(self._runner.model.dtype),
-                    self.config.block_size,
-                    self.config.memory_fraction,
-                    self.config.max_num_seqs * self._max_context,
-                    self._runner.model.device,
-                )
-                self._manager = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-                self._scheduler = Scheduler(self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs)
-            return self._manager
+        return self._pool.manager
 
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler over `manager`."""
-        with self._lock:
-            assert self.manager is not None
-            assert self._scheduler is not None
-            return self._scheduler
+        return self._pool.scheduler
 
     @property
     def kv_cache(self) -> KVCache:
         """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
-        with self._lock:
-            model = self._runner.model
-            geometry = self.traits.geometry(model.dtype)
-            if self._kv_cache is not None:
-                if self._kv_cache.geometry == geometry and self._kv_cache.tensor.device == model.device:
-                    return self._kv_cache
-                self.release()
-            num_blocks = self.manager.pool.num_blocks
-            self._kv_cache = KVCache(geometry, num_blocks, self.config.block_size, model.device)
-            return self._kv_cache
+        return self._pool.kv_cache
 
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
-        """Refuses a sequence that could never fit the empty pool.
-
-        Args:
-            num_tokens: Tokens whose keys and values it would hold at its longest.
-            prompt_tokens: Tokens of its prompt, for the message.
-            new_tokens: Tokens it may generate, for the message.
-
-        Raises:
-            ValueError: With both sizes, and the setting that would help.
-        """
-        manager = self.manager
-        needed = -(-num_tokens // manager.block_size)
-        if needed > manager.pool.num_blocks:
-            raise ValueError(
-                f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "
-                f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: "
-                f"patch with num_blocks={needed} or more, or lower max_new_tokens"
-            )
+        """Raises `ValueError` for a sequence that could never fit the empty pool; see `KVPool.check_fits`."""
+        self._pool.check_fits(num_tokens, prompt_tokens, new_tokens)
 
     def reset_prefix_cache(self) -> int:
         """Forgets the contents kept for prefix hits; returns how many blocks that were. Sequences keep theirs.
@@ -145,7 +102,7 @@ class Engine:
         Needed after weights were written through `.data`, which leaves no trace; other changes are noticed.
         """
         with self._lock:
-            return self.manager.reset_prefix_cache() if self._manager is not None else 0
+            return self.manager.reset_prefix_cache() if self._pool.is_made else 0
 
     def release(self) -> None:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
@@ -155,26 +112,17 @@ class Engine:
         """
         with self._lock:
             self._collect_abandoned()
-            if self._manager is None or self._kv_cache is None:
-                return
-            lost = self.scheduler.preempt_all()
-            if lost:
-                raise ValueError(
-                    f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
-                    "reset() or drop those caches first"
-                )
-            self._manager.reset_prefix_cache()
-            self._kv_cache = None
+            self._pool.release()
 
     def stats(self) -> EngineStats:
         """A snapshot of the gauges and counters."""
         with self._lock:
             self._collect_abandoned()
-            if self._manager is None:
+            if not self._pool.is_made:
                 num_blocks = self.config.num_blocks or 0
                 return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
-            manager, pool = self._manager, self._manager.pool
-            self._record_peak()
+            manager, pool = self.manager, self.manager.pool
+            self._pool.record_peak()
             return EngineStats(
                 num_blocks=pool.num_blocks,
                 num_free_blocks=pool.num_free,
@@ -186,10 +134,10 @@ class Engine:
                 peak_blocks_in_use=pool.peak_in_use,
                 kv_tokens_stored=manager.num_stored_tokens,
                 kv_slots_allocated=manager.num_allocated_slots,
-                peak_kv_tokens_stored=self._peak[1],
-                peak_kv_slots_allocated=self._peak[2],
-                num_steps=self._num_steps,
-                num_prefill_tokens=self._num_prefill_tokens,
+                peak_kv_tokens_stored=self._pool.peak[1],
+                peak_kv_slots_allocated=self._pool.peak[2],
+                num_steps=self._steps.num_steps,
+                num_prefill_tokens=self._steps.num_prefill_tokens,
                 num_generated_tokens=self._num_generated_tokens,
             )
 
@@ -202,8 +150,8 @@ class Engine:
         """Asserts the pool's and the tables' invariants. Raises `AssertionError`."""
         with self._lock:
             self._collect_abandoned()
-            if self._manager is not None:
-                self._manager.check_invariants()
+            if self._pool.is_made:
+                self.manager.check_invariants()
 
     # What a PagedCache asks for (cache.SequenceStore)
 
@@ -262,7 +210,7 @@ class Engine:
         """
         with self._lock:
             manager, scheduler = self.manager, self.scheduler
-            self._recompute(sequences)
+            self._steps.recompute(sequences)
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
             protected = {sequence.seq_id for sequence in sequences}
@@ -272,7 +220,7 @@ class Engine:
                     copies = manager.append(requests)
                 except OutOfBlocksError as error:
                     if not scheduler.preempt_newest(protected):
-                        raise self._out_of_blocks(error) from None
+                        raise self._pool.out_of_blocks(error) from None
             self.kv_cache.copy_blocks(copies)
             self.kv_cache.zero_blocks(
                 [
@@ -286,7 +234,7 @@ class Engine:
                 sequence.num_tokens += num_tokens
                 sequence.num_computed_tokens += num_tokens
                 scheduler.remember(sequence)
-            self._record_peak()
+            self._pool.record_peak()
 
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
@@ -309,7 +257,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
         with self._lock:
-            self._recompute([sequence for sequence in sequences if sequence is not None])
+            self._steps.recompute([sequence for sequence in sequences if sequence is not None])
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
@@ -381,7 +329,7 @@ class Engine:
 
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward; `cache.update` stores and gathers."""
-        self._recompute([sequence for sequence in cache.sequences if sequence is not None])
+        self._steps.recompute([sequence for sequence in cache.sequences if sequence is not None])
         others = {name: value for name, value in call.others.items() if name != "return_dict"}
         arguments = {
             "input_ids": call.input_ids,
@@ -400,7 +348,7 @@ class Engine:
             **others,
         )
         cache.select_active(None)
-        self._num_steps += 1
+        self._steps.num_steps += 1
         return output
 
     def _forward_flat(
@@ -412,133 +360,18 @@ class Engine:
         if width == 0:
             cache.set_padding(padding)
         flat = FlatForward.make(call, sequences, padding, width)
-        self._recompute(flat.becoming_opaque())
+        self._steps.recompute(flat.becoming_opaque())
         # Inside one generate() call the weights stand still, so its decode steps don't ask again.
         flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state)
         longest = max(sequence.num_tokens for sequence in sequences)
         self.check_fits(longest, longest, 0)
-        logits = self._run_steps(sequences, flat.lay_out_tokens, flat.wanted_logits())
+        logits = self._steps.run(sequences, flat.lay_out_tokens, flat.wanted_logits())
         cache.advance(flat.length)
         return CausalLMOutputWithPast(logits=logits)
-
-    def _recompute(self, sequences: list[Sequence]) -> None:
-        """Brings the preempted ones among these back into the pool, all of them beside each other."""
-        lost = [sequence for sequence in sequences if sequence.num_pending_tokens > 0]
-        if not lost:
-            return
-        device = self._runner.model.device
-        keep = frozenset(sequence.seq_id for sequence in sequences)
-        self._run_steps(lost, lambda: lay_out_known(lost, device), np.empty((len(lost), 0), dtype=np.int64), keep)
-
-    def _run_steps(
-        self,
-        sequences: list[Sequence],
-        make_inputs: Callable[[], tuple[TokenInputs, list[int]]],
-        wanted: np.ndarray,
-        keep: frozenset[int] = frozenset(),
-    ) -> Tensor | None:
-        """Schedules and runs steps until no sequence has pending tokens.
-
-        Args:
-            sequences: What to compute, in order of arrival.
-            make_inputs: Lays out their tokens as they stand: the tokens, and the index of each sequence's token 0 in
-                them.
-            wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
-            keep: Ids of sequences that must not be preempted for these.
-
-        Returns:
-            `[rows, K, vocab_size]`, or `None` if K is 0.
-        """
-        row_of = {sequence.seq_id: row for row, sequence in enumerate(sequences)}
-        num_wanted = wanted.shape[1]
-        # Tokens before the first wanted one may come from the prefix cache.
-        cacheable = wanted.min(axis=1).tolist() if num_wanted else [s.num_tokens - 1 for s in sequences]
-        output: Tensor | None = None
-        tokens, bases = make_inputs()
-        # A row that is done here may be preempted for the ones still pending; that is the next forward's business.
-        pending = [(s, cacheable[row_of[s.seq_id]]) for s in sequences if s.num_pending_tokens > 0]
-        while pending:
-            preempted_before = self.scheduler.num_preemptions
-            step = self._schedule(pending, keep)
-            try:
-                if self.scheduler.num_preemptions > preempted_before:
-                    tokens, bases = make_inputs()  # a pending row may have to start over
-                chunk_rows = [row_of[chunk.sequence.seq_id] for chunk in step.chunks]
-                first = [bases[row] + chunk.start for row, chunk in zip(chunk_rows, step.chunks, strict=True)]
-                logit_rows, targets = _find_wanted(step, chunk_rows, wanted)
-                # A model that can choose rows still computes at least one.
-                asked = logit_rows if logit_rows.size else np.zeros(1, dtype=np.int64)
-                logits = self._runner.run(step, self.manager, self.kv_cache, tokens, first, asked)
-            except BaseException:
-                self.scheduler.undo(step)
-                raise
-            self.scheduler.update(step)
-            self._num_steps += 1
-            self._num_prefill_tokens += sum(chunk.num_tokens - 1 for chunk in step.chunks)
-            self._record_peak()
-            pending = [(s, limit) for s, limit in pending if s.num_pending_tokens > 0]
-            if targets.size == 0:
-                continue
-            if output is None and targets.size == wanted.size and bool((targets == np.arange(targets.size)).all()):
-                output = logits.view(*wanted.shape, -1)  # the usual step: everything at once, in order
-                continue
-            if output is None:
-                output = logits.new_zeros(*wanted.shape, logits.shape[-1])
-            output.view(-1, logits.shape[-1])[torch.from_numpy(targets).to(logits.device)] = logits
-        return output
-
-    def _schedule(self, pending: list[tuple[Sequence, int]], keep: frozenset[int]) -> SchedulerOutput:
-        """The next step, its blocks copied and cleared."""
-        try:
-            step = self.scheduler.schedule(pending, keep)
-        except OutOfBlocksError as error:
-            raise self._out_of_blocks(error) from None
-        self.kv_cache.copy_blocks(step.block_copies)
-        self.kv_cache.zero_blocks(step.new_blocks)
-        return step
 
     def _collect_abandoned(self) -> None:
         while self._abandoned:
             self.free_sequences([self._abandoned.popleft()])
-
-    def _record_peak(self) -> None:
-        manager = self.manager
-        # Tables are only walked when a step took more blocks than any before.
-        if manager.pool.num_in_use > self._peak[0]:
-            self._peak = (manager.pool.num_in_use, manager.num_stored_tokens, manager.num_allocated_slots)
-
-    def _out_of_blocks(self, error: OutOfBlocksError) -> OutOfBlocksError:
-        num_blocks = self.manager.pool.num_blocks
-        return OutOfBlocksError(
-            error.needed,
-            error.free,
-            f"{error.needed} KV blocks are needed, {error.free} of {num_blocks} are free and what holds "
-            "the others can't be computed again: drop or reset() PagedCache objects you no longer need, or patch with "
-            "more num_blocks",
-        )
-
-
-def _find_wanted(step: SchedulerOutput, chunk_rows: list[int], wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where this step computes wanted logits.
-
-    Args:
-        step: The step.
-        chunk_rows: Row of `wanted` that each chunk belongs to.
-        wanted: `[rows, K]`, indices of tokens in their sequences.
-
-    Returns:
-        Rows of the flat batch, and for each its flat index in `wanted`.
-    """
-    logit_rows: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
-    flat_start = 0
-    for row, chunk in zip(chunk_rows, step.chunks, strict=True):
-        offset = wanted[row] - chunk.start
-        inside = np.nonzero((offset >= 0) & (offset < chunk.num_tokens))[0]
-        logit_rows.append(flat_start + offset[inside])
-        targets.append(row * wanted.shape[1] + inside)
-        flat_start += chunk.num_tokens
-    return np.concatenate(logit_rows), np.concatenate(targets)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,8 @@ class SchedulerOutput:
 
     Attributes:
         chunks: What runs, in batch order.
-        block_copies: Copy-on-write pairs `(source, destination)` to execute before anything is written.
+        block_copies: Copy-on-write pairs `(source, destination)` to execute before anything is written. A block may be
+            the source of one and, freed by it, the destination of another: all sources are read first.
         new_blocks: Blocks newly given to the chunks' sequences.
     """
 

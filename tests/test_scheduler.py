@@ -18,7 +18,12 @@ class Setup:
     """A scheduler, its manager, and the part of the engine that feeds them."""
 
     def __init__(
-        self, num_blocks: int = 16, block_size: int = 2, budget: int = 100, max_num_seqs: int = 100, caching: bool = True
+        self,
+        num_blocks: int = 16,
+        block_size: int = 2,
+        budget: int = 100,
+        max_num_seqs: int = 100,
+        caching: bool = True,
     ) -> None:
         self.manager = BlockManager(num_blocks, block_size, caching)
         self.scheduler = Scheduler(self.manager, budget, max_num_seqs)
@@ -345,7 +350,7 @@ def test_a_match_that_did_not_run_can_be_preempted() -> None:
     with pytest.raises(OutOfBlocksError):
         setup.scheduler.schedule([(a, 7)])
     assert a.num_computed_tokens == 6, "its cached head was found"
-    assert setup.scheduler.make_room(3, set())
+    assert setup.scheduler.preempt_newest(set())
     assert a.num_computed_tokens == 0 and setup.table(a) == []
 
 
@@ -378,25 +383,42 @@ def test_blocks_that_others_share_are_not_freed_by_preemption() -> None:
     assert setup.scheduler.num_preemptions == 2
 
 
-# make_room, preempt_all, remember, forget
+# preempt_newest, preempt_all, undo, forget
 
 
-def test_make_room() -> None:
+def test_preempt_newest() -> None:
     setup = Setup(num_blocks=4)
-    a, b, c = setup.computed(2), setup.computed(2), setup.computed(2)
-    assert setup.scheduler.make_room(1, set()) and setup.scheduler.num_preemptions == 0
-    assert setup.scheduler.make_room(2, {c.seq_id})
-    assert [len(setup.table(s)) for s in (a, b, c)] == [1, 0, 1]
-    assert not setup.scheduler.make_room(4, {a.seq_id})
-    assert setup.scheduler.make_room(4, set()) and setup.pool.num_free == 4
-    assert not setup.scheduler.make_room(5, set())
+    a, b, c = setup.computed(2), setup.computed(2), setup.computed(2, known=False)
+    assert setup.scheduler.preempt_newest(set())
+    assert [len(setup.table(s)) for s in (a, b, c)] == [1, 0, 1], "c can't be computed again"
+    assert not setup.scheduler.preempt_newest({a.seq_id})
+    assert setup.scheduler.preempt_newest({b.seq_id}) and setup.table(a) == []
+    assert not setup.scheduler.preempt_newest(set())
 
 
 def test_a_sequence_made_opaque_later_is_safe() -> None:
     setup = Setup(num_blocks=1)
     a = setup.computed(2)
     a.token_ids = None
-    assert not setup.scheduler.make_room(1, set())
+    assert not setup.scheduler.preempt_newest(set())
+
+
+def test_undo_takes_back_the_slots_of_a_step() -> None:
+    setup = Setup(num_blocks=8)
+    a, b, c = setup.computed(3), setup.computed(list(range(4))), setup.add(list(range(7)))
+    child = setup.fork(a)
+    shared = setup.table(a)
+    step = setup.scheduler.schedule([(extend(a, 2), 3), (extend(b), 4), (c, 6)])
+    setup.scheduler.undo(step)
+    setup.manager.check_invariants()
+    assert [setup.manager.num_tokens(s.seq_id) for s in (a, b, c, child)] == [3, 4, 4, 3]
+    assert [s.num_computed_tokens for s in (a, b, c, child)] == [3, 4, 4, 3]
+    # The copy was made, so the sequence keeps it.
+    assert setup.table(child) == shared and setup.table(a) == [shared[0], step.block_copies[0][1]]
+    again = setup.scheduler.schedule([(a, 3), (b, 4), (c, 6)])
+    assert chunks(again) == chunks(step) and again.block_copies == []
+    setup.scheduler.update(again)
+    setup.manager.check_invariants()
 
 
 def test_preempt_all_is_all_or_nothing() -> None:
@@ -415,8 +437,9 @@ def test_a_forgotten_sequence_is_no_victim() -> None:
     a, b = setup.computed(2), setup.computed(2)
     setup.scheduler.forget(b)
     setup.scheduler.forget(b)
-    assert setup.scheduler.make_room(1, set())
+    assert setup.scheduler.preempt_newest(set())
     assert setup.table(a) == [] and setup.table(b) != []
+    assert not setup.scheduler.preempt_newest(set())
 
 
 # The same content again

@@ -125,18 +125,18 @@ class World:
         if not rows or any(len(row.inputs) + num_tokens > self._max_length() for row in rows):
             return
         requests = [(row.sequence.seq_id, num_tokens) for row in rows]
-        before = self._before()
-        try:
-            copies = self.manager.append(requests)
-        except OutOfBlocksError as error:
-            rows_here = {row.sequence.seq_id for row in rows}
-            has_room = self.scheduler.make_room(error.needed, rows_here)
-            self._check_preempted(before, rows_here)
-            if not has_room:
-                assert not self._preemptible(rows_here), "something could have been preempted"
-                return
-            self.events["room made for an opaque forward"] += 1
-            copies = self.manager.append(requests)
+        before, protected = self._before(), {seq_id for seq_id, _ in requests}
+        copies: list[tuple[int, int]] | None = None
+        while copies is None:
+            try:
+                copies = self.manager.append(requests)
+            except OutOfBlocksError:
+                preemptible = self._preemptible(protected)
+                assert self.scheduler.preempt_newest(protected) == bool(preemptible)
+                if not preemptible:
+                    return
+                self.events["room made for an opaque forward"] += 1
+        self._check_preempted(before, protected)
         self._copy(copies)
         for row in rows:
             start = len(row.inputs)
@@ -241,10 +241,10 @@ class World:
             assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
 
     def _abandon(self, step: SchedulerOutput) -> None:
-        """The step failed: its slots are given back."""
+        """The step failed after its copies, and perhaps after its writes."""
         self.events["a step failed"] += 1
-        for chunk in step.chunks:
-            self.manager.crop(chunk.sequence.seq_id, chunk.start)
+        self.scheduler.undo(step)
+        self.check()
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
@@ -316,9 +316,7 @@ class World:
                 assert self.manager.blocks_needed(sequence.seq_id, n) > self.pool.num_free, "left out without need"
                 assert not self._preemptible(keep | set(order)), "left out although another could be preempted"
 
-    def _check_preempted(
-        self, before: Before, protected: set[int], keep: frozenset[int] = frozenset()
-    ) -> set[int]:
+    def _check_preempted(self, before: Before, protected: set[int], keep: frozenset[int] = frozenset()) -> set[int]:
         """Who lost their blocks: nobody that can't be computed again or is kept; those that are waited for last."""
         preempted = set()
         for seq_id, held in before.tables.items():

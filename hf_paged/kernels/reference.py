@@ -156,7 +156,13 @@ def paged_attention(
 
 
 def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copies whole blocks, all layers, keys and values. `sources`, `destinations`: `[P]` int64; no block in both."""
+    """Copies whole blocks, all layers, keys and values; all sources are read before any destination is written.
+
+    Args:
+        kv_cache: The KV tensor, changed in place.
+        sources: `[P]` int64.
+        destinations: `[P]` int64, each block once.
+    """
     kv_cache.index_copy_(0, destinations, kv_cache.index_select(0, sources))
 
 

@@ -1,0 +1,144 @@
+"""`KVPool`: the block tables and the tensor behind them, made and sized at first use."""
+
+from __future__ import annotations
+
+import threading
+
+from hf_paged.block_manager import BlockManager
+from hf_paged.config import PagedConfig
+from hf_paged.errors import OutOfBlocksError
+from hf_paged.kv_cache import KVCache, num_blocks_for_memory
+from hf_paged.runner import ModelRunner, ModelTraits
+from hf_paged.scheduler import Scheduler
+
+
+class KVPool:
+    """Everything that holds keys and values for one model, behind one lock.
+
+    Attributes:
+        lock: Re-entrant; whoever changes tables or the tensor holds it.
+        peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
+    """
+
+    def __init__(self, config: PagedConfig, traits: ModelTraits, runner: ModelRunner) -> None:
+        """Makes an empty pool; no memory is taken yet.
+
+        Args:
+            config: The settings.
+            traits: Shape of the model's keys and values.
+            runner: Knows the model, whose device and dtype the tensor follows.
+        """
+        self.config = config
+        self.traits = traits
+        self.lock = threading.RLock()
+        self.peak = (0, 0, 0)
+        self._runner = runner
+        self._manager: BlockManager | None = None
+        self._scheduler: Scheduler | None = None
+        self._kv_cache: KVCache | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the pool has been used and so has a size."""
+        return self._manager is not None
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        return self.traits.geometry(self._runner.model.dtype).bytes_per_block(self.config.block_size)
+
+    @property
+    def manager(self) -> BlockManager:
+        """The block tables, made at first use with the pool's size."""
+        with self.lock:
+            if self._manager is None:
+                text_config = self._runner.model.config.get_text_config(decoder=True)
+                max_context = getattr(text_config, "max_position_embeddings", None) or 8192
+                num_blocks = self.config.num_blocks or num_blocks_for_memory(
+                    self.traits.geometry(self._runner.model.dtype),
+                    self.config.block_size,
+                    self.config.memory_fraction,
+                    self.config.max_num_seqs * max_context,
+                    self._runner.model.device,
+                )
+                self._manager = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+                self._scheduler = Scheduler(self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs)
+            return self._manager
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler over `manager`."""
+        with self.lock:
+            assert self.manager is not None
+            assert self._scheduler is not None
+            return self._scheduler
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
+        with self.lock:
+            model = self._runner.model
+            geometry = self.traits.geometry(model.dtype)
+            if self._kv_cache is not None:
+                if self._kv_cache.geometry == geometry and self._kv_cache.tensor.device == model.device:
+                    return self._kv_cache
+                self.release()
+            num_blocks = self.manager.pool.num_blocks
+            self._kv_cache = KVCache(geometry, num_blocks, self.config.block_size, model.device)
+            return self._kv_cache
+
+    def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
+        """Refuses a sequence that could never fit the empty pool.
+
+        Args:
+            num_tokens: Tokens whose keys and values it would hold at its longest.
+            prompt_tokens: Tokens of its prompt, for the message.
+            new_tokens: Tokens it may generate, for the message.
+
+        Raises:
+            ValueError: With both sizes, and the setting that would help.
+        """
+        manager = self.manager
+        needed = -(-num_tokens // manager.block_size)
+        if needed > manager.pool.num_blocks:
+            raise ValueError(
+                f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "
+                f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: "
+                f"patch with num_blocks={needed} or more, or lower max_new_tokens"
+            )
+
+    def release(self) -> None:
+        """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
+
+        Raises:
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+        """
+        with self.lock:
+            if self._manager is None or self._kv_cache is None:
+                return
+            lost = self.scheduler.preempt_all()
+            if lost:
+                raise ValueError(
+                    f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
+                    "reset() or drop those caches first"
+                )
+            self._manager.reset_prefix_cache()
+            self._kv_cache = None
+
+    def record_peak(self) -> None:
+        """Notes the moment if more blocks are in use than ever before."""
+        manager = self.manager
+        # Tables are only walked when a step took more blocks than any before.
+        if manager.pool.num_in_use > self.peak[0]:
+            self.peak = (manager.pool.num_in_use, manager.num_stored_tokens, manager.num_allocated_slots)
+
+    def out_of_blocks(self, error: OutOfBlocksError) -> OutOfBlocksError:
+        """The same error with what the caller can do about it."""
+        num_blocks = self.manager.pool.num_blocks
+        return OutOfBlocksError(
+            error.needed,
+            error.free,
+            f"{error.needed} KV blocks are needed, {error.free} of {num_blocks} are free and what holds "
+            "the others can't be computed again: drop or reset() PagedCache objects you no longer need, or patch with "
+            "more num_blocks",
+        )

@@ -3,14 +3,22 @@
 Loaded with `-p hf_generation_plugin`. It
 
 - keeps the tests that `GenerationTesterMixin` defines (also where a model overrides one), and all tests of the other
-  classes of `tests/generation`;
+  classes in `tests/generation`;
+- runs each of them that asks for attention weights a second time without: such a call is never paged, so the first run
+  says little. These have `_without_attentions` behind their names;
 - seeds every test, the test suite's private generator included, so that both runs see the same weights and inputs;
 - with `--paged-settings`, patches every supported model at its first `generate()`, and counts which calls ran through
   the pool: a run that silently stayed stock is noticed;
 - writes one JSON line a test to `--generation-out`.
 
-The tests may be older than the installed library. Names they import from it that no longer exist are replaced by
-functions that raise, which is recorded, and the mixin of pipeline tests is left out; nothing else is touched.
+The tests may be older than the installed library, and there is no model hub. What is done about it is done in both
+runs, and written down in the results:
+
+- names that the tests import and the library no longer has become functions that raise;
+- `cache_implementation="dynamic_full"`, which became the default and was removed, is not passed on;
+- the mixin of pipeline tests is left out (none of it is run; its imports need vision and data libraries);
+- a test decorated with a bare `@is_flaky`, which made it a no-op, is run as it was written;
+- in the working directory lie tiny random models under the names of some hub repositories.
 """
 
 from __future__ import annotations
@@ -18,29 +26,58 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import json
 import logging
+import os
 import random
 import re
 import sys
+import tempfile
+import textwrap
+import threading
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import GenerationMixin
 
-_MIXIN = "GenerationTesterMixin"
-_NEEDS_HUB = re.compile(
-    r"couldn't connect to|couldn't find (it|them) in the cached files|OfflineModeIsEnabled|LocalEntryNotFound|"
-    r"outgoing traffic has been disabled|offline mode is enabled|not a valid model identifier|Can't load|"
-    r"is not a local folder",
+MIXIN = "GenerationTesterMixin"
+WITHOUT_ATTENTIONS = "_without_attentions"
+NEEDS_HUB = re.compile(
+    r"couldn't connect to|in the cached files|OfflineModeIsEnabled|LocalEntryNotFound|outgoing traffic has been "
+    r"disabled|offline mode is enabled|not a valid model identifier|is not a local folder|`transformers-community/",
     re.IGNORECASE,
 )
+
+# Hub repositories that the tests of tests/generation load: architecture and vocabulary of the random model put there.
+# The draft models of assisted decoding have another vocabulary, so that these tests translate between the two.
+STAND_INS = {
+    "hf-internal-testing/tiny-random-gpt2": ("GPT2", 1000),
+    "distilbert/distilgpt2": ("GPT2", 1000),
+    "hf-internal-testing/tiny-random-MistralForCausalLM": ("Mistral", 1000),
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": ("Llama", 1000),
+    "hf-internal-testing/tiny-random-PhiForCausalLM": ("Phi", 500),
+    "Qwen/Qwen2-0.5B-Instruct": ("Qwen2", 1000),
+    "double7/vicuna-68m": ("Llama", 500),
+    "EleutherAI/pythia-160m-deduped": ("GPTNeoX", 1000),
+}
+STAND_IN_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,25 +92,91 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = config.getoption("--paged-settings")
     calls = CallCounter(None if settings is None else json.loads(settings))
     calls.install()
+    files = [Path(argument.partition("::")[0]) for argument in config.args]
+    recorder = Recorder(config, calls)
+    recorder.write({"replaced_names": sorted(set(_replace_missing_names(files)))})
+    config.pluginmanager.register(recorder, "generation-recorder")
     _leave_out_pipelines()
-    config.pluginmanager.register(Recorder(config, calls), "generation-recorder")
+    if any(file.parent.name == "generation" for file in files):
+        folder = config._generation_folder = tempfile.TemporaryDirectory()  # type: ignore[attr-defined]
+        make_stand_ins(Path(folder.name), "".join(file.read_text(encoding="utf-8") for file in files))
+        os.chdir(folder.name)
 
 
+# ------------------------------------------------------------------------------------------------- choosing the tests
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = [item for item in items if _is_wanted(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+    wanted: list[pytest.Item] = []
+    unwanted: list[pytest.Item] = []
+    for item in items:
+        mixin = _mixin_of(item)
+        test: Any = getattr(getattr(item, "cls", None), item.name, None)
+        if not inspect.isfunction(inspect.unwrap(test)):
+            unwanted.append(item)  # a mark left where `parameterized.expand` took the test away
+        elif mixin is None:
+            (wanted if item.path.parent.name == "generation" else unwanted).append(item)
+        # Multimodal test classes stand beside a family's text-only one; hf_paged refuses those models.
+        elif item.name not in vars(mixin) or "Vision" in item.parent.name:  # type: ignore[union-attr]
+            unwanted.append(item)
+        else:
+            wanted.append(_undo_bare_is_flaky(item))
+            wanted += _without_attentions(item)
+    config.hook.pytest_deselected(items=unwanted)
     items[:] = wanted
 
 
-def _is_wanted(item: pytest.Item) -> bool:
-    cls: type | None = getattr(item, "cls", None)
-    if cls is None:
-        return False
-    mixin = next((base for base in cls.__mro__ if base.__name__ == _MIXIN), None)
-    if mixin is None:
-        return item.path.parent.name == "generation"
-    # Multimodal test classes stand beside a family's text-only one; hf_paged refuses those models.
-    return item.name in vars(mixin) and "Vision" not in cls.__name__
+def _mixin_of(item: pytest.Item) -> type | None:
+    classes: Iterable[type] = getattr(getattr(item, "cls", None), "__mro__", ())
+    return next((cls for cls in classes if cls.__name__ == MIXIN), None)
+
+
+def _undo_bare_is_flaky(item: Any) -> Any:
+    """`@is_flaky` without parentheses takes the test for its `max_attempts` and leaves a decorator in its place."""
+    function = inspect.unwrap(getattr(item.cls, item.name))
+    if function.__qualname__ != "is_flaky.<locals>.decorator":
+        return item
+    setattr(item.cls, item.name, inspect.getclosurevars(function).nonlocals["max_attempts"])
+    return type(item).from_parent(item.parent, name=item.name)
+
+
+def _without_attentions(item: Any) -> Iterator[pytest.Item]:
+    """The same test, run with its class' `has_attentions` off, if it asks for attention weights."""
+    sources = _test_sources(item.cls)
+    source = sources[max((name for name in sources if item.name.startswith(name)), key=len)]  # parameters are appended
+    asks = "output_attentions" in source and "has_attentions" in source and item.cls.has_attentions
+    if not asks or "use_cache=False" in source:
+        return
+    function = getattr(item.cls, item.name)
+
+    @functools.wraps(function)
+    def variant(test: Any) -> None:
+        type(test).has_attentions = False
+        try:
+            function(test)
+        finally:
+            type(test).has_attentions = True
+
+    name = item.name + WITHOUT_ATTENTIONS
+    setattr(item.cls, name, variant)
+    yield type(item).from_parent(item.parent, name=name)
+
+
+@functools.cache
+def _test_sources(cls: type) -> dict[str, str]:
+    """The code of every test of a class, by the name it was defined with."""
+    sources: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("tests."):
+            text = textwrap.dedent(inspect.getsource(base))
+            for node in ast.parse(text).body[0].body:  # type: ignore[attr-defined]
+                if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+                    sources[node.name] = ast.unparse(node)
+    return sources
+
+
+# ---------------------------------------------------------------------------------------------------- patching models
 
 
 class CallCounter:
@@ -91,56 +194,62 @@ class CallCounter:
         self._fall_back_reason = ""
 
     def install(self) -> None:
+        """From now on every `generate()` of the process is counted and, in a patched run, patched."""
         original = GenerationMixin.generate
 
         @functools.wraps(original)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("cache_implementation") == "dynamic_full":
+                del kwargs["cache_implementation"]
             refusal = self._patch(model)
             if refusal is not None:
-                self.counts["unsupported" if self.settings is not None else "stock"] += 1
-                if self.settings is not None:
-                    self.reasons[f"{type(model).__name__}: {refusal}"] += 1
+                self._count("stock" if self.settings is None else "unsupported", refusal)
                 return original(model, *args, **kwargs)
             steps = model.paged.stats().num_steps
             self._fall_back_reason = "no forward ran"
             try:
                 return original(model, *args, **kwargs)
             finally:
-                is_paged = model.paged.stats().num_steps > steps
-                self.counts["paged" if is_paged else "stock"] += 1
-                if not is_paged:
-                    self.reasons[self._fall_back_reason] += 1
+                if model.paged.stats().num_steps > steps:
+                    self._count("paged")
+                else:
+                    self._count("stock", self._fall_back_reason)
 
         GenerationMixin.generate = generate
         if self.settings is not None:
             self._listen()
 
+    def _count(self, kind: str, reason: str = "") -> None:
+        self.counts[kind] += 1
+        if reason:
+            self.reasons[reason] += 1
+
     def _patch(self, model: Any) -> str | None:
         """Patches a model unless it is. Returns why it can't be."""
         if self.settings is None:
             return "stock run"
-        if hasattr(model, "paged"):
-            return None
         import hf_paged
 
-        try:
-            hf_paged.patch(model, **self.settings)
-        except hf_paged.UnsupportedModelError as error:
-            return str(error)
+        if not isinstance(getattr(model, "paged", None), hf_paged.Engine):
+            try:
+                hf_paged.patch(model, **self.settings)
+            except hf_paged.UnsupportedModelError as error:
+                return str(error)
         return None
 
     def _listen(self) -> None:
-        """Hears every fall-back to stock `generate()`, also those that `warning_once` would swallow."""
-        import hf_paged.generation
-
-        logger: Any = logging.getLogger(hf_paged.generation.__name__)
-        warning_once = logger.warning_once
+        """Hears why calls run stock `generate()`, also the warnings that `warning_once` would swallow."""
+        logger: Any = logging.getLogger("hf_paged.generation")
+        warning_once: Callable[..., None] = logger.warning_once
 
         def listener(message: str, *args: Any, **kwargs: Any) -> None:
             self._fall_back_reason = message.rpartition("the paged cache: ")[2]
             warning_once(message, *args, **kwargs)
 
         logger.warning_once = listener
+
+
+# ------------------------------------------------------------------------------------------------------------ results
 
 
 class Recorder:
@@ -152,26 +261,26 @@ class Recorder:
         self._out = Path(config.getoption("--generation-out")).open("w", encoding="utf-8")  # noqa: SIM115
         self._tests: dict[str, dict[str, Any]] = {}
 
-    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> None:
-        tests_dir = next((folder for folder in file_path.parents if folder.name == "tests"), None)
-        if file_path.suffix == ".py" and tests_dir is not None:
-            stubbed = sorted(set(_stub_missing_names([file_path, *sorted(tests_dir.glob("*.py"))])))
-            self._write({"stubbed": stubbed})
+    def write(self, record: dict[str, Any]) -> None:
+        self._out.write(json.dumps(record) + "\n")
+        self._out.flush()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._write({"test": report.nodeid, "outcome": "collection error", "error": str(report.longrepr)[-600:]})
+            text = str(report.longrepr)
+            self.write({"test": report.nodeid, "outcome": "failed", "error": text[-400:], "seconds": 0.0})
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         self._calls.counts.clear()
         self._calls.reasons.clear()
         self._reseed()
         result = yield
-        record = self._tests.pop(item.nodeid, {"outcome": "crashed", "error": "", "seconds": 0.0})
-        self._write(
-            {"test": item.nodeid, **record, "calls": dict(self._calls.counts), "reasons": dict(self._calls.reasons)}
-        )
+        for thread in threading.enumerate():  # streamer tests generate in one
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(timeout=10)
+        record = self._tests.pop(item.nodeid, {"outcome": "failed", "error": "no report", "seconds": 0.0})
+        self.write({"test": item.nodeid, **record, "calls": self._calls.counts, "reasons": self._calls.reasons})
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -180,13 +289,12 @@ class Recorder:
         if report.failed and record["outcome"] != "failed":  # sub-tests report one by one
             crash = getattr(report.longrepr, "reprcrash", None)
             text = str(report.longrepr) if crash is None else f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"
-            needs_hub = _NEEDS_HUB.search(text) is not None
-            record["outcome"] = "needs hub" if needs_hub else "failed"
+            record["outcome"] = "needs hub" if NEEDS_HUB.search(text) else "failed"
             record["error"] = " ".join(text.split())[:400]
-            record["traceback"] = str(report.longrepr)[-6000:]
+            record["traceback"] = str(report.longrepr)[-8000:]
         elif report.skipped and record["outcome"] == "passed":
             record["outcome"] = "skipped"
-            record["error"] = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            record["error"] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
 
     def pytest_unconfigure(self) -> None:
         self._out.close()
@@ -199,21 +307,20 @@ class Recorder:
             if name.endswith("test_modeling_common") and isinstance(getattr(module, "global_rng", None), random.Random):
                 module.global_rng.seed(self._seed)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        self._out.write(json.dumps(record) + "\n")
-        self._out.flush()
+
+# ----------------------------------------------------------------------------------- older tests, and no network
 
 
 def _leave_out_pipelines() -> None:
-    """Stands in for the mixin of pipeline tests, none of which we run: its imports need vision and data libraries."""
     module: Any = types.ModuleType("tests.test_pipeline_mixin")
     module.PipelineTesterMixin = type("PipelineTesterMixin", (), {})
     sys.modules[module.__name__] = module
 
 
-def _stub_missing_names(files: list[Path]) -> Iterator[str]:
-    """Gives the installed transformers the names that these files import from it and that it lacks."""
-    for file in files:
+def _replace_missing_names(files: list[Path]) -> Iterator[str]:
+    """Gives transformers the names that the tests import from it and that it lacks; yields them."""
+    tests_dirs = {folder for file in files for folder in file.parents if folder.name == "tests"}
+    for file in [*files, *(file for folder in tests_dirs for file in folder.glob("*.py"))]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or node.level or not (node.module or "").startswith("transformers"):
                 continue
@@ -223,8 +330,9 @@ def _stub_missing_names(files: list[Path]) -> Iterator[str]:
                 continue
             for alias in node.names:
                 if not _has(module, alias.name):
-                    setattr(module, alias.name, functools.partial(_raise_missing, f"{node.module}.{alias.name}"))
-                    yield f"{node.module}.{alias.name}"
+                    full_name = f"{node.module}.{alias.name}"
+                    setattr(module, alias.name, functools.partial(_raise_missing, full_name))
+                    yield full_name
 
 
 def _has(module: types.ModuleType, name: str) -> bool:
@@ -239,3 +347,33 @@ def _has(module: types.ModuleType, name: str) -> bool:
 
 def _raise_missing(name: str, *args: Any, **kwargs: Any) -> None:
     raise ImportError(f"{name} does not exist in the installed transformers")
+
+
+def make_stand_ins(folder: Path, text: str) -> None:
+    """Puts tiny random models where `from_pretrained(hub name)` finds them before the hub.
+
+    Args:
+        folder: Will be the working directory.
+        text: Something to train their tokenizers on.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    for name, (architecture, vocab_size) in STAND_INS.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{architecture}Config")(vocab_size=vocab_size, **STAND_IN_SIZES)
+        class_name = f"{architecture}LMHeadModel" if architecture == "GPT2" else f"{architecture}ForCausalLM"
+        getattr(transformers, class_name)(config).save_pretrained(folder / name)
+
+        specials = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(specials.values()),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator([text], trainer)
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<unk>", **specials)
+        fast.save_pretrained(folder / name)

@@ -309,7 +309,7 @@ class Engine:
             width = cache.get_seq_length()
             before = [_Mark.of(sequence) for sequence in cache.sequences if sequence is not None]
             try:
-                padding = flat_padding(cache, call, active) if self.traits.runs_flat else None
+                padding = flat_padding(cache, call, active) if self._runs_flat() else None
                 if padding is None:
                     output = self._forward_gathered(cache, call, active if is_partial else None)
                 else:
@@ -326,6 +326,11 @@ class Engine:
                 output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
             output["past_key_values"] = cache
             return output
+
+    def _runs_flat(self) -> bool:
+        # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
+        config = self._runner.model.config.get_text_config(decoder=True)
+        return self.traits.runs_flat and bool(config.num_hidden_layers == self.traits.num_layers)
 
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward; `cache.update` stores and gathers."""

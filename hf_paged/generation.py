@@ -200,6 +200,9 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         for name in ("past_key_values", "use_cache"):
             given.pop(name, None)
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if given.get(name) is None and getattr(self.config, name, False):
+                given[name] = True  # asked for by the config
         # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
         call.others = {name: value for name, value in given.items() if value is not None and value is not False}
         output = self.paged.forward(cache, call)
@@ -370,9 +373,18 @@ def _why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> s
         return f"cache_implementation={generation_config.cache_implementation!r}"
     if generation_config.output_attentions and generation_config.return_dict_in_generate:
         return "output_attentions=True"
+    if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
+        return "its PEFT adapter brings learned keys and values in a cache of its own"
     if model.training and _is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
     return None
+
+
+def _peft_type(model: nn.Module) -> str | None:
+    """Type of the PEFT wrapper whose `generate()` is running: it puts a method of its own on the model for the time."""
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
+    return None if kind is None else str(getattr(kind, "value", kind))
 
 
 def _is_stochastic(model: nn.Module) -> bool:

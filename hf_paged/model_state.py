@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -30,7 +31,7 @@ class ModelState:
         weakref.finalize(self, handle.remove).atexit = False
 
     def key(self) -> tuple[Hashable, ...]:
-        """The current state: an epoch number that never returns to an earlier value, and the active adapters."""
+        """The current state: a weights epoch that never returns to an earlier value, active adapters, autocast."""
         model = self._model()
         if model is None:
             raise RuntimeError("the patched model no longer exists")
@@ -46,7 +47,9 @@ class ModelState:
             self._epoch += 1
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
             self._was_stepped = False
-        return (self._epoch, _active_adapters(model))
+        device = tensors[0].device.type if tensors else "cpu"
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return (self._epoch, _active_adapters(model), autocast)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""

@@ -93,6 +93,8 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
+    if "forward" in vars(model):
+        reasons.append("its forward was replaced on the instance (accelerate hooks, a wrapper): patch it before that")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         reasons.append("its weights lie on several devices, the pool on one")
     elif any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -132,8 +134,7 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     tiny_shape = _real_shape(tiny.config, tiny.config, stock)
     if isinstance(shape, str) or isinstance(tiny_shape, str):
         return SupportReport(False, (str(shape),))
-    rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
-    rows_independent = rope_type not in _BATCH_DEPENDENT_ROPE
+    rows_independent = not _rope_types(getattr(model.config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
     # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
     may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
     for runs_flat in (True, False) if may_run_flat else (False,):
@@ -155,6 +156,14 @@ def _probe(model: PreTrainedModel) -> SupportReport:
         False,
         (f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})",),
     )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """All kinds of rotary scaling in a config's `rope_parameters`, which may be nested by layer type."""
+    if not isinstance(parameters, dict):
+        return set()
+    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
+    return own.union(*(_rope_types(value) for value in parameters.values()))
 
 
 def _real_shape(

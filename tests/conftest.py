@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
+from transformers.utils import logging as transformers_logging
 
 import hf_paged
 from hf_paged import PagedCache
@@ -40,6 +41,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     # What the imports left (transformers: a million objects) never dies; unfrozen, every gc.collect() walks over it.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _transformers_speaks() -> Iterator[None]:
+    """The command line silences transformers for its process; the next test must hear its warnings again."""
+    yield
+    transformers_logging.set_verbosity_warning()
 
 
 class Pair:

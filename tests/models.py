@@ -77,6 +77,17 @@ MODELS: dict[str, TinyModel] = {
         lambda: hf.Gemma3TextConfig(**_FOUR_LAYERS, layer_types=["sliding_attention", "full_attention"] * 2),
         seed=3,
     ),
+    "gemma3_dynamic_rope": TinyModel(
+        lambda: hf.Gemma3TextConfig(
+            **(_FOUR_LAYERS | {"max_position_embeddings": 16}),
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters={
+                "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        runs_flat=False,
+    ),
     "phi3": TinyModel(lambda: hf.Phi3Config(**_GQA), seed=1),
     "gpt2": TinyModel(lambda: hf.GPT2Config(**_GPT2_NAMES), seed=1),
     "gpt_neox": TinyModel(lambda: hf.GPTNeoXConfig(**_COMMON), seed=9),

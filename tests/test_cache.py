@@ -198,6 +198,22 @@ def test_returned_cache(pair: Pair, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("arguments", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3}], ids=str)
+def test_given_cache_of_copies(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: samples and beams in a cache that the caller made: one prefill for all, and the contents."""
+    with both_caches(pair) as caches:
+        mask = ragged_batch()["attention_mask"]
+        pair.generate(
+            make=lambda model: {"past_key_values": caches[id(model)]}, **ragged_batch(), max_new_tokens=6, **arguments
+        )
+        assert pair.seen[0] == 20
+        mask = nn.functional.pad(mask.repeat_interleave(3, dim=0), (0, pair.seen.count(9)), value=1)
+        assert_same_cache(*caches.values(), mask)
+        turn_of(pair, caches, random_ids(9, mask.shape[1] + 3), nn.functional.pad(mask, (0, 3), value=1))
+        assert pair.seen[0] == 27
+
+
+@pytest.mark.core
 def test_returned_cache_of_candidates(pair: Pair) -> None:
     """Would break: candidates that were rejected and stay in the returned cache."""
     expected, found = pair.generate(**one_prompt(), max_new_tokens=9, prompt_lookup_num_tokens=3, **DETAILS)
@@ -249,6 +265,21 @@ def test_own_loop_over_the_model(pair: Pair, name: str, with_mask: bool) -> None
     expected, found = pair.both(call)
     assert type(found[0]) is type(expected[0])
     assert pair.delta["num_steps"] == 3
+
+
+@pytest.mark.parametrize(("name", "flag"), [("llama", "output_hidden_states"), ("mixtral", "output_router_logits")])
+def test_outputs_asked_for_in_the_config(make_pair: MakePair, name: str, flag: str) -> None:
+    """Would break: outputs that the config, not the call, asks for."""
+    pair = make_pair(name)
+    for model in (pair.stock, pair.paged):
+        setattr(model.config, flag, True)
+
+    def call(model: Any) -> Any:
+        with torch.no_grad():
+            return model(random_ids(2, 5), past_key_values=new_cache(model))
+
+    pair.both(call)
+    pair.generate(input_ids=random_ids(2, 5), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("width", [8, 12])
@@ -511,6 +542,14 @@ def step_of_training(model: Any) -> None:
     optimizer.zero_grad()
 
 
+def step_of_a_fused_optimizer(model: Any) -> None:
+    """The same by a fused kernel, which leaves no trace in the tensors' versions."""
+    ids = random_ids(2, 8, seed=3)
+    model(ids, labels=ids).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.05, fused=True).step()
+    model.zero_grad()
+
+
 def load_other_weights(model: Any) -> None:
     """`load_state_dict` of another model."""
     model.load_state_dict(build("llama", seed=5).state_dict())
@@ -547,6 +586,7 @@ def turn_rope(model: Any) -> None:
 
 CHANGES = [
     step_of_training,
+    step_of_a_fused_optimizer,
     load_other_weights,
     assign_other_weights,
     write_in_place,
@@ -717,6 +757,24 @@ def test_adapters_switched_between_calls(adapted: Pair, order: str) -> None:
         assert adapted.delta["prefix_cache_hit_tokens"] > 30, "no hits within one adapter"
     texts = [tuple(result.flatten().tolist()) for name, result in results.items() if name not in ("merged", "unmerged")]
     assert len(set(texts)) == len(texts), "the adapters change nothing: the test is too easy"
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_learned_prompts(make_pair: MakePair, kind: str) -> None:
+    """Would break: PEFT methods that put a learned prompt (or its keys and values) before the user's."""
+    peft = pytest.importorskip("peft")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = peft.get_peft_model(build("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        for parameter in model.prompt_encoder.parameters():
+            parameter.normal_(std=0.5)
+    pair = make_pair(model.eval())
+    for arguments in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
+        torch.manual_seed(0)
+        expected = pair.stock.generate(**ragged_batch(), max_new_tokens=5, **arguments)
+        torch.manual_seed(0)
+        assert torch.equal(pair.paged.generate(**ragged_batch(), max_new_tokens=5, **arguments), expected)
+        pair.assert_all_free()
 
 
 def test_adapters_leave_with_the_wrapper(adapted: Pair) -> None:

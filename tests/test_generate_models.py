@@ -104,6 +104,27 @@ def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments:
     assert max(pair.seen) <= 3
 
 
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if not row.runs_flat])
+def test_pool_too_small_for_the_batch_of_a_model_that_cannot_wait(make_pair: MakePair, name: str) -> None:
+    """Would break: a model whose rows all need their keys at once: refused with the numbers, and nothing is left."""
+    pair = make_pair(name, block_size=2, num_blocks=13)
+    with pytest.raises(hf_paged.OutOfBlocksError, match="of 13 are free"):
+        pair.paged.generate(**ragged_batch(), max_new_tokens=NEW)
+    pair.engine.check_invariants()
+    pair.assert_all_free()
+    pair.generate(**ragged_batch((3, 2)), max_new_tokens=4)
+
+
+@every_model
+def test_prompts_of_growing_length_with_one_beginning(make_pair: MakePair, name: str) -> None:
+    """Would break: prefix hits and chunks where keys depend on how long the prompt is (dynamic and long rope)."""
+    pair = make_pair(name, block_size=2, max_num_batched_tokens=5)
+    for length in (12, 16, 26):
+        pair.generate(input_ids=random_ids(1, 26)[:, :length], max_new_tokens=5)
+        if MODELS[name].runs_flat:
+            assert (pair.delta["prefix_cache_hit_tokens"] > 0) == (length > 12)
+
+
 # What is refused
 
 

@@ -161,6 +161,20 @@ def even_batch() -> dict[str, Tensor]:
     return {"input_ids": random_ids(3, 11)}
 
 
+def masked(*hidden: tuple[int, int]) -> dict[str, Tensor]:
+    """Three prompts with these `(row, column)` places hidden, anywhere."""
+    batch = {"input_ids": random_ids(3, 9), "attention_mask": torch.ones(3, 9, dtype=torch.long)}
+    for row, column in hidden:
+        batch["attention_mask"][row, column] = 0
+    return batch
+
+
+def typed(ids: torch.dtype, mask: torch.dtype) -> dict[str, Tensor]:
+    """The ragged batch in other types."""
+    batch = ragged_batch()
+    return {"input_ids": batch["input_ids"].to(ids), "attention_mask": batch["attention_mask"].to(mask)}
+
+
 def only_mask() -> dict[str, Tensor]:
     """The mask of the ragged batch, for modes that bring their prompts themselves."""
     return {"attention_mask": ragged_batch()["attention_mask"]}
@@ -203,7 +217,7 @@ class Mode:
 
     def run(self, pair: Pair) -> tuple[Any, Any]:
         """Runs the mode on both models."""
-        length = {} if "max_length" in self.arguments else {"max_new_tokens": NEW}
+        length: dict[str, Any] = {} if "max_length" in self.arguments else {"max_new_tokens": NEW}
         return pair.generate(make=self.make, **(self.batch() | length | self.arguments))
 
 
@@ -215,6 +229,16 @@ MODES: dict[str, Mode] = {
     "greedy": Mode(),
     "greedy_even": Mode(batch=even_batch),
     "greedy_one": Mode(batch=one_prompt),
+    "one_token": Mode({"max_new_tokens": 1}),
+    "equal_prompts": Mode(batch=lambda: {"input_ids": random_ids(1, 9).repeat(4, 1)}),
+    "equal_prompts_samples": Mode(
+        {"do_sample": True, "num_return_sequences": 2}, batch=lambda: {"input_ids": random_ids(1, 9).repeat(2, 1)}
+    ),
+    "mask_with_holes": Mode(batch=partial(masked, (0, 3), (2, 0), (2, 1), (2, 7)), is_flat=False),
+    "row_without_tokens": Mode(batch=partial(masked, *((1, column) for column in range(9))), is_flat=False),
+    "bool_mask": Mode(batch=partial(typed, torch.int64, torch.bool)),
+    "float_mask": Mode(batch=partial(typed, torch.int64, torch.float32)),
+    "int32_ids": Mode(batch=partial(typed, torch.int32, torch.int32)),
     "from_bos_alone": Mode(batch=dict),
     "very_ragged": Mode(batch=partial(ragged_batch, (29, 1, 2, 17, 1, 5))),
     "sample": Mode(SAMPLE | {"top_k": 0}),
@@ -338,13 +362,13 @@ def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
     mask = batch.get("attention_mask")
     width = batch["input_ids"].shape[1] if "input_ids" in batch else 1
     prompt = width if mask is None else int(mask.sum(dim=1).max())
-    new = mode.arguments.get("max_length", width + NEW) - width
+    new = mode.arguments.get("max_new_tokens", mode.arguments.get("max_length", width + NEW) - width)
     # The last token's keys are never needed, but those of candidates that are rejected are.
     spare = 2 if "prompt_lookup_num_tokens" in mode.arguments else -1
     pair = make_pair(block_size=2, num_blocks=-(-(prompt + new + spare) // 2))
     mode.run(pair)
     num_rows = len(batch.get("input_ids", [0])) * mode.arguments.get("num_beams", 1)
-    if num_rows > 1 and name != "no_time":
+    if num_rows > 1 and name not in ("no_time", "one_token"):
         assert pair.delta["num_preemptions"] > 0, "everything fitted: the test is too easy"
 
 
@@ -389,6 +413,20 @@ def test_finished_rows_leave_the_batch(make_pair: MakePair, name: str) -> None:
     running = (is_eos.cumsum(dim=1) == 0).sum(dim=0).tolist()
     assert running[-2] < len(found), "no row ended early: the test is too easy"
     assert pair.seen == [PROMPT_TOKENS, *running[:-1]]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_decided_prompts_of_a_beam_search_leave_the_batch(pair: Pair, early_stopping: bool) -> None:
+    """Would break: not computing beams whose result nobody can change any more, which stock does."""
+    arguments = {"num_beams": 3, "eos_token_id": EOS_OFTEN, "early_stopping": early_stopping, "max_new_tokens": 20}
+    pair.generate(**ragged_batch(), **arguments)
+    assert pair.seen[0] == PROMPT_TOKENS and pair.seen[1] == 9
+    assert (
+        pair.seen[1:] == sorted(pair.seen[1:], reverse=True) and pair.seen[-1] < 9 and set(pair.seen[1:]) <= {3, 6, 9}
+    )
+    pair.generate(**ragged_batch(), **arguments, **DETAILS)
+    assert set(pair.seen[1:]) == {9}, "the scores of all rows were asked for"
 
 
 @pytest.mark.parametrize("name", ["details", "stateful_processor", "row_indexed_processor", "row_criterion"])
@@ -500,6 +538,20 @@ def test_eager_attention(make_pair: MakePair, name: str) -> None:
     MODES[name].run(make_pair(build("llama", attention="eager")))
 
 
+@pytest.mark.core
+def test_autocast(pair: Pair) -> None:
+    """Would break: generation under autocast, or blocks filled there and served to calls without it."""
+    arguments = ragged_batch((20, 13, 9)) | DETAILS | {"max_new_tokens": 4}
+    logits = []
+    for model in (pair.stock, pair.paged):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits.append(torch.stack(model.generate(**arguments).logits))
+    torch.testing.assert_close(*logits, rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps * 4.0)
+    expected, _ = pair.generate(**arguments)
+    assert pair.delta["prefix_cache_hit_tokens"] == 0
+    assert not torch.equal(torch.stack(expected.logits), logits[0]), "autocast changed nothing: the test is too easy"
+
+
 def test_right_padding_is_warned_of_as_in_stock(pair: Pair) -> None:
     """Would break: a patch that swallows what transformers tells the user."""
     with logged_messages() as messages:
@@ -579,6 +631,14 @@ def test_a_model_that_assists_itself(pair: Pair, arguments: dict[str, Any]) -> N
     """Would break: two caches that grow in one pool in turn, with every candidate accepted."""
     pair.generate(make=lambda model: {"assistant_model": model}, **one_prompt(), max_new_tokens=NEW, **arguments)
     pair.assert_all_free()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("arguments", [{}, SAMPLE], ids=["greedy", "sampling"])
+def test_a_model_that_assists_itself_with_fewer_layers(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: blocks that a shortened model filled in its lower layers only, served to the whole one."""
+    pair.generate(**one_prompt(), max_new_tokens=NEW, assistant_early_exit=1, **arguments)
+    pair.generate(**one_prompt(), max_new_tokens=NEW)
 
 
 # The trained model: text in and out

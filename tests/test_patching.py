@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import Pair, assert_same
 from models import MODELS, build, ragged_batch, random_ids
 from torch import Tensor, nn
@@ -130,6 +131,23 @@ def test_attention_implementation_set_afterwards(make_pair: MakePair) -> None:
     assert pair.paged.config._attn_implementation == "eager"
     hf_paged.unpatch(pair.paged)
     assert pair.paged.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("hook_first", [False, True], ids=["patched_first", "hooked_first"])
+def test_model_with_accelerate_hooks(make_pair: MakePair, hook_first: bool) -> None:
+    """Would break: models whose `forward` is an attribute of the instance, as accelerate's offloading sets it."""
+
+    def add_hook(model: Any) -> Any:
+        return add_hook_to_module(model, AlignDevicesHook(execution_device="cpu"))
+
+    pair = make_pair(add_hook(build("llama")) if hook_first else build("llama"))
+    pair.stock = build("llama")
+    if not hook_first:
+        add_hook(pair.paged)
+    for arguments in ({}, {"num_beams": 3}, {"eos_token_id": list(range(2, 30))}):
+        pair.generate(**ragged_batch(), max_new_tokens=9, **arguments)
+    hf_paged.unpatch(pair.paged)
+    assert_same(text_of(pair.stock), text_of(pair.paged))
 
 
 # Everything but generation

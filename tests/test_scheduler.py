@@ -404,7 +404,7 @@ def test_a_sequence_made_opaque_later_is_safe() -> None:
 
 
 def test_undo_takes_back_the_slots_of_a_step() -> None:
-    setup = Setup(num_blocks=8)
+    setup = Setup()
     a, b, c = setup.computed(3), setup.computed(list(range(4))), setup.add(list(range(7)))
     child = setup.fork(a)
     shared = setup.table(a)

@@ -1,6 +1,6 @@
 """Random calls on Scheduler and BlockManager, with a memory and a "model" that notice every token gone wrong.
 
-`World` plays the engine: `run` is `Engine._run_steps` (schedule, copy, zero, write, update, until nothing is pending),
+`World` plays the engine: `_forward` is `StepLoop.run` (schedule, copy, zero, write, update, until nothing is pending),
 and around it are the things a `PagedCache` does between forwards. The model that computes a token's K/V is a hash of
 the token, of its position and of what the *memory* holds for the token before it, read through the block table. So a
 missed copy, a block given away too early, a stale prefix hit or a chunk that does not continue where the last one ended
@@ -177,7 +177,7 @@ class World:
         self.manager.reset_prefix_cache()
 
     def release(self) -> None:
-        """`Engine.release`: the memory is given back, unless something in it can't be computed again."""
+        """`KVPool.release`: the memory is given back, unless something in it can't be computed again."""
         held = {row.sequence.seq_id for row in self.rows.values() if row.sequence.num_computed_tokens}
         lost = sum(not self.rows[seq_id].sequence.is_reproducible for seq_id in held)
         assert self.scheduler.preempt_all() == lost
@@ -187,7 +187,7 @@ class World:
             self.slots = [[None] * self.block_size for _ in self.slots]
             self.events["release of a filled pool"] += bool(held)
 
-    # Engine._run_steps
+    # StepLoop.run
 
     def _forward(
         self, rows: list[Row], before: list[int] | None, kept: int, failing: int, keep: frozenset[int] = frozenset()

@@ -122,7 +122,7 @@ def paged_attention(
         alibi_slopes: `[num_heads]` slopes of linear position biases.
 
     Returns:
-        `[T, num_heads, head_dim]` in the query's dtype.
+        `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
     """
 
     def attend(rows: Tensor, group: AttentionGroup) -> Tensor:
@@ -145,13 +145,16 @@ def paged_attention(
     if len(metadata.groups) == 1 and first.is_real is None:
         # One group without padding is the whole batch in order: nothing to pick out and put back.
         return attend(query.view(*first.token_index.shape, *query.shape[1:]), first).flatten(0, 1)
-    output = torch.empty_like(query)
+    output: Tensor | None = None
     for group in metadata.groups:  # a few buckets of similar length, not sequences
         result = attend(query[group.token_index], group)
+        if output is None:
+            output = result.new_empty(query.shape)  # under autocast the result has another dtype than the query
         if group.is_real is None:
             output[group.token_index] = result
         else:
             output[group.token_index[group.is_real]] = result[group.is_real]
+    assert output is not None
     return output
 
 

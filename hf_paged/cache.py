@@ -263,7 +263,7 @@ class PagedCache(Cache):
         return keys.repeat_interleave(self._fan_out, dim=0), values.repeat_interleave(self._fan_out, dim=0)
 
     def __iter__(self) -> Any:
-        for layer_idx in range(len(self.layers)):
+        for layer_idx in range(len(self.layers) if self.is_initialized else 0):
             yield *self.read_layer(layer_idx), None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

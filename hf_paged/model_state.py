@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
 class ModelState:
-    """Notices that a model's weights or active adapters changed since it was last asked.
+    """Notices that a model's weights, adapters or hooks changed since it was last asked.
 
     In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
     steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
@@ -31,7 +31,7 @@ class ModelState:
         weakref.finalize(self, handle.remove).atexit = False
 
     def key(self) -> tuple[Hashable, ...]:
-        """The current state: a weights epoch that never returns to an earlier value, active adapters, autocast."""
+        """The current state: a weights epoch that never returns to an earlier value, adapters, hooks, autocast."""
         model = self._model()
         if model is None:
             raise RuntimeError("the patched model no longer exists")
@@ -49,7 +49,7 @@ class ModelState:
             self._was_stepped = False
         device = tensors[0].device.type if tensors else "cpu"
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return (self._epoch, _active_adapters(model), autocast)
+        return (self._epoch, _active_adapters(model), _forward_hooks(model), autocast)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""
@@ -69,6 +69,11 @@ class _StepHook:
         state = self._state()
         if state is not None:
             state.note_step(optimizer)
+
+
+def _forward_hooks(model: nn.Module) -> Hashable:
+    """Ids of all forward hooks, unique in the process: what one adds to a hidden state must not outlive it."""
+    return tuple(i for module in model.modules() for i in (*module._forward_pre_hooks, *module._forward_hooks))
 
 
 def _active_adapters(model: nn.Module) -> Hashable:

@@ -48,7 +48,8 @@ class ModelState:
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
             self._was_stepped = False
         device = tensors[0].device.type if tensors else "cpu"
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        autocast = torch.get_autocast_dtype(device) if is_autocast else None
         return (self._epoch, _active_adapters(model), _forward_hooks(model), autocast)
 
     def note_step(self, optimizer: Optimizer) -> None:

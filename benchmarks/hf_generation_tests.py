@@ -2,10 +2,11 @@
 
     python benchmarks/hf_generation_tests.py --tests PATH/TO/transformers/tests --json benchmarks/results/hf.json
 
-The tests come from a checkout of transformers, best of the version installed, and need `parameterized` and `httpx`; the
-checkout's own code and conftest.py are not used. Each family runs twice, each time in a process of its own: once as it
-is, once with every supported model patched on its first `generate()` (see `hf_generation_plugin.py`). A test that only
-fails patched is run again on both sides with other seeds before it is reported.
+The tests come from a checkout of transformers, best of the version installed, whose own code and conftest.py are not
+used. They need `parameterized` and `httpx` (OPT's also `timeout_decorator`). Each family runs twice, each time in a
+process of its own: once as it is, once with every supported model patched on its first `generate()` (see
+`hf_generation_plugin.py`). A test that only fails patched is run again on both sides with other seeds before it is
+reported.
 """
 
 from __future__ import annotations
@@ -26,33 +27,9 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = (
-    *(
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "phi3",
-        "gpt2",
-        "gpt_neox",
-        "opt",
-        "starcoder2",
-    ),
-    *(
-        "stablelm",
-        "olmo2",
-        "cohere",
-        "granite",
-        "mixtral",
-        "qwen3_moe",
-        "gpt_oss",
-        "smollm3",
-        "falcon",
-        "bloom",
-        "gptj",
-    ),
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox", "opt"),
+    *("starcoder2", "stablelm", "olmo2", "cohere", "granite", "mixtral", "qwen3_moe", "gpt_oss", "smollm3"),
+    *("falcon", "bloom", "gptj"),
 )
 # Not a family: tests/generation itself, on a few tiny random models.
 GENERATION = "generation"
@@ -147,9 +124,15 @@ def main() -> None:
     print(f"tests of transformers {results['tests']}; hf_paged.patch(model, **{options.settings})\n")
     print(table_row(["family", "stock", "patched", "only patched", "paged calls", "paged tests", "seconds"]))
     print(table_row(["", "pass/fail/skip/hub", "pass/fail/skip/hub", "fails", "of all", "of passed", "both"]))
-    families = []
+    families: list[Family] = []
+    errors: list[str] = []
     for name in options.models.split(","):
-        family = compare(name, options)
+        try:
+            family = compare(name, options)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            errors.append(f"{name}: {error}")
+            print(f"{name}: did not run", flush=True)
+            continue
         families.append(family)
         results["families"].append(asdict(family))
         print(family_row(family), flush=True)
@@ -157,8 +140,9 @@ def main() -> None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print_differences(families)
-    if any(family.patched.calls.get("paged", 0) == 0 for family in families):
-        sys.exit("a patched run had no paged call")
+    errors += [f"{family.name}: no paged call" for family in families if not family.patched.calls.get("paged")]
+    if errors:
+        sys.exit("\n" + "\n".join(errors))
 
 
 # ------------------------------------------------------------------------------------------------------- running tests
@@ -252,7 +236,7 @@ def run_tests(
     tests = {record["test"].partition("::")[2]: record for record in records if "test" in record}
     # 0: all passed, 1: some failed, 5: none selected; with anything else the process stopped early.
     if process.returncode not in (0, 1, 5) or not tests:
-        sys.exit(f"pytest ended with {process.returncode}:\n{process.stdout[-4000:]}")
+        raise RuntimeError(f"pytest ended with {process.returncode}\n{process.stdout[-4000:]}")
     return records[0]["replaced_names"], tests, seconds
 
 
@@ -263,7 +247,7 @@ def test_files(tests: Path, name: str) -> list[Path]:
         files = [tests / "models" / name / f"test_modeling_{name}.py"]
     missing = [str(file) for file in files if not file.exists()]
     if missing:
-        sys.exit(f"no such file: {', '.join(missing)}")
+        raise RuntimeError(f"no such file: {', '.join(missing)}")
     return [file.resolve() for file in files]
 
 

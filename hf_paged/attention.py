@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,6 +122,12 @@ def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
+# Configs inside a scope right now: how many deep, and the implementation to go back to. Process-wide, since models of
+# different threads may share a config object.
+_SCOPES: dict[int, tuple[int, str | None]] = {}
+_SCOPE_LOCK = threading.Lock()
+
+
 @contextmanager
 def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     """Within it the model's layers call paged attention. The engine enters it around its own forwards only.
@@ -128,11 +135,19 @@ def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]
     Outside, the config names the implementation the user chose. Should another thread run the model meanwhile, it finds
     no step and gets exactly that implementation.
     """
-    before = [(config, config._attn_implementation) for config in configs]
-    try:
-        for config, base_name in before:
+    configs = list(configs)
+    with _SCOPE_LOCK:
+        for config in configs:
+            depth, base_name = _SCOPES.get(id(config), (0, config._attn_implementation))
+            _SCOPES[id(config)] = (depth + 1, base_name)
             config._attn_implementation_internal = paged_name(base_name or "eager")
+    try:
         yield
     finally:
-        for config, base_name in before:
-            config._attn_implementation_internal = base_name
+        with _SCOPE_LOCK:
+            for config in configs:
+                depth, base_name = _SCOPES.pop(id(config))
+                if depth > 1:
+                    _SCOPES[id(config)] = (depth - 1, base_name)
+                else:
+                    config._attn_implementation_internal = base_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,11 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils import logging
 
 from hf_paged.sequence import Sequence
+
+logger = logging.get_logger(__name__)
 
 # transformers before 5.18 reads a positive argument of `crop` as the length to keep; later versions refuse it.
 _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.dev0")
@@ -23,6 +27,7 @@ class SequenceStore(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+    def transaction(self) -> AbstractContextManager[None]: ...
     def new_sequence(self) -> Sequence: ...
     def fork_sequence(self, sequence: Sequence) -> Sequence: ...
     def free_sequences(self, sequences: Iterable[Sequence]) -> None: ...
@@ -193,6 +198,7 @@ class PagedCache(Cache):
         if width == 0:
             self._rows.clear()
             self._padding.clear()
+            self.is_opaque = False
 
     def select_active(self, rows: list[int] | None) -> None:
         """Rows that the forward about to run is about; `None`: all."""
@@ -202,23 +208,25 @@ class PagedCache(Cache):
         """Gives every row of the batch a sequence of its own, sharing all blocks, where one stood for several."""
         if self._fan_out == 1:
             return
-        rows: list[Sequence | None] = []
-        for row in self._rows:
-            rows.append(row)
-            rows += [None if row is None else self.store.fork_sequence(row) for _ in range(self._fan_out - 1)]
-        self._padding[:] = [padding for padding in self._padding for _ in range(self._fan_out)]
-        self._rows[:] = rows
-        self._fan_out = 1
+        with self.store.transaction():
+            rows: list[Sequence | None] = []
+            for row in self._rows:
+                rows.append(row)
+                rows += [None if row is None else self.store.fork_sequence(row) for _ in range(self._fan_out - 1)]
+            self._padding[:] = [padding for padding in self._padding for _ in range(self._fan_out)]
+            self._rows[:] = rows
+            self._fan_out = 1
 
     def retire(self, rows: Iterable[int]) -> None:
         """Frees rows of the batch that are finished; later forwards leave them out."""
         live = [row for row in rows if self._fan_out > 1 or self._rows[row] is not None]
         if not live:
             return
-        self.split_fan_out()
-        self.store.free_sequences(sequence for row in live if (sequence := self._rows[row]) is not None)
-        for row in live:
-            self._rows[row] = None
+        with self.store.transaction():
+            self.split_fan_out()
+            self.store.free_sequences(sequence for row in live if (sequence := self._rows[row]) is not None)
+            for row in live:
+                self._rows[row] = None
 
     # The Cache interface
 
@@ -233,6 +241,8 @@ class PagedCache(Cache):
         Raises:
             ValueError: The batch size differs from the cache's.
         """
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            logger.warning_once("hf_paged: no gradient flows through the keys and values of a PagedCache")
         batch, _, new, _ = key_states.shape
         start = self._lengths[layer_idx]
         if not self._rows:
@@ -286,12 +296,10 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Frees all blocks; the cache is as new."""
-        self.store.free_sequences(row for row in self._rows if row is not None)
-        self._rows.clear()
-        self._padding.clear()
-        self._fan_out = 1
-        self.is_opaque = False
-        self.rewind(0)
+        with self.store.transaction():
+            self.store.free_sequences(row for row in self._rows if row is not None)
+            self._fan_out = 1
+            self.rewind(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns of every row, as the installed `DynamicCache` does.
@@ -307,12 +315,13 @@ class PagedCache(Cache):
                 )
             tokens_to_remove = min(tokens_to_remove - self._width, 0)
         width = max(self._width + tokens_to_remove, 0)
-        for row, sequence in enumerate(self._rows):
-            self._padding[row] = min(self._padding[row], width)
-            if sequence is not None:
-                self.store.crop_sequence(sequence, width - self._padding[row])
-        self._width = width
-        self._lengths = [width] * len(self._lengths)
+        with self.store.transaction():
+            for row, sequence in enumerate(self._rows):
+                self._padding[row] = min(self._padding[row], width)
+                if sequence is not None:
+                    self.store.crop_sequence(sequence, width - self._padding[row])
+            self._width = width
+            self._lengths = [width] * len(self._lengths)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, by sharing its blocks: no key or value is copied here."""
@@ -327,24 +336,26 @@ class PagedCache(Cache):
         self._select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
-        self.split_fan_out()
-        selected: list[Sequence | None] = []
-        moved: set[int] = set()
-        for index in indices:
-            sequence = self._rows[index]
-            if sequence is not None and index in moved:
-                sequence = self.store.fork_sequence(sequence)
-            moved.add(index)
-            selected.append(sequence)
-        self.store.free_sequences(row for i, row in enumerate(self._rows) if i not in moved and row is not None)
-        self._padding[:] = [self._padding[index] for index in indices]
-        self._rows[:] = selected
+        with self.store.transaction():
+            self.split_fan_out()
+            selected: list[Sequence | None] = []
+            moved: set[int] = set()
+            for index in indices:
+                sequence = self._rows[index]
+                if sequence is not None and index in moved:
+                    sequence = self.store.fork_sequence(sequence)
+                moved.add(index)
+                selected.append(sequence)
+            self.store.free_sequences(row for i, row in enumerate(self._rows) if i not in moved and row is not None)
+            self._padding[:] = [self._padding[index] for index in indices]
+            self._rows[:] = selected
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A cache of the same content that shares all blocks until one of the two writes."""
         copy = type(self).__new__(type(self))
         copy._setup(self.store)
-        copy._rows += [None if row is None else self.store.fork_sequence(row) for row in self._rows]
+        with self.store.transaction():
+            copy._rows += [None if row is None else self.store.fork_sequence(row) for row in self._rows]
         copy._padding += self._padding
         copy._fan_out, copy.is_opaque = self._fan_out, self.is_opaque
         copy.advance(self._width)

@@ -57,7 +57,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
-    """Paged KV memory and continuous batching for Hugging Face generate()."""
+    """A paged KV cache behind Hugging Face generate()."""
 
 
 @app.command()

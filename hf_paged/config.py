@@ -30,8 +30,8 @@ _NOT_BUILT_UNLESS_NONE = ("max_waiting", "swap_space_gib")
 class PagedConfig:
     """Settings of a patched model. Immutable; any bad value raises `ValueError` naming the field and the value.
 
-    Every field can also be given as an environment variable, `HF_PAGED_` + its name in capitals (for example
-    `HF_PAGED_BLOCK_SIZE=32`): it replaces the default, and an argument given in code wins over it.
+    Where `patch()` is called with single settings or none, an environment variable `HF_PAGED_` + a field's name in
+    capitals (for example `HF_PAGED_BLOCK_SIZE=32`) replaces that field's default; an argument wins over it.
 
     Attributes:
         block_size: Tokens in one KV block.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KVPool
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
-from hf_paged.runner import ModelRunner, ModelTraits
+from hf_paged.runner import ModelRunner, ModelTraits, is_stochastic
 from hf_paged.scheduler import Scheduler
 from hf_paged.sequence import Sequence
 from hf_paged.step_loop import StepLoop
@@ -35,8 +36,8 @@ from hf_paged.step_loop import StepLoop
 class Engine:
     """The paged side of one patched model: `model.paged`.
 
-    All state is behind one lock. Forwards of several threads run one after another; user code (processors, criteria,
-    streamers) never runs under the lock.
+    All state is behind one lock. Forwards of several threads run one after another; processors, criteria and streamers
+    never run under the lock.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class Engine:
         self._runner = ModelRunner(model, forward, model._supports_logits_to_keep())
         self._pool = KVPool(config, traits, self._runner)
         self._lock = self._pool.lock
-        self._steps = StepLoop(self._pool, self._runner)
         self._model_state = ModelState(model)
+        self._steps = StepLoop(self._pool, self._runner, self._model_state)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
         self._sequence_count = 0
         self._num_generated_tokens = 0
@@ -101,7 +102,7 @@ class Engine:
 
         Needed after weights were written through `.data`, which leaves no trace; other changes are noticed.
         """
-        with self._lock:
+        with self.transaction():
             return self.manager.reset_prefix_cache() if self._pool.is_made else 0
 
     def release(self) -> None:
@@ -110,13 +111,13 @@ class Engine:
         Raises:
             ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
         """
-        with self._lock:
+        with self.transaction():
             self._collect_abandoned()
             self._pool.release()
 
     def stats(self) -> EngineStats:
         """A snapshot of the gauges and counters."""
-        with self._lock:
+        with self.transaction():
             self._collect_abandoned()
             if not self._pool.is_made:
                 num_blocks = self.config.num_blocks or 0
@@ -143,28 +144,34 @@ class Engine:
 
     def count_generated(self, num_tokens: int) -> None:
         """Books tokens that a `generate()` call handed out."""
-        with self._lock:
+        with self.transaction():
             self._num_generated_tokens += num_tokens
 
     def check_invariants(self) -> None:
         """Asserts the pool's and the tables' invariants. Raises `AssertionError`."""
-        with self._lock:
+        with self.transaction():
             self._collect_abandoned()
             if self._pool.is_made:
                 self.manager.check_invariants()
 
     # What a PagedCache asks for (cache.SequenceStore)
 
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """The pool's lock, with Ctrl-C held back to its end: nothing inside is left half done. Re-entrant."""
+        with self._lock, deferred_interrupt():
+            yield
+
     def new_sequence(self) -> Sequence:
         """An empty sequence with an empty block table."""
-        with self._lock:
+        with self.transaction():
             self._sequence_count += 1
             self.manager.add(self._sequence_count)
             return Sequence(self._sequence_count)
 
     def fork_sequence(self, sequence: Sequence) -> Sequence:
         """A sequence equal to this one that shares all its blocks."""
-        with self._lock:
+        with self.transaction():
             self._sequence_count += 1
             self.manager.fork(sequence.seq_id, self._sequence_count)
             child = Sequence(
@@ -181,7 +188,7 @@ class Engine:
 
     def free_sequences(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences and releases their blocks."""
-        with self._lock:
+        with self.transaction():
             for sequence in sequences:
                 self.scheduler.forget(sequence)
                 self.manager.free(sequence.seq_id)
@@ -192,7 +199,7 @@ class Engine:
 
     def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
         """Cuts a sequence to its first `num_tokens` tokens."""
-        with self._lock:
+        with self.transaction():
             if sequence.token_ids is not None:
                 del sequence.token_ids[num_tokens:]
             sequence.num_tokens = num_tokens
@@ -208,7 +215,7 @@ class Engine:
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
-        with self._lock:
+        with self.transaction():
             manager, scheduler = self.manager, self.scheduler
             self._steps.recompute(sequences)
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
@@ -238,7 +245,7 @@ class Engine:
 
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
-        with self._lock:
+        with self.transaction():
             length = key.shape[2]
             slots = np.stack(
                 [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
@@ -256,7 +263,7 @@ class Engine:
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
-        with self._lock:
+        with self.transaction():
             self._steps.recompute([sequence for sequence in sequences if sequence is not None])
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
@@ -287,7 +294,7 @@ class Engine:
             ValueError: The cache belongs to another model, the batch size changed, or the tokens could never fit.
             OutOfBlocksError: The pool is held by sequences that can't be preempted.
         """
-        with self._lock, deferred_interrupt():
+        with self.transaction():
             self._collect_abandoned()
             if cache.store is not self:
                 raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
@@ -329,8 +336,11 @@ class Engine:
 
     def _runs_flat(self) -> bool:
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
-        config = self._runner.model.config.get_text_config(decoder=True)
-        return self.traits.runs_flat and bool(config.num_hidden_layers == self.traits.num_layers)
+        model = self._runner.model
+        config = model.config.get_text_config(decoder=True)
+        # Dropout in training mode is the model's own attention's business.
+        is_own = config.num_hidden_layers == self.traits.num_layers and not (model.training and is_stochastic(model))
+        return self.traits.runs_flat and is_own
 
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward; `cache.update` stores and gathers."""
@@ -345,15 +355,17 @@ class Engine:
         if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
             arguments["logits_to_keep"] = call.logits_to_keep
         cache.select_active(active)
-        output: ModelOutput = self._runner.run_unpatched(
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **{name: value for name, value in arguments.items() if value is not None},
-            **others,
-        )
+        with self.scheduler.protecting(s.seq_id for s in cache.sequences if s is not None):
+            output: ModelOutput = self._runner.run_unpatched(
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **{name: value for name, value in arguments.items() if value is not None},
+                **others,
+            )
         cache.select_active(None)
         self._steps.num_steps += 1
+        self._steps.num_prefill_tokens += call.tokens.shape[0] * (call.tokens.shape[1] - 1)
         return output
 
     def _forward_flat(
@@ -386,11 +398,10 @@ class _Mark:
     sequence: Sequence
     num_tokens: int
     position_offset: int | None
-    is_known: bool
 
     @classmethod
     def of(cls, sequence: Sequence) -> _Mark:
-        return cls(sequence, sequence.num_tokens, sequence.position_offset, sequence.token_ids is not None)
+        return cls(sequence, sequence.num_tokens, sequence.position_offset)
 
     def restore(self, engine: Engine) -> None:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.

@@ -77,7 +77,9 @@ class FlatForward:
         positions = call.position_ids
         if positions is None:
             positions = torch.arange(width, width + length, device=call.tokens.device)[None]
-        index = torch.arange(width, width + length) - torch.tensor(padding)[:, None]
+        # On the host by name: somebody may have set another default device.
+        columns = torch.arange(width, width + length, device="cpu")
+        index = columns - torch.tensor(padding, device="cpu")[:, None]
         difference = positions.cpu() - index
         last = difference[:, -1:]
         is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
@@ -116,10 +118,7 @@ class FlatForward:
                 sequence.position_offset = None
             elif state is not None and sequence.extra_key != (*state, sequence.position_offset):
                 if sequence.num_pending_tokens:
-                    raise ValueError(
-                        "the model's weights or adapters changed since this PagedCache was filled, and its blocks were "
-                        "taken for other sequences meanwhile: what it held can't be computed again; reset() it"
-                    )
+                    sequence.check_state(state)
                 sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
             if sequence.token_ids is not None:
                 if new_ids is None:

@@ -20,7 +20,6 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
-    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -33,7 +32,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedCallError
 from hf_paged.forward_call import ForwardCall
-from hf_paged.runner import ModelTraits
+from hf_paged.runner import ModelTraits, is_stochastic
 
 logger = logging.get_logger(__name__)
 
@@ -375,7 +374,7 @@ def _why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> s
         return "output_attentions=True"
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
-    if model.training and _is_stochastic(model):
+    if model.training and is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
     return None
 
@@ -385,16 +384,6 @@ def _peft_type(model: nn.Module) -> str | None:
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
     return None if kind is None else str(getattr(kind, "value", kind))
-
-
-def _is_stochastic(model: nn.Module) -> bool:
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return True
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        return True
-    config: PreTrainedConfig = model.config  # type: ignore[assignment]
-    rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "layerdrop", "dropout"))
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _fall_back(config: PagedConfig, reason: str) -> None:

@@ -135,10 +135,16 @@ class KVPool:
     def out_of_blocks(self, error: OutOfBlocksError) -> OutOfBlocksError:
         """The same error with what the caller can do about it."""
         num_blocks = self.manager.pool.num_blocks
-        return OutOfBlocksError(
-            error.needed,
-            error.free,
-            f"{error.needed} KV blocks are needed, {error.free} of {num_blocks} are free and what holds "
-            "the others can't be computed again: drop or reset() PagedCache objects you no longer need, or patch with "
-            "more num_blocks",
-        )
+        needed, free = error.needed, error.free
+        if needed > num_blocks:
+            message = (
+                f"{needed} KV blocks are needed at once, the pool has {num_blocks}: patch with num_blocks={needed} or "
+                "more, or give fewer rows a call (rows that keep their padding, and those of a model with attention code "
+                "of its own, are all in the pool together)"
+            )
+        else:
+            message = (
+                f"{needed} KV blocks are needed, {free} of {num_blocks} are free and what holds the others can't be "
+                "computed again: drop or reset() PagedCache objects you no longer need, or patch with more num_blocks"
+            )
+        return OutOfBlocksError(needed, free, message)

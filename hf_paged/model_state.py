@@ -73,8 +73,16 @@ class _StepHook:
 
 
 def _forward_hooks(model: nn.Module) -> Hashable:
-    """Ids of all forward hooks, unique in the process: what one adds to a hidden state must not outlive it."""
-    return tuple(i for module in model.modules() for i in (*module._forward_pre_hooks, *module._forward_hooks))
+    """Ids of all forward hooks, unique in the process: what one adds to a hidden state must not outlive it.
+
+    Those that transformers installs to collect outputs only look.
+    """
+    return tuple(
+        number
+        for module in model.modules()
+        for number, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        if not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("transformers.")
+    )
 
 
 def _active_adapters(model: nn.Module) -> Hashable:

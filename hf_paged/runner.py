@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import PagedStep, attention_configs, paged_attention_scope, step_mask
 from hf_paged.attention_metadata import AttentionMetadata
@@ -42,6 +42,17 @@ class ModelTraits:
     def geometry(self, dtype: torch.dtype) -> KVGeometry:
         """Shape of one token's keys and values in a model of this dtype."""
         return KVGeometry(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
+
+
+def is_stochastic(model: nn.Module) -> bool:
+    """Whether forwards in training mode draw (dropout) or drop the cache (gradient checkpointing)."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return True
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    config: PreTrainedConfig = model.config  # type: ignore[assignment]
+    rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "layerdrop", "dropout"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as SequenceOf
-from collections.abc import Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hf_paged.block_manager import BlockManager
@@ -50,7 +51,18 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._resident: dict[int, Sequence] = {}  # sequences with computed tokens, the one used last at the end
+        self._in_flight: set[int] = set()
         self.num_preemptions = 0
+
+    @contextmanager
+    def protecting(self, seq_ids: Iterable[int]) -> Iterator[None]:
+        """Keeps sequences of a running step from being preempted by a forward inside it (a hook calling the model)."""
+        added = set(seq_ids) - self._in_flight
+        self._in_flight |= added
+        try:
+            yield
+        finally:
+            self._in_flight -= added
 
     @property
     def num_resident(self) -> int:
@@ -152,7 +164,8 @@ class Scheduler:
     def preempt_newest(self, protected: Set[int]) -> bool:
         """Preempts the sequence used last of those that can be and are not `protected`; False if there is none."""
         for sequence in reversed(self._resident.values()):
-            if sequence.seq_id not in protected and sequence.is_reproducible:
+            is_free = sequence.seq_id not in protected and sequence.seq_id not in self._in_flight
+            if is_free and sequence.is_reproducible:
                 self.preempt(sequence)
                 return True
         return False

@@ -22,7 +22,8 @@ class Sequence:
         num_computed_tokens: Leading tokens whose keys and values are in the pool.
         position_offset: Position id of token `i` minus `i`, the same for the whole sequence; `None` when it is not
             (custom position ids), which also rules out hashing and recomputing.
-        extra_key: What besides the tokens the keys and values depend on (weights, adapter): part of the block hash.
+        extra_key: What besides the tokens the keys and values depend on, the model's state and the position offset:
+            part of the block hash.
     """
 
     seq_id: int
@@ -41,6 +42,18 @@ class Sequence:
     def num_pending_tokens(self) -> int:
         """Tokens whose keys and values are still to be computed."""
         return self.num_tokens - self.num_computed_tokens
+
+    def check_state(self, state: tuple[Hashable, ...]) -> None:
+        """Raises `ValueError` if tokens are to be computed again in another state of the model than they were.
+
+        Args:
+            state: `ModelState.key()` of now.
+        """
+        if self.extra_key[:-1] != state:
+            raise ValueError(
+                "the model's weights, adapters, hooks or autocast changed since this PagedCache was filled, and its "
+                "blocks were taken for other sequences meanwhile: what it held can't be computed again; reset() it"
+            )
 
     def known_tokens(self) -> tuple[list[int], list[int]]:
         """Ids and position ids of all its tokens.

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.flat_forward import lay_out_known
 from hf_paged.kv_pool import KVPool
+from hf_paged.model_state import ModelState
 from hf_paged.runner import ModelRunner, TokenInputs
 from hf_paged.scheduler import SchedulerOutput
 from hf_paged.sequence import Sequence
@@ -24,9 +25,10 @@ class StepLoop:
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
     """
 
-    def __init__(self, pool: KVPool, runner: ModelRunner) -> None:
+    def __init__(self, pool: KVPool, runner: ModelRunner, model_state: ModelState) -> None:
         self._pool = pool
         self._runner = runner
+        self._model_state = model_state
         self.num_steps = 0
         self.num_prefill_tokens = 0
 
@@ -68,7 +70,8 @@ class StepLoop:
                 logit_rows, targets = _find_wanted(step, chunk_rows, wanted)
                 # A model that can choose rows still computes at least one.
                 asked = logit_rows if logit_rows.size else np.zeros(1, dtype=np.int64)
-                logits = self._runner.run(step, self._pool.manager, self._pool.kv_cache, tokens, first, asked)
+                with self._pool.scheduler.protecting(row_of):
+                    logits = self._runner.run(step, self._pool.manager, self._pool.kv_cache, tokens, first, asked)
             except BaseException:
                 self._pool.scheduler.undo(step)
                 raise
@@ -88,10 +91,18 @@ class StepLoop:
         return output
 
     def recompute(self, sequences: list[Sequence]) -> None:
-        """Brings the preempted ones among these back into the pool, all of them beside each other."""
+        """Brings the preempted ones among these back into the pool, all of them beside each other.
+
+        Raises:
+            ValueError: The model's weights, adapters or hooks are not those that one of them was computed with.
+            OutOfBlocksError: They don't fit beside each other.
+        """
         lost = [sequence for sequence in sequences if sequence.num_pending_tokens > 0]
         if not lost:
             return
+        state = self._model_state.key()
+        for sequence in lost:
+            sequence.check_state(state)
         device = self._runner.model.device
         keep = frozenset(sequence.seq_id for sequence in sequences)
         self.run(lost, lambda: lay_out_known(lost, device), np.empty((len(lost), 0), dtype=np.int64), keep)

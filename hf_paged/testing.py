@@ -328,6 +328,28 @@ def _gaps(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return best - scores.gather(-1, tokens[:, None])[:, 0], choices
 
 
+def _shifted_cuts(raw: Tensor, uncut: Tensor, tokens: Tensor, choices: Tensor, limits: Tensor) -> Iterator[Tensor]:
+    """Logits that rounding could have made of `raw`, and with which top-k or top-p may cut in favour of `tokens`.
+
+    Args:
+        raw: `[loop_rows, vocabulary]`.
+        uncut: Scores after the noise, were nothing cut off: likewise.
+        tokens: `[loop_rows]`.
+        choices: `[loop_rows]`, the judge's.
+        limits: `[loop_rows, 1]`, the threshold.
+    """
+    is_token, is_choice = (functional.one_hot(picked, raw.shape[-1]).bool() for picked in (tokens, choices))
+    beats = uncut > uncut[is_token][:, None]
+    rank_above = (raw >= raw[is_token][:, None]) & ~is_token
+    rank_above_choice = (raw >= raw[is_choice][:, None]) & ~is_choice
+    # Where logits tie for the last place, top-k keeps all of them: also without ties, and with more of them.
+    tiny, grid = limits * torch.linspace(0, 0.25, raw.shape[-1], device=raw.device), limits / 4
+    for base in (raw, raw - tiny, (raw / grid).round() * grid):
+        yield base - limits * (rank_above | beats)  # lets the token through
+        yield base - limits * beats  # cuts off who beats it
+        yield base + limits * rank_above_choice  # closes the nucleus before the choice
+
+
 def _token_gaps(side: _Side, rows: list[int], seed: int | None) -> list[list[tuple[float, int, float]]]:
     """For each row and step the token's gap, stock's choice there, and the threshold."""
     sampled = bool(side.config.do_sample)
@@ -342,13 +364,10 @@ def _token_gaps(side: _Side, rows: list[int], seed: int | None) -> list[list[tup
         noise = torch.empty_like(raw).exponential_(generator=generator).log() if sampled else 0.0
         gaps, choices = _gaps((side.processors(ids, raw.clone()) - noise) * temperature, tokens)
         if sampled and bool((gaps > limits)[rows].any()):
-            shift = limits[:, None]
-            above_token, above_choice = (raw > raw.gather(-1, picked[:, None]) for picked in (tokens, choices))
-            is_choice = functional.one_hot(choices, raw.shape[-1])
-            for logits in (raw - shift * above_token, raw + shift * above_choice, raw - shift * is_choice):
+            for logits in _shifted_cuts(raw, raw / temperature - noise, tokens, choices, limits[:, None]):
                 processors = copy.deepcopy(side.processors, {id(side.model): side.model})
                 shifted, _ = _gaps((processors(ids, logits) - noise) * temperature, tokens)
-                gaps = torch.where(gaps > limits, gaps.minimum(shifted), gaps)
+                gaps = torch.where((gaps > limits) & (shifted <= limits), shifted, gaps)
         for result, *values in zip(results, gaps[rows].tolist(), choices[rows].tolist(), limits[rows].tolist()):
             result.append((values[0], values[1], values[2]))
     return results

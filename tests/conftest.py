@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from models import build, tokens_per_forward
+from models import build, watch_tokens
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -64,7 +64,7 @@ class Pair:
         self.stock = stock
         self.paged = hf_paged.patch(copy.deepcopy(stock), **settings)
         self.delta: dict[str, int] = {}
-        self.seen: list[int] = []
+        self.seen = watch_tokens(self.paged)
 
     @property
     def engine(self) -> hf_paged.Engine:
@@ -91,7 +91,8 @@ class Pair:
         state = torch.get_rng_state()
         torch.manual_seed(seed)
         before = asdict(self.engine.stats())
-        with logged_messages() as messages, tokens_per_forward(self.paged) as self.seen:
+        self.seen.clear()
+        with logged_messages() as messages:
             found = call(self.paged)
         assert_same(expected, found)
         assert torch.equal(torch.get_rng_state(), state), "the global generator was left in another state"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -276,22 +275,26 @@ def random_ids(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def name_of(arguments: dict[str, Any]) -> str:
+    """A test id for arguments of `generate()`."""
+    return "+".join(arguments) or "greedy"
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's list of decoder layers, wherever it keeps it."""
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
-@contextmanager
-def tokens_per_forward(model: nn.Module) -> Iterator[list[int]]:
-    """Within it, the list grows by one number a forward: the tokens that the first decoder layer was given."""
+def watch_tokens(model: nn.Module) -> list[int]:
+    """A list that grows by one number a forward: the tokens that the first decoder layer was given.
+
+    The hook stays for good: hf_paged takes hooks that come and go for changes of the model.
+    """
     seen: list[int] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
         seen.append(states.shape[0] * states.shape[1])
 
-    handle = decoder_layers(model)[0].register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
+    decoder_layers(model)[0].register_forward_pre_hook(note, with_kwargs=True)
+    return seen

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same_cache, new_cache
-from models import MODELS, REFUSED, build, ragged_batch, random_ids
+from models import MODELS, REFUSED, build, name_of, ragged_batch, random_ids
 from torch import nn
 
 import hf_paged
@@ -98,8 +98,8 @@ def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
 @pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=["sample", "beams"])
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
     """Would break: rows evicted and computed again in chunks of three tokens."""
-    pair = make_pair(name, block_size=2, num_blocks=13, max_num_batched_tokens=3)
-    pair.generate(**ragged_batch(), max_new_tokens=NEW, **arguments)
+    pair = make_pair(name, block_size=2, num_blocks=10, max_num_batched_tokens=3)
+    pair.generate(**ragged_batch(), max_new_tokens=8, **arguments)
     assert pair.delta["num_preemptions"] > 0
     assert max(pair.seen) <= 3
 
@@ -143,7 +143,7 @@ def test_refused_with_the_reason(name: str) -> None:
     assert type(model) is kind and not hasattr(model, "paged")
 
 
-@pytest.mark.parametrize("thing", ["gpt2", None, 3, nn.Linear], ids=str)
+@pytest.mark.parametrize("thing", ["gpt2", None, 3, nn.Linear], ids=name_of)
 def test_not_a_model(thing: Any) -> None:
     """Would break: an AttributeError deep inside in place of a sentence."""
     report = hf_paged.is_supported(thing)

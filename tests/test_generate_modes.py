@@ -20,6 +20,7 @@ from models import (
     PAD,
     VOCAB,
     build,
+    name_of,
     ragged_batch,
     random_ids,
     tiny_lm,
@@ -390,7 +391,7 @@ PROMPT_TOKENS = 11 + 7 + 2  # of the ragged batch
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("fan_out", [{"num_return_sequences": 6, "do_sample": True}, {"num_beams": 6}], ids=str)
+@pytest.mark.parametrize("fan_out", [{"num_return_sequences": 6, "do_sample": True}, {"num_beams": 6}], ids=name_of)
 def test_a_prompt_is_computed_and_stored_once_for_all_its_copies(make_pair: MakePair, fan_out: dict[str, Any]) -> None:
     """Would break: six times the prefill and the memory, as in stock."""
     pair = make_pair(block_size=4)
@@ -487,7 +488,9 @@ def test_streamers_get_the_same_puts_in_the_same_order(make_pair: MakePair, name
     assert paged.calls[-1] == "end" and len(paged.calls) >= 3
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}], ids=name_of
+)
 def test_transition_scores(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: scores or beam indices that don't fit the tokens."""
 
@@ -658,7 +661,7 @@ def tokenized(count: int = 3) -> dict[str, Tensor]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("arguments", [{}, SAMPLE | {"num_return_sequences": 2}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, SAMPLE | {"num_return_sequences": 2}, {"num_beams": 2}], ids=name_of)
 def test_stop_strings(text_pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: rows that end at a string which begins inside a token."""
     stop = {"stop_strings": ["e,", "d the", "he was"], "tokenizer": tiny_tokenizer()}
@@ -701,7 +704,7 @@ def test_text_iterator_streamer_in_a_thread(text_pair: Pair) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "arguments", [{"do_sample": False}, {"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=str
+    "arguments", [{"do_sample": False}, {"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=name_of
 )
 def test_text_generation_pipeline(text_pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: what the pipeline asks of a model's class, name or config."""

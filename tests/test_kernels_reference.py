@@ -185,6 +185,7 @@ def test_gathers_are_copies() -> None:
         [(0, 5)],
         [(1, 4), (1, 0), (3, 5)],  # one source, several destinations
         [(0, 1), (2, 0)],  # a destination that another copy reads: what it held before
+        [(2, 0), (0, 1)],
         [(3, 3)],
     ],
 )
@@ -237,6 +238,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "chunks that start mid-block",
         "block edges",
         "equal rows",
+        "one padded group",
         "shared prefix",
         "one token",
     ),
@@ -280,6 +282,7 @@ def shapes_of(mix: str, block_size: int) -> list[Shape]:
         "chunks that start mid-block": [(size + 1, 3 * size + 2), (2 * size + 2, 4 * size + 3), (3, size // 2 + 3)],
         "block edges": [(q, n) for n in (size, 2 * size - 1, 2 * size, 2 * size + 1, 3 * size) for q in (1, n)],
         "equal rows": [(4, 9), (4, 9), (4, 9)],
+        "one padded group": [(3, 11), (4, 9), (3, 12)],
         "shared prefix": [(3, 4 * size + 3), (5, 4 * size + 6), (1, 4 * size + 1)],
         "one token": [(1, 1)],
     }[mix]
@@ -427,7 +430,7 @@ def test_each_feature_matters(extra: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=str)
-@pytest.mark.parametrize("mix", ["mixed", "decode", "equal rows", "block edges"])
+@pytest.mark.parametrize("mix", ["mixed", "decode", "equal rows", "one padded group", "block edges"])
 def test_what_lies_behind_the_end_is_not_seen(extra: dict[str, Any], mix: str) -> None:
     """Slots past a sequence's end may hold anything finite: tokens that were cropped."""
     batch = Batch(plain_case(mix=mix, **extra))
@@ -465,7 +468,7 @@ def test_other_layers_are_not_read() -> None:
     assert torch.equal(other.attend(), batch.attend())
 
 
-@pytest.mark.parametrize("mix", ["mixed", "equal rows"])
+@pytest.mark.parametrize("mix", ["mixed", "equal rows", "one padded group"])
 def test_one_metadata_serves_layers_of_different_kinds(mix: str) -> None:
     """Gemma: full and sliding layers in turn, all over one step's metadata."""
     metadata = Batch(plain_case(mix=mix)).metadata()

@@ -228,6 +228,16 @@ def test_a_replaced_parameter_moves_the_key(
         watch.assert_moved()
 
 
+def test_a_parameter_at_the_address_of_the_old_one_moves_the_key() -> None:
+    """Object, version and storage: all as before."""
+    net = nn.Linear(64, 64, bias=False)  # of a size for which the allocator gives back what was just freed
+    watch = Watch(net)
+    for _ in range(20):
+        del net.weight
+        net.weight = nn.Parameter(torch.randn(64, 64))
+        watch.assert_moved()
+
+
 def test_the_key_never_returns(net: nn.Sequential) -> None:
     """Not even when the old parameters do: their K/V may have been hashed under other weights meanwhile."""
     watch = Watch(net)

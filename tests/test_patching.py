@@ -133,21 +133,21 @@ def test_attention_implementation_set_afterwards(make_pair: MakePair) -> None:
     assert pair.paged.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("hook_first", [False, True], ids=["patched_first", "hooked_first"])
-def test_model_with_accelerate_hooks(make_pair: MakePair, hook_first: bool) -> None:
-    """Would break: models whose `forward` is an attribute of the instance, as accelerate's offloading sets it."""
-
-    def add_hook(model: Any) -> Any:
-        return add_hook_to_module(model, AlignDevicesHook(execution_device="cpu"))
-
-    pair = make_pair(add_hook(build("llama")) if hook_first else build("llama"))
-    pair.stock = build("llama")
-    if not hook_first:
-        add_hook(pair.paged)
+def test_accelerate_hooks_after_patching(pair: Pair) -> None:
+    """Would break: models whose `forward` becomes an attribute of the instance, as accelerate's offloading sets it."""
+    add_hook_to_module(pair.paged, AlignDevicesHook(execution_device="cpu"))
     for arguments in ({}, {"num_beams": 3}, {"eos_token_id": list(range(2, 30))}):
         pair.generate(**ragged_batch(), max_new_tokens=9, **arguments)
+        assert pair.seen[0] <= 20
     hf_paged.unpatch(pair.paged)
     assert_same(text_of(pair.stock), text_of(pair.paged))
+
+
+def test_accelerate_hooks_before_patching() -> None:
+    """Would break: the same, but our forward would never be called."""
+    model = add_hook_to_module(build("llama"), AlignDevicesHook(execution_device="cpu"))
+    with pytest.raises(hf_paged.UnsupportedModelError, match="forward was replaced on the instance"):
+        hf_paged.patch(model)
 
 
 # Everything but generation

@@ -163,6 +163,20 @@ def test_a_hit_costs_no_budget() -> None:
     assert chunks(setup.scheduler.schedule([(second, 10)])) == [(2, 8, 3)]
 
 
+def test_a_block_filled_by_small_steps_is_shared() -> None:
+    setup = Setup(block_size=4, budget=3)
+    setup.computed([1, 2, 3, 4, 5, 6, 7, 8])  # in steps of 3, 3 and 2
+    second = setup.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert chunks(setup.scheduler.schedule([(second, 8)])) == [(2, 8, 1)]
+
+
+def test_the_extra_key_is_part_of_what_is_shared() -> None:
+    setup = Setup()
+    setup.run(setup.add([1, 2, 3, 4], extra_key=(7,)))
+    same, other = setup.add([1, 2, 3, 4], extra_key=(7,)), setup.add([1, 2, 3, 4])
+    assert chunks(setup.scheduler.schedule([(same, 3), (other, 3)])) == [(2, 2, 2), (3, 0, 4)]
+
+
 def test_unknown_tokens_and_irregular_positions_are_neither_shared_nor_found() -> None:
     setup = Setup()
     unknown, irregular = setup.add(4, known=False), setup.add([1, 2, 3, 4])
@@ -295,6 +309,15 @@ def test_the_first_sequence_gets_the_whole_pool_if_need_be() -> None:
     rows = [setup.computed(2) for _ in range(8)]
     setup.run(*[extend(row, 14) for row in rows])
     assert all(row.num_tokens == 16 for row in rows)
+
+
+def test_one_without_blocks_has_none_to_give() -> None:
+    setup = Setup(num_blocks=2)
+    a, newcomer = setup.computed([1, 2, 3, 4]), setup.add(1)
+    b = setup.add(3)
+    with pytest.raises(OutOfBlocksError):
+        setup.scheduler.schedule([(extend(a), 4), (b, 0), (newcomer, 0)])
+    assert setup.scheduler.num_preemptions == 0
 
 
 def test_what_is_to_be_kept_is_kept() -> None:

@@ -503,10 +503,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--lr-matrix", type=float, default=6e-3, help="Muon learning rate")
     run.add_argument("--lr-embedding", type=float, default=4e-3, help="AdamW learning rate")
     run.add_argument("--weight-decay", type=float, default=0.1)
-    run.add_argument("--dropout", type=float, default=0.15, help="residual dropout")
-    run.add_argument("--bpe-dropout", type=float, default=0.1, help="merges skipped while tokenizing training text")
+    run.add_argument("--dropout", type=float, default=0.1, help="residual dropout")
+    run.add_argument("--bpe-dropout", type=float, default=0.05, help="merges skipped while tokenizing training text")
     run.add_argument("--unwrap-share", type=float, default=0.25, help="prose whose line breaks are removed")
-    run.add_argument("--excerpt-share", type=float, default=0.4, help="text shown as short, closed excerpts")
+    run.add_argument("--excerpt-share", type=float, default=0.2, help="text shown as short, closed excerpts")
     run.add_argument("--ema", type=float, default=0.995, help="decay of the average of the weights")
     run.add_argument(
         "--eval-every", type=int, default=500, help="steps between looks at the held-out text (each saves the model)"

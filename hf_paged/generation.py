@@ -374,6 +374,8 @@ def _why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> s
         return "output_attentions=True"
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
+    if _gives_rows_their_own_adapter(model):
+        return "adapter_names gives each row an adapter of its own"
     if model.training and is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
     return None
@@ -384,6 +386,14 @@ def _peft_type(model: nn.Module) -> str | None:
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
     return None if kind is None else str(getattr(kind, "value", kind))
+
+
+def _gives_rows_their_own_adapter(model: nn.Module) -> bool:
+    """Whether PEFT put the hooks of `generate(adapter_names=...)` on its layers, which need the batch's rows in place."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(
+        getattr(getattr(hook, "func", hook), "__name__", "") == "_adapter_names_pre_forward_hook" for hook in hooks
+    )
 
 
 def _fall_back(config: PagedConfig, reason: str) -> None:

@@ -139,8 +139,8 @@ class KVPool:
         if needed > num_blocks:
             message = (
                 f"{needed} KV blocks are needed at once, the pool has {num_blocks}: patch with num_blocks={needed} or "
-                "more, or give fewer rows a call (rows that keep their padding, and those of a model with attention code "
-                "of its own, are all in the pool together)"
+                "more, or give fewer rows a call (rows that keep their padding, and those of a model with attention "
+                "code of its own, are all in the pool together)"
             )
         else:
             message = (

@@ -339,7 +339,7 @@ def _shifted_cuts(raw: Tensor, uncut: Tensor, tokens: Tensor, choices: Tensor, l
         limits: `[loop_rows, 1]`, the threshold.
     """
     is_token, is_choice = (functional.one_hot(picked, raw.shape[-1]).bool() for picked in (tokens, choices))
-    beats = uncut > uncut[is_token][:, None]
+    beats = uncut > uncut[is_token][:, None] + limits
     rank_above = (raw >= raw[is_token][:, None]) & ~is_token
     rank_above_choice = (raw >= raw[is_choice][:, None]) & ~is_choice
     # Where logits tie for the last place, top-k keeps all of them: also without ties, and with more of them.

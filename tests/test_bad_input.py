@@ -68,7 +68,7 @@ def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> I
         ({"config": {"block_size": 4}}, "config must be a PagedConfig, got dict"),
         ({"config": PagedConfig(), "block_size": 4}, "either config=.* or single settings, not both .*block_size"),
     ],
-    ids=str,
+    ids=lambda value: name_of(value) if isinstance(value, dict) else "",
 )
 def test_bad_setting(settings: dict[str, Any], message: str) -> None:
     """Would break: a typo or a value out of range that is found out later, or never."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same, assert_same_cache, new_cache
-from models import build, name_of, ragged_batch, random_ids
+from models import MODELS, build, name_of, ragged_batch, random_ids
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -110,6 +110,65 @@ def test_conversation_with_candidates(pair: Pair, only_new: bool) -> None:
     arguments = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.5}  # it repeats itself: candidates are accepted
     pair.both(lambda model: talk(model, new_cache(model), one_prompt(), only_new=only_new, **arguments))
     assert max(pair.seen[1:4]) > 1, "no candidates: the test is too easy"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bloom"])
+@pytest.mark.parametrize("is_evicted", [False, True], ids=["kept", "evicted"])
+def test_conversation_with_holes(make_pair: MakePair, name: str, is_evicted: bool) -> None:
+    """Would break: later turns of different lengths, and answers that ended early, padded in the middle of a row."""
+    if is_evicted and not MODELS[name].runs_flat:
+        is_evicted = False  # its cache can't be computed again and so is never evicted
+    pair = make_pair(name, block_size=2, num_blocks=26 if is_evicted else 64)
+    with both_caches(pair) as caches:
+        ids, mask = ragged_batch().values()
+        for seed in range(2):
+            ids = turn_of(pair, caches, ids, mask)
+            answered = torch.ones(3, ids.shape[1] - mask.shape[1], dtype=torch.long)
+            answered[2, 1:] = 0
+            asked = torch.ones(3, 4, dtype=torch.long)
+            asked[1, :2] = asked[0, :1] = 0
+            ids = torch.cat([ids, random_ids(3, 4, seed=seed) * asked], dim=1)
+            mask = torch.cat([mask, answered, asked], dim=1)
+            if is_evicted and seed == 0:
+                pair.both(lambda model: model.generate(random_ids(1, 20, seed=9), max_new_tokens=9, eos_token_id=None))
+                assert pair.delta["num_preemptions"] > 0
+        assert_same_cache(*caches.values(), mask)
+
+
+@pytest.mark.core
+def test_crop_into_the_padding(pair: Pair) -> None:
+    """Would break: rows of which nothing is left, and that go on with new tokens."""
+    with both_caches(pair) as caches:
+        ids, mask = ragged_batch().values()
+        turn_of(pair, caches, ids, mask)
+        for cache in caches.values():
+            cache.crop(3 - cache.get_seq_length())
+        ids = torch.cat([ids[:, :3], random_ids(3, 6)], dim=1)
+        mask = nn.functional.pad(mask[:, :3], (0, 6), value=1)
+        turn_of(pair, caches, ids, mask)
+        assert_same_cache(*caches.values(), nn.functional.pad(mask, (0, 2), value=1))
+
+
+def test_copy_of_a_cache_that_stands_for_copies(pair: Pair) -> None:
+    """Would break: `copy.deepcopy` while one stored row still stands for all samples of a prompt."""
+    with both_caches(pair) as caches:
+        arguments = ragged_batch() | {"max_new_tokens": 1, "do_sample": True, "num_return_sequences": 3}
+        ids, _ = pair.generate(make=lambda model: {"past_key_values": caches[id(model)]}, **arguments)
+        mask = nn.functional.pad(ragged_batch()["attention_mask"].repeat_interleave(3, dim=0), (0, 1), value=1)
+        for each in (copy.deepcopy(caches[id(pair.stock)]), copy.deepcopy(caches[id(pair.paged)])), caches.values():
+            turn_of(pair, dict(zip(caches, each)), ids, mask)
+            assert_same_cache(*each, nn.functional.pad(mask, (0, 2), value=1))
+
+
+def test_one_cache_in_several_grad_modes(pair: Pair) -> None:
+    """Would break: a cache filled under inference mode and used outside."""
+    with both_caches(pair) as caches:
+        ids = random_ids(2, 6)
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            with mode():
+                ids = turn_of(pair, caches, ids)
+            ids = torch.cat([ids, random_ids(2, 2)], dim=1)
 
 
 @pytest.mark.core

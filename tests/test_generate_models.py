@@ -95,7 +95,7 @@ def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.runs_flat])
-@pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=["sample", "beams"])
+@pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=name_of)
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
     """Would break: rows evicted and computed again in chunks of three tokens."""
     pair = make_pair(name, block_size=2, num_blocks=10, max_num_batched_tokens=3)
@@ -143,7 +143,7 @@ def test_refused_with_the_reason(name: str) -> None:
     assert type(model) is kind and not hasattr(model, "paged")
 
 
-@pytest.mark.parametrize("thing", ["gpt2", None, 3, nn.Linear], ids=name_of)
+@pytest.mark.parametrize("thing", ["gpt2", None, 3, nn.Linear], ids=str)
 def test_not_a_model(thing: Any) -> None:
     """Would break: an AttributeError deep inside in place of a sentence."""
     report = hf_paged.is_supported(thing)

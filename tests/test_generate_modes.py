@@ -562,6 +562,46 @@ def test_right_padding_is_warned_of_as_in_stock(pair: Pair) -> None:
     assert any(logger == "transformers" and "right-padding" in text for logger, text in messages)
 
 
+class Reentrant(LogitsProcessor):
+    """Generates with the model that it is called by."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        beams = self.model.generate(random_ids(1, 5), max_new_tokens=3, num_beams=2)
+        return scores + 0.1 * beams.float().mean() * input_ids[:, -1:] / VOCAB
+
+
+def test_generate_inside_a_processor(pair: Pair) -> None:
+    """Would break: user code that uses the model itself: a deadlock, or one call's state in the other."""
+    pair.generate(make=lambda model: {"logits_processor": [Reentrant(model)]}, **ragged_batch(), max_new_tokens=4)
+
+
+def test_generate_inside_a_layer(pair: Pair) -> None:
+    """Would break: the same from a hook, in the middle of a forward that the engine drives."""
+    texts: dict[int, list[Tensor]] = {id(model): [] for model in (pair.stock, pair.paged)}
+
+    def add_hook(model: Any) -> None:
+        is_busy = False
+
+        def hook(*_: Any) -> None:
+            nonlocal is_busy
+            if not is_busy:
+                is_busy = True
+                texts[id(model)].append(model.generate(random_ids(1, 5), max_new_tokens=3))
+                is_busy = False
+
+        model.model.layers[0].register_forward_hook(hook)
+
+    for model in (pair.stock, pair.paged):
+        add_hook(model)
+    pair.generate(**ragged_batch(), max_new_tokens=3)
+    stock, paged = texts.values()
+    assert_same(stock, paged)
+    assert len(paged) == 3
+
+
 def own_loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **kwargs: Any) -> Tensor:
     """A user's decoding method: greedy, over the cache that `generate()` prepared."""
     cache = kwargs["past_key_values"]

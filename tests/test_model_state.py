@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Hashable
@@ -253,6 +254,63 @@ def test_weights_are_not_kept_alive(net: nn.Sequential) -> None:
     net[0].weight = nn.Parameter(torch.ones(4, 4))
     assert old() is None
     watch.assert_moved()
+
+
+# Hooks and autocast: not the weights, but the keys and values all the same
+
+
+def shift(module: nn.Module, args: Any, output: Any = None) -> Any:
+    return output
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_forward_hooks_have_keys_of_their_own(net: nn.Sequential, register: str) -> None:
+    watch = Watch(net)
+    first = getattr(net[2], register)(shift)
+    watch.assert_moved()
+    second = getattr(net, register)(shift)
+    watch.assert_moved()
+    # Without them everything is as before, and what is cached is valid; the next one is another.
+    second.remove()
+    assert watch.state.key() == watch.keys[1]
+    first.remove()
+    assert watch.state.key() == watch.keys[0]
+    getattr(net[2], register)(shift)
+    watch.assert_moved()
+
+
+def test_hooks_of_transformers_only_look(net: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(net)
+    monkeypatch.setattr(shift, "__module__", "transformers.utils.output_capturing")
+    net[0].register_forward_hook(shift)
+    net[0].register_forward_hook(functools.partial(shift))
+    watch.assert_same()
+
+
+def test_backward_hooks_do_not_matter(net: nn.Sequential) -> None:
+    watch = Watch(net)
+    net.register_full_backward_hook(lambda module, inputs, outputs: None)
+    watch.assert_same()
+
+
+def test_autocast_has_keys_of_its_own(net: nn.Sequential) -> None:
+    watch = Watch(net)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            key = watch.state.key()
+            assert key not in watch.keys
+            watch.keys.insert(0, key)
+        with torch.autocast("cpu", dtype, enabled=False):
+            watch.assert_same()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert watch.state.key() == watch.keys[1]
+    watch.assert_same()
+
+
+def test_a_model_without_weights() -> None:
+    net = nn.Identity()
+    watch = Watch(net)
+    watch.assert_same()
 
 
 # Life

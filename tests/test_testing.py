@@ -319,11 +319,8 @@ def test_a_banned_token_is_no_near_tie_of_anything(model):
     expected = generate(model, min_new_tokens=STEPS)
     actual = derail(model, expected, 1, 3, EOS)
     report = compare(model, expected, actual, min_new_tokens=STEPS, threshold=100.0)
-    assert [(item.row, item.step, item.gap) for item in report.divergences if not item.is_near_tie][0] == (
-        1,
-        3,
-        math.inf,
-    )
+    first = next(item for item in report.divergences if not item.is_near_tie)
+    assert (first.row, first.step, first.gap) == (1, 3, math.inf)
 
 
 def test_processors_see_all_rows_of_the_call(model):

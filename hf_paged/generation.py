@@ -389,7 +389,7 @@ def _peft_type(model: nn.Module) -> str | None:
 
 
 def _gives_rows_their_own_adapter(model: nn.Module) -> bool:
-    """Whether PEFT put the hooks of `generate(adapter_names=...)` on its layers: they need the batch's rows in place."""
+    """Whether PEFT put the hooks of `generate(adapter_names=...)` on its layers: they need rows in place."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     names = (getattr(getattr(hook, "func", hook), "__name__", "") for hook in hooks)
     return "_adapter_names_pre_forward_hook" in names

@@ -19,8 +19,8 @@ What it does:
   ``from_pretrained`` computes in float32;
 * reloads what it saved and reports held-out bits per byte, next to what ``xz -9e`` needs for the same bytes.
 
-A document is ``<s> text``; ``</s>`` closes short excerpts of one or more whole paragraphs, so that sampled
-continuations of a prompt sometimes end by themselves at the end of a paragraph.
+A document is ``<s> text``; ``</s>`` closes short excerpts of one or more whole paragraphs. With the default
+``--excerpt-share`` the model rarely ends a continuation by itself; a larger share makes it do so more often.
 """
 
 from __future__ import annotations

@@ -4,8 +4,11 @@ Loaded with `-p hf_generation_plugin`. It
 
 - keeps the tests that `GenerationTesterMixin` defines (also where a model overrides one), and all tests of the other
   classes in `tests/generation`;
-- runs each of them that asks for attention weights a second time without: such a call is never paged, so the first run
-  says little. These have `_without_attentions` behind their names;
+- runs each of them that asks for attention weights twice more. `_without_attentions`, since a call with them is never
+  paged; `_without_layer_outputs`, neither attention weights nor hidden states, since a call with those is paged but
+  keeps its padding;
+- runs them, with `--generation-prompts`, on other prompts than they are written with: most of them pad on the *right*,
+  where padding can't be left out, so the padded batches that people have would hardly be tested;
 - seeds every test, the test suite's private generator included, so that both runs see the same weights and inputs;
 - with `--paged-settings`, patches every supported model at its first `generate()`, and counts which calls ran through
   the pool: a run that silently stayed stock is noticed;
@@ -41,6 +44,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -49,7 +53,13 @@ import transformers
 from transformers import GenerationMixin
 
 MIXIN = "GenerationTesterMixin"
-WITHOUT_ATTENTIONS = "_without_attentions"
+PROMPTS = ("as-written", "left-padded", "unpadded")
+WITHOUT_LAYER_OUTPUTS = "_without_layer_outputs"
+# Suffix of a second and third run of a test, and what they change in its class.
+FEWER_OUTPUTS: dict[str, dict[str, Any]] = {
+    "_without_attentions": {"has_attentions": False},
+    WITHOUT_LAYER_OUTPUTS: {"has_attentions": False, "_check_hidden_states_for_generate": lambda *_, **__: None},
+}
 NEEDS_HUB = re.compile(
     r"couldn't connect to|in the cached files|OfflineModeIsEnabled|LocalEntryNotFound|outgoing traffic has been "
     r"disabled|offline mode is enabled|not a valid model identifier|is not a local folder|`transformers-community/",
@@ -84,6 +94,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("generation")
     group.addoption("--generation-out", required=True, help="file for one JSON line a test")
     group.addoption("--generation-seed", type=int, default=0, help="seed of every test")
+    group.addoption("--generation-prompts", choices=PROMPTS, default=PROMPTS[0], help="padding of the mixin's prompts")
     group.addoption("--paged-settings", help="settings of hf_paged.patch as JSON; not given: stock")
 
 
@@ -121,8 +132,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif item.name not in vars(mixin) or "Vision" in item.parent.name:  # type: ignore[union-attr]
             unwanted.append(item)
         else:
+            _set_prompts(mixin, config.getoption("--generation-prompts"))
             wanted.append(_undo_bare_is_flaky(item))
-            wanted += _without_attentions(item)
+            wanted += _with_fewer_outputs(item)
     config.hook.pytest_deselected(items=unwanted)
     items[:] = wanted
 
@@ -141,26 +153,43 @@ def _undo_bare_is_flaky(item: Any) -> Any:
     return type(item).from_parent(item.parent, name=item.name)
 
 
-def _without_attentions(item: Any) -> Iterator[pytest.Item]:
-    """The same test, run with its class' `has_attentions` off, if it asks for attention weights."""
+def _with_fewer_outputs(item: Any) -> Iterator[pytest.Item]:
+    """The same test without what keeps its calls from being paged, or from running flat, if it asks for that."""
     sources = _test_sources(item.cls)
     source = sources[max((name for name in sources if item.name.startswith(name)), key=len)]  # parameters are appended
     asks = "output_attentions" in source and "has_attentions" in source and item.cls.has_attentions
     if not asks or "use_cache=False" in source:
         return
     function = getattr(item.cls, item.name)
+    for suffix, changes in FEWER_OUTPUTS.items():
 
-    @functools.wraps(function)
-    def variant(test: Any) -> None:
-        type(test).has_attentions = False
-        try:
-            function(test)
-        finally:
-            type(test).has_attentions = True
+        @functools.wraps(function)
+        def variant(test: Any, changes: dict[str, Any] = changes) -> None:
+            with mock.patch.multiple(type(test), **changes):
+                function(test)
 
-    name = item.name + WITHOUT_ATTENTIONS
-    setattr(item.cls, name, variant)
-    yield type(item).from_parent(item.parent, name=name)
+        name = item.name + suffix
+        setattr(item.cls, name, variant)
+        yield type(item).from_parent(item.parent, name=name)
+
+
+@functools.cache
+def _set_prompts(mixin: Any, kind: str) -> None:
+    """Moves the prompts' padding to the left, or drops it; drops token types, which rule out the flat batch."""
+    prepare = mixin.prepare_config_and_inputs_for_generate
+
+    @functools.wraps(prepare)
+    def prepare_with_other_mask(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        config, inputs = prepare(*args, **kwargs)
+        inputs.pop("token_type_ids", None)
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            # Sorted: random masks have holes.
+            inputs["attention_mask"] = mask.sort(dim=1).values if kind == "left-padded" else torch.ones_like(mask)
+        return config, inputs
+
+    if kind != "as-written":
+        mixin.prepare_config_and_inputs_for_generate = prepare_with_other_mask
 
 
 @functools.cache
@@ -189,8 +218,9 @@ class CallCounter:
             settings: Of `hf_paged.patch`; `None`: everything stays stock, calls are only counted.
         """
         self.settings = settings
-        self.counts: Counter[str] = Counter()  # "paged", "stock", "unsupported" calls of the running test
+        self.counts: Counter[str] = Counter()  # calls of the running test, see `hf_generation_tests.Side`
         self.reasons: Counter[str] = Counter()  # why, of the calls that were not paged
+        self.drops_hidden_states = False
         self._fall_back_reason = ""
 
     def install(self) -> None:
@@ -201,17 +231,23 @@ class CallCounter:
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("cache_implementation") == "dynamic_full":
                 del kwargs["cache_implementation"]
+            if self.drops_hidden_states:
+                kwargs.pop("output_hidden_states", None)
             refusal = self._patch(model)
             if refusal is not None:
                 self._count("stock" if self.settings is None else "unsupported", refusal)
                 return original(model, *args, **kwargs)
-            steps = model.paged.stats().num_steps
+            before = model.paged.stats()
             self._fall_back_reason = "no forward ran"
             try:
                 return original(model, *args, **kwargs)
             finally:
-                if model.paged.stats().num_steps > steps:
+                after = model.paged.stats()
+                if after.num_steps > before.num_steps:
                     self._count("paged")
+                    # Token ids are only looked up where the engine runs a flat batch of real tokens.
+                    if after.prefix_cache_query_tokens > before.prefix_cache_query_tokens:
+                        self._count("flat")
                 else:
                     self._count("stock", self._fall_back_reason)
 
@@ -274,6 +310,7 @@ class Recorder:
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         self._calls.counts.clear()
         self._calls.reasons.clear()
+        self._calls.drops_hidden_states = item.name.endswith(WITHOUT_LAYER_OUTPUTS)
         self._reseed()
         result = yield
         for thread in threading.enumerate():  # streamer tests generate in one

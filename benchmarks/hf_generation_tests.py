@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -36,8 +37,10 @@ GENERATION = "generation"
 GENERATION_FILES = ("test_utils.py", "test_streamers.py", "test_candidate_generator.py")
 OUTCOMES = ("passed", "failed", "skipped", "needs hub")
 
+PROMPTS = ("as-written", "left-padded", "unpadded")
+
 # Small blocks make the tests' short prompts span several; the pool is small enough to be allocated for every model.
-SETTINGS = {"num_blocks": 256, "block_size": 4}
+SETTINGS: dict[str, Any] = {"num_blocks": 256, "block_size": 4}
 
 
 @dataclass
@@ -46,8 +49,9 @@ class Side:
 
     Attributes:
         outcomes: How many tests passed, failed, were skipped, and failed for want of the model hub.
-        calls: `generate()` calls that ran over the pool ("paged"), as stock although the model was patched ("stock",
-            in a stock run all), or on a model that can't be patched ("unsupported").
+        calls: `generate()` calls that ran over the pool ("paged"; of those "flat": a batch of real tokens only, as far
+            as that shows: prompts are ids, prefix caching is on), that ran as stock although the model was patched
+            ("stock"; in a stock run all), or on a model that can't be patched ("unsupported").
         paged_tests: Passed tests with at least one paged call.
         reasons: Why calls weren't paged.
         seconds: Duration of the process.
@@ -81,6 +85,7 @@ class Family:
 
     Attributes:
         name: Folder of tests/models, or `generation`.
+        prompts: How the prompts were padded: "as-written" (mostly on the right), "left-padded" or "unpadded".
         stock: The stock run.
         patched: The patched run.
         fails_patched: Tests that pass on stock and fail patched.
@@ -90,6 +95,7 @@ class Family:
     """
 
     name: str
+    prompts: str
     stock: Side
     patched: Side
     fails_patched: list[Difference] = field(default_factory=list)
@@ -103,6 +109,7 @@ def main() -> None:
     parser.add_argument("--tests", type=Path, required=True, help="the tests folder of a transformers checkout")
     parser.add_argument("--models", default=",".join([*FAMILIES, GENERATION]), help="families, separated by commas")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--prompts", default=PROMPTS[0], help=f"of {', '.join(PROMPTS)}; several give several runs")
     parser.add_argument("--settings", type=json.loads, default=SETTINGS, help="settings of hf_paged.patch, as JSON")
     parser.add_argument("--seed", type=int, default=0, help="seed of every test")
     parser.add_argument("--retries", type=int, default=2, help="further seeds for tests that only fail patched")
@@ -122,13 +129,16 @@ def main() -> None:
     print(", ".join(f"{name} {version}" for name, version in results["versions"].items()))
     print(", ".join(f"{name} {value}" for name, value in results["machine"].items()))
     print(f"tests of transformers {results['tests']}; hf_paged.patch(model, **{options.settings})\n")
-    print(table_row(["family", "stock", "patched", "only patched", "paged calls", "paged tests", "seconds"]))
-    print(table_row(["", "pass/fail/skip/hub", "pass/fail/skip/hub", "fails", "of all", "of passed", "both"]))
+    print(table_row(["family", "prompts", "stock", "patched", "patched", "calls", "tests", "seconds"]))
+    outcomes = "pass/fail/skip/hub"
+    print(table_row(["", "", outcomes, outcomes, "only fails", "flat/paged/all", "paged/pass", "both"]))
     families: list[Family] = []
     errors: list[str] = []
-    for name in options.models.split(","):
+    for name, prompts in itertools.product(options.models.split(","), options.prompts.split(",")):
+        if name == GENERATION and prompts != PROMPTS[0]:
+            continue  # these bring prompts of their own
         try:
-            family = compare(name, options)
+            family = compare(name, Runner(options, prompts))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             errors.append(f"{name}: {error}")
             print(f"{name}: did not run", flush=True)
@@ -148,17 +158,91 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------------- running tests
 
 
-def compare(name: str, options: argparse.Namespace) -> Family:
+@dataclass
+class Runner:
+    """Runs pytest in processes of its own.
+
+    Attributes:
+        options: The command line.
+        prompts: How prompts are padded.
+    """
+
+    options: argparse.Namespace
+    prompts: str
+
+    def run(
+        self, files: list[Path], seed: int, select: str | None, settings: dict[str, Any] | None = None
+    ) -> tuple[list[str], dict[str, dict[str, Any]], float]:
+        """Runs tests on one side.
+
+        Args:
+            files: Test files.
+            seed: Of every test.
+            select: pytest's `-k`.
+            settings: Of `hf_paged.patch`; `None`: stock.
+
+        Returns:
+            Names that the tests import and transformers lacks; the record of each test by its name; the seconds taken.
+
+        Raises:
+            RuntimeError: pytest stopped early.
+            subprocess.TimeoutExpired: It took too long.
+        """
+        here = Path(__file__).resolve().parent
+        paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            out, ini = Path(folder, "tests.jsonl"), Path(folder, "pytest.ini")
+            ini.write_text("[pytest]\n", encoding="utf-8")  # ours and the checkout's settings are for other tests
+            root = self.options.tests.resolve().parent
+            command = [
+                *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "--disable-warnings"),
+                *("-c", ini, f"--rootdir={root}", "--noconftest", "-p", "no:cacheprovider"),
+                *("-p", "hf_generation_plugin", f"--generation-out={out}", f"--generation-seed={seed}"),
+                f"--generation-prompts={self.prompts}",
+                *([] if settings is None else [f"--paged-settings={json.dumps(settings)}"]),
+                *([] if select is None else ["-k", select]),
+                *files,
+            ]
+            start = time.perf_counter()
+            process = subprocess.run(
+                [str(part) for part in command],
+                env=environment,
+                cwd=folder,
+                timeout=self.options.timeout,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+            seconds = time.perf_counter() - start
+            lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+        records = [json.loads(line) for line in lines]
+        tests = {record["test"].partition("::")[2]: record for record in records if "test" in record}
+        # 0: all passed, 1: some failed; with anything else the process stopped early.
+        if process.returncode not in (0, 1) or not tests:
+            raise RuntimeError(f"pytest ended with {process.returncode}\n{process.stdout[-4000:]}")
+        return records[0]["replaced_names"], tests, seconds
+
+
+def compare(name: str, runner: Runner) -> Family:
     """Runs a family's tests on both sides.
 
     Args:
         name: Folder of tests/models, or `generation`.
-        options: The command line.
+        runner: How.
     """
+    options = runner.options
     files = test_files(options.tests, name)
-    names, stock, stock_seconds = run_tests(files, None, options.seed, options.select, options)
-    _, patched, patched_seconds = run_tests(files, options.settings, options.seed, options.select, options)
-    family = Family(name, summarize(stock, stock_seconds), summarize(patched, patched_seconds), replaced_names=names)
+    names, stock, stock_seconds = runner.run(files, options.seed, options.select)
+    _, patched, patched_seconds = runner.run(files, options.seed, options.select, options.settings)
+    sides = summarize(stock, stock_seconds), summarize(patched, patched_seconds)
+    family = Family(name, runner.prompts, *sides, replaced_names=names)
     for test in sorted(stock.keys() | patched.keys()):
         before, after = (records.get(test, {"outcome": "missing", "error": "not run"}) for records in (stock, patched))
         if before["outcome"] == "passed" and after["outcome"] != "passed":
@@ -167,77 +251,24 @@ def compare(name: str, options: argparse.Namespace) -> Family:
             family.fails_stock.append(Difference(test, before["error"] or before["outcome"]))
         elif before["outcome"] == "failed":
             family.fails_both.append(Difference(test, before["error"]))
-    retry(family.fails_patched, files, options)
+    retry(family.fails_patched, files, runner)
     return family
 
 
-def retry(differences: list[Difference], files: list[Path], options: argparse.Namespace) -> None:
+def retry(differences: list[Difference], files: list[Path], runner: Runner) -> None:
     """Runs tests that only fail patched again with other seeds, on both sides, and notes how often they differ."""
+    options = runner.options
     if not differences or not options.retries:
         return
     select = " or ".join(sorted({difference.test.rpartition("::")[2] for difference in differences}))
     counts: Counter[str] = Counter()
     for seed in range(options.seed + 1, options.seed + 1 + options.retries):
-        stock = run_tests(files, None, seed, select, options)[1]
-        patched = run_tests(files, options.settings, seed, select, options)[1]
+        stock = runner.run(files, seed, select)[1]
+        patched = runner.run(files, seed, select, options.settings)[1]
         for test in {difference.test for difference in differences}:
-            passes, fails = stock[test]["outcome"] == "passed", patched[test]["outcome"] != "passed"
-            counts[test] += passes and fails
+            counts[test] += stock[test]["outcome"] == "passed" and patched[test]["outcome"] != "passed"
     for difference in differences:
         difference.seeds = f"{counts[difference.test]} of {options.retries}"
-
-
-def run_tests(
-    files: list[Path], settings: dict[str, Any] | None, seed: int, select: str | None, options: argparse.Namespace
-) -> tuple[list[str], dict[str, dict[str, Any]], float]:
-    """Runs pytest in a process of its own.
-
-    Args:
-        files: Test files.
-        settings: Of `hf_paged.patch`; `None`: stock.
-        seed: Of every test.
-        select: pytest's `-k`.
-        options: The command line.
-
-    Returns:
-        Names that the tests import and transformers lacks; the record of each test by its name; the seconds taken.
-    """
-    here = Path(__file__).resolve().parent
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        out, ini = Path(folder, "tests.jsonl"), Path(folder, "pytest.ini")
-        ini.write_text("[pytest]\n", encoding="utf-8")  # ours and the checkout's settings are for other tests
-        command = [
-            *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "--disable-warnings"),
-            *("-c", ini, f"--rootdir={options.tests.resolve().parent}", "--noconftest", "-p", "no:cacheprovider"),
-            *("-p", "hf_generation_plugin", f"--generation-out={out}", f"--generation-seed={seed}"),
-            *([] if settings is None else [f"--paged-settings={json.dumps(settings)}"]),
-            *([] if select is None else ["-k", select]),
-            *files,
-        ]
-        start = time.perf_counter()
-        process = subprocess.run(
-            [str(part) for part in command],
-            env=environment,
-            cwd=folder,
-            timeout=options.timeout,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        seconds = time.perf_counter() - start
-        records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
-    tests = {record["test"].partition("::")[2]: record for record in records if "test" in record}
-    # 0: all passed, 1: some failed, 5: none selected; with anything else the process stopped early.
-    if process.returncode not in (0, 1, 5) or not tests:
-        raise RuntimeError(f"pytest ended with {process.returncode}\n{process.stdout[-4000:]}")
-    return records[0]["replaced_names"], tests, seconds
 
 
 def test_files(tests: Path, name: str) -> list[Path]:
@@ -270,7 +301,9 @@ def summarize(records: dict[str, dict[str, Any]], seconds: float) -> Side:
 
 
 def table_row(cells: list[str]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, (11, 19, 19, 13, 12, 12, 8), strict=True)).rstrip()
+    return "  ".join(
+        cell.ljust(width) for cell, width in zip(cells, (11, 11, 18, 18, 10, 14, 10, 7), strict=True)
+    ).rstrip()
 
 
 def family_row(family: Family) -> str:
@@ -279,9 +312,10 @@ def family_row(family: Family) -> str:
     return table_row(
         [
             family.name,
+            family.prompts,
             *sides,
             str(len(family.fails_patched)),
-            f"{calls.get('paged', 0)}/{sum(calls.values())}",
+            f"{calls.get('flat', 0)}/{calls.get('paged', 0)}/{sum(calls.values()) - calls.get('flat', 0)}",
             f"{family.patched.paged_tests}/{family.patched.outcomes.get('passed', 0)}",
             f"{family.stock.seconds + family.patched.seconds:.0f}",
         ]
@@ -301,7 +335,11 @@ def print_differences(families: list[Family]) -> None:
         ("fail on both", "fails_both"),
     ):
         print(f"\n{title}:")
-        found = [(family.name, difference) for family in families for difference in getattr(family, attribute)]
+        found = [
+            (f"{family.name} ({family.prompts})", difference)
+            for family in families
+            for difference in getattr(family, attribute)
+        ]
         for name, difference in found:
             seeds = f" [so with {difference.seeds} other seeds]" if difference.seeds else ""
             print(f"  {name} {difference.test}{seeds}\n      {difference.error:.200}")

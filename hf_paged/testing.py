@@ -1,17 +1,13 @@
 """Judges whether an engine's tokens are stock `generate()`'s, up to certified near ties.
 
 A batch of another shape rounds differently. Where two candidates are nearly tied, that may decide between them, and
-everything behind it is another text. `compare_generations` tells such a divergence from a fault:
+everything behind it is another text. `compare_generations` tells such a divergence from a fault. The judge is stock:
+one plain forward over each finished text (teacher forcing, no cache), the logits processors that `generate()` itself
+prepares, and for sampling the very noise that the seed gives. It goes on behind a row's first divergence, along that
+row's own text, so that no fault hides behind a near tie, and it tries itself on the expected tokens first.
 
     report = compare_generations(model, input_ids, expected, actual, attention_mask=mask, max_new_tokens=64)
     assert report, report
-
-- The judge is stock: one plain forward over each finished text (teacher forcing, no cache), the logits processors that
-  `generate()` itself prepares for the call, and for sampling the very noise that the seed gives.
-- A token passes if its score is within a threshold of the best at its step: had each of two computations been wrong by
-  half of that, either token could have won.
-- Judging goes on behind a row's first divergence, along that row's own text, so that no fault hides behind a near tie.
-- The expected tokens are judged first. If stock's own choices don't pass, the judge was told of another call.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
-from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 _MASKED = -1e4  # logits from here down are fill values of unused vocabulary entries
 _MAX_LOGITS = 1 << 26  # logits held at a time: 256 MiB of float32
 _MAX_TOKENS = 1 << 13  # tokens in one forward
-_MAX_LINES = 20
+_UNUSED = (
+    "streamer",
+    "past_key_values",
+    "use_cache",
+    "cache_implementation",
+    "output_attentions",
+    "output_hidden_states",
+)
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")  # [..., rows, width]
 
 
@@ -47,10 +48,9 @@ class Divergence:
         expected_token: At a row's first divergence the token of `expected`, at later ones stock's choice behind the
             row's own tokens; `None` if the row should have ended.
         actual_token: The token of `actual`; `None` if the row ended too early.
-        gap: Greedy and sampling: how far the token's score lies behind the best (at a first divergence: or the
-            expected token's, if that lies further behind), in logits. A sampling call's score is log(p / noise) times
-            the temperature, which makes it a logit again. Beam search: how far the row's score lies behind the
-            expected row's; negative if it is better. Infinite if no rounding leads here.
+        gap: How far the token's score lies behind the best one, in logits (at a first divergence: or the expected
+            token's, if further). Beam search: how far the row's score lies behind the expected row's; negative if it
+            is better. Infinite if no rounding leads here.
         threshold: Largest gap that is a near tie here.
     """
 
@@ -101,9 +101,8 @@ class ComparisonReport:
         return f"{verdict} {len(self.divergences)} divergences ({rows} rows, {self.num_tokens_checked} tokens)"
 
     def __str__(self) -> str:
-        lines = [f"  {divergence}" for divergence in sorted(self.divergences, key=lambda item: item.is_near_tie)]
-        more = [f"  and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-        return "\n".join([self.summary, *lines[:_MAX_LINES], *more])
+        faults_first = sorted(self.divergences, key=lambda divergence: divergence.is_near_tie)
+        return "\n  ".join([self.summary, *map(str, faults_first[:20]), *(["..."] if faults_first[20:] else [])])
 
 
 def near_tie_threshold(dtype: torch.dtype, logits: Tensor) -> Tensor:
@@ -143,14 +142,16 @@ def compare_generations(
 ) -> ComparisonReport:
     """Compares what an engine generated with what stock `generate()` did, and judges every difference by stock logits.
 
-    Greedy: the token's processed score must be within the threshold of the best. Sampling: its score after the noise
-    must, for `torch.multinomial` chooses argmax p / q with q one `[rows, vocabulary]` draw of Exp(1) a step. A token
-    that top-k, top-p and the like cut off (or cut off for whoever beat it) is judged with the logits around that cut
-    shifted by the threshold, too. Beam search: the row's score, sum of log p / length ** length_penalty, must be at
-    least the expected row's less the threshold, and the hypotheses of a prompt must differ. That is an approximation: a
-    beam lost at a near tie early on may cost more than the threshold in the end.
+    Greedy: the token's processed score must be within the threshold of the best: had each of two computations been
+    wrong by half of that, either token could have won. Sampling: its score after the noise must, in logits:
+    temperature * log(p / q), for `torch.multinomial` chooses argmax p / q with q one `[rows, vocabulary]` draw of
+    Exp(1) a step; and a token may also pass with the logits shifted by the threshold, if that moves it or the one that
+    beat it across the edge of top-k, top-p and the like. Beam search: the row's score, sum of log p / length **
+    length_penalty, must be at least the expected row's less the threshold, and the hypotheses of a prompt must differ.
+    That is an approximation: a beam lost at a near tie early on may cost more than the threshold in the end.
 
-    In a mixture of experts a near tie of the *router* makes the logits jump, which no threshold on them covers.
+    No threshold on logits covers a mixture of experts whose *router* nearly tied. Rotary scalings that depend on the
+    longest text of a batch (`dynamic`, `longrope`) can't be judged beyond their original length.
 
     Args:
         model: The model, patched or not: it runs without a cache, which is stock in both.
@@ -162,7 +163,7 @@ def compare_generations(
         generation_config: As given to `generate()`.
         seed: Sampling: the seed of torch's generator right before each call.
         threshold: Replaces `near_tie_threshold(model.dtype, logits)`: in logits; of beam search in nats a token.
-        **generate_kwargs: The other arguments of `generate()`. Processors and criteria of your own are copied, as two
+        **generate_kwargs: The other arguments of `generate()`. Your own processors and criteria are copied, as two
             texts go through them; criteria get no scores.
 
     Raises:
@@ -174,26 +175,29 @@ def compare_generations(
     if input_ids.ndim != 2:
         raise ValueError(f"input_ids must have shape [batch, width], got {list(input_ids.shape)}")
     kwargs = generate_kwargs | {"generation_config": generation_config, "attention_mask": attention_mask}
-    sides = (("expected", expected), ("actual", actual))
-    stock, found = (_read(name, output, model, input_ids, threshold, kwargs) for name, output in sides)
-    mode = stock.config.get_generation_mode(kwargs.get("assistant_model"))
-    if mode is GenerationMode.SAMPLE and seed is None:
-        raise ValueError("sampling is judged by replaying its noise: give the seed of both calls")
-    is_judged = mode.value in ("greedy_search", "sample", "beam_search", "assisted_generation")
-    if not is_judged or (mode is GenerationMode.ASSISTED_GENERATION and stock.config.do_sample):
-        raise ValueError(f"mode {mode.value!r} with do_sample={stock.config.do_sample} can't be judged")
-
-    width = max(stock.tokens.shape[1], found.tokens.shape[1])
-    one, other = (functional.pad(side.tokens, (0, width - side.tokens.shape[1]), value=-1) for side in (stock, found))
-    differs = one != other
-    starts = {row: int(differs[row].long().argmax()) for row in differs.any(dim=1).nonzero()[:, 0].tolist()}
-    divergences: list[Divergence] = []
-    if starts:
-        with _eval_mode(stock.model):
-            if mode is GenerationMode.BEAM_SEARCH:
-                divergences = _judge_beams(stock, found, starts)
-            else:
-                divergences = _judge_tokens(stock, found, starts, seed)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        sides = (("expected", expected), ("actual", actual))
+        stock, found = (_read(name, output, model, input_ids, threshold, kwargs) for name, output in sides)
+        mode, sampled = stock.config.get_generation_mode(kwargs.get("assistant_model")).value, stock.config.do_sample
+        if mode == "sample" and seed is None:
+            raise ValueError("sampling is judged by replaying its noise: give the seed of both calls")
+        if mode not in ("greedy_search", "sample", "beam_search") and (sampled or mode != "assisted_generation"):
+            raise ValueError(f"mode {mode!r} with do_sample={sampled} can't be judged")
+        steps = max(stock.tokens.shape[1], found.tokens.shape[1])
+        padded = [functional.pad(side.tokens, (0, steps - side.tokens.shape[1]), value=-1) for side in (stock, found)]
+        starts: dict[int, int] = {}
+        for row, step in (padded[0] != padded[1]).nonzero().tolist():
+            starts.setdefault(row, step)
+        divergences: list[Divergence] = []
+        if starts and mode == "beam_search":
+            divergences = _judge_beams(stock, found, starts)
+        elif starts:
+            divergences = _judge_tokens(stock, found, starts, seed)
+    finally:
+        for module in training:
+            module.training = True
     return ComparisonReport(not starts, tuple(divergences), int((found.tokens >= 0).sum()))
 
 
@@ -221,12 +225,6 @@ class _Side:
         token = int(self.tokens[row, step]) if step < self.tokens.shape[1] else -1
         return None if token < 0 else token
 
-    def limits(self, logits: Tensor) -> Tensor:
-        """The threshold for each row of raw logits."""
-        if self.threshold is None:
-            return near_tie_threshold(self.model.dtype, logits)
-        return logits.new_full(logits.shape[:-1], self.threshold)
-
 
 def _read(
     name: str, output: Any, model: Any, input_ids: Tensor, threshold: float | None, kwargs: dict[str, Any]
@@ -237,7 +235,7 @@ def _read(
         raise ValueError(f"{name} must be token ids [rows, length] or a generate() output, got {ids!r}")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError("encoder-decoder models are not supported")
-    kwargs = {key: value for key, value in kwargs.items() if key not in ("streamer", "past_key_values")}
+    kwargs = {key: value for key, value in kwargs.items() if key not in _UNUSED}
     for key in ("logits_processor", "stopping_criteria"):
         kwargs[key] = copy.deepcopy(kwargs.get(key), {id(model): model})  # a model that one holds stays the model
     if (strings := kwargs.pop("stop_strings", None)) is not None:  # a loop of one's own is given no tokenizer
@@ -250,11 +248,9 @@ def _read(
         return input_ids
 
     model.generate(input_ids=input_ids, custom_generate=loop, **kwargs)
-    for key in ("past_key_values", "use_cache", "output_attentions", "output_hidden_states"):
-        prepared.pop(key, None)
-    model, prompts, resolved = (prepared.pop(key) for key in ("model", "prompts", "generation_config"))
-    processors, criteria = prepared.pop("logits_processor"), prepared.pop("stopping_criteria")
-
+    names = ("model", "prompts", "generation_config", "logits_processor", "stopping_criteria")
+    model, prompts, resolved, processors, criteria = (prepared.pop(key) for key in names)
+    inputs = {key: value for key, value in prepared.items() if key not in _UNUSED}
     source = torch.arange(len(prompts), device=prompts.device)
     beams, returned, width = resolved.num_beams, resolved.num_return_sequences, prompts.shape[1]
     if beams > 1:
@@ -280,15 +276,15 @@ def _read(
     is_padding = torch.arange(filled.shape[1], device=ids.device) >= lengths[:, None]
     is_padding &= sum((filled == fill.flatten()[0] for fill in fills if fill is not None), torch.zeros_like(is_padding))
     tokens = filled.masked_fill(is_padding, -1)
-    return _Side(model, threshold, prompts, source, processors, resolved, prepared, filled, tokens, lengths, is_ended)
+    return _Side(model, threshold, prompts, source, processors, resolved, inputs, filled, tokens, lengths, is_ended)
 
 
-def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """Teacher-forced logits of some returned rows, step by step, from plain forwards without a cache.
 
     Yields:
         The step; `[loop_rows, width + step]`, the tokens before it; `[loop_rows, vocabulary]`, raw logits in float32, 0
-        in loop rows that stand for none of `rows` (processors want to see all rows of the loop).
+        in loop rows that stand for none of `rows` (processors want to see all of the loop); `[loop_rows]`, thresholds.
     """
     model, source = side.model, side.source
     ids = torch.cat([side.prompts, side.filled[source]], dim=1)
@@ -303,11 +299,12 @@ def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Te
         width = prompt + end - 1  # the last token predicts nothing that is judged
         parts = []
         for part in wanted.split(max(1, _MAX_TOKENS // max(width, 1))):
-            given = dict(kwargs)
-            for name in _PER_TOKEN:
-                if (value := given.get(name)) is not None:
-                    value = value[..., :width]
-                    given[name] = value[..., part, :] if value.shape[-2] == len(ids) else value
+            given = {
+                name: value.expand(*value.shape[:-2], len(ids), -1)[..., part, :width]
+                if name in _PER_TOKEN and value is not None
+                else value
+                for name, value in kwargs.items()
+            }
             if "logits_to_keep" in given:
                 given["logits_to_keep"] = end - begin
             inputs = model.prepare_inputs_for_generation(
@@ -319,7 +316,10 @@ def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Te
         for step in range(begin, end):
             raw = logits.new_zeros(len(ids), logits.shape[-1])
             raw[wanted] = logits[:, step - begin]
-            yield step, ids[:, : prompt + step], raw
+            limits = near_tie_threshold(model.dtype, raw)
+            if side.threshold is not None:
+                limits.fill_(side.threshold)
+            yield step, ids[:, : prompt + step], raw, limits
 
 
 def _gaps(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,12 +331,8 @@ def _gaps(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def _shifted_cuts(raw: Tensor, uncut: Tensor, tokens: Tensor, choices: Tensor, limits: Tensor) -> Iterator[Tensor]:
     """Logits that rounding could have made of `raw`, and with which top-k or top-p may cut in favour of `tokens`.
 
-    Args:
-        raw: `[loop_rows, vocabulary]`.
-        uncut: Scores after the noise, were nothing cut off: likewise.
-        tokens: `[loop_rows]`.
-        choices: `[loop_rows]`, the judge's.
-        limits: `[loop_rows, 1]`, the threshold.
+    `raw` and `uncut` (scores after the noise, were nothing cut off) are `[loop_rows, vocabulary]`, `tokens` and the
+    judge's `choices` `[loop_rows]`, the thresholds `limits` `[loop_rows, 1]`.
     """
     is_token, is_choice = (functional.one_hot(picked, raw.shape[-1]).bool() for picked in (tokens, choices))
     beats = uncut > uncut[is_token][:, None] + limits
@@ -350,16 +346,16 @@ def _shifted_cuts(raw: Tensor, uncut: Tensor, tokens: Tensor, choices: Tensor, l
         yield base + limits * rank_above_choice  # closes the nucleus before the choice
 
 
-def _token_gaps(side: _Side, rows: list[int], seed: int | None) -> list[list[tuple[float, int, float]]]:
-    """For each row and step the token's gap, stock's choice there, and the threshold."""
+def _token_gaps(side: _Side, rows: list[int], seed: int | None) -> list[list[list[float]]]:
+    """For each row and step: the token's gap, stock's choice there, the threshold."""
     sampled = bool(side.config.do_sample)
     temperature = (side.config.temperature if sampled else None) or 1.0
     generator = torch.Generator(side.prompts.device)
     if seed is not None:
         generator.manual_seed(seed)
-    results: list[list[tuple[float, int, float]]] = [[] for _ in rows]
-    for step, ids, raw in _step_logits(side, rows):
-        tokens, limits = side.filled[:, step], side.limits(raw)
+    columns: list[Tensor] = []
+    for step, ids, raw, limits in _step_logits(side, rows):
+        tokens = side.filled[:, step]
         # One draw of all rows a step, the finished ones included. (log p is a score and a constant.)
         noise = torch.empty_like(raw).exponential_(generator=generator).log() if sampled else 0.0
         gaps, choices = _gaps((side.processors(ids, raw.clone()) - noise) * temperature, tokens)
@@ -368,9 +364,8 @@ def _token_gaps(side: _Side, rows: list[int], seed: int | None) -> list[list[tup
                 processors = copy.deepcopy(side.processors, {id(side.model): side.model})
                 shifted, _ = _gaps((processors(ids, logits) - noise) * temperature, tokens)
                 gaps = torch.where((gaps > limits) & (shifted <= limits), shifted, gaps)
-        for result, *values in zip(results, gaps[rows].tolist(), choices[rows].tolist(), limits[rows].tolist()):
-            result.append((values[0], values[1], values[2]))
-    return results
+        columns.append(torch.stack([gaps, choices.float(), limits], dim=-1)[rows])
+    return torch.stack(columns, dim=1).tolist() if columns else [[]] * len(rows)
 
 
 def _judge_tokens(stock: _Side, found: _Side, starts: dict[int, int], seed: int | None) -> list[Divergence]:
@@ -387,9 +382,9 @@ def _judge_tokens(stock: _Side, found: _Side, starts: dict[int, int], seed: int 
                 )
         for step in range(start, int(found.lengths[row])):
             gap, choice, limit = of_found[step]
-            token, expected = found.token(row, step), stock.token(row, step) if step == start else choice
+            token, expected = found.token(row, step), stock.token(row, step) if step == start else int(choice)
             if step == start and expected is not None:
-                gap = max(gap, of_stock[step][0])
+                gap, limit = max(gap, of_stock[step][0]), max(limit, of_stock[step][2])
             if token != expected:
                 divergences.append(Divergence(row, step, expected, token, gap, limit))
         divergences += _wrong_end(row, stock, found)
@@ -400,13 +395,13 @@ def _beam_scores(side: _Side, rows: list[int]) -> list[tuple[float, float]]:
     """Each row's score as `_beam_search` computes it; and the threshold: the steps' thresholds likewise."""
     places = torch.stack([(side.source == row).nonzero()[0, 0] for row in rows])
     lengths = side.lengths[rows]
-    sums, limits = torch.zeros(2, len(rows), device=lengths.device)
-    for step, ids, raw in _step_logits(side, rows):
+    sums, allowed = torch.zeros(2, len(rows), device=lengths.device)
+    for step, ids, raw, limits in _step_logits(side, rows):
         log_probs = side.processors(ids, raw.log_softmax(dim=-1))[places, side.filled[rows, step]]
         sums += log_probs.where(step < lengths, 0)
-        limits += side.limits(raw)[places].where(step < lengths, 0)
+        allowed += limits[places].where(step < lengths, 0)
     scale = lengths.clamp(min=1) ** side.config.length_penalty
-    return list(zip((sums / scale).tolist(), (limits / scale).tolist()))
+    return list(zip((sums / scale).tolist(), (allowed / scale).tolist()))
 
 
 def _judge_beams(stock: _Side, found: _Side, starts: dict[int, int]) -> list[Divergence]:
@@ -433,15 +428,3 @@ def _wrong_end(row: int, stock: _Side, found: _Side) -> list[Divergence]:
         return []
     step += sum(behind)
     return [Divergence(row, step, None if behind else stock.token(row, step), found.token(row, step), math.inf, 0.0)]
-
-
-@contextmanager
-def _eval_mode(model: Any) -> Iterator[None]:
-    """Within it the model is in eval mode; afterwards each of its modules is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -108,7 +108,7 @@ def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments:
 def test_pool_too_small_for_the_batch_of_a_model_that_cannot_wait(make_pair: MakePair, name: str) -> None:
     """Would break: a model whose rows all need their keys at once: refused with the numbers, and nothing is left."""
     pair = make_pair(name, block_size=2, num_blocks=13)
-    with pytest.raises(hf_paged.OutOfBlocksError, match="of 13 are free"):
+    with pytest.raises(hf_paged.OutOfBlocksError, match="at once, the pool has 13"):
         pair.paged.generate(**ragged_batch(), max_new_tokens=NEW)
     pair.engine.check_invariants()
     pair.assert_all_free()

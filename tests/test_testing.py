@@ -1,7 +1,7 @@
 """The near-tie checker: what it certifies, what it catches, and that its scores are stock's own."""
 
 import math
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from hf_paged.testing import ComparisonReport, Divergence, compare_generations, 
 BATCH = ragged_batch((7, 4, 2))
 PROMPT = 7
 STEPS = 12
+FIRST = {name: value[:1] for name, value in BATCH.items()}
 IDS, MASK = BATCH["input_ids"], BATCH["attention_mask"]
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 
@@ -98,7 +99,7 @@ def test_a_near_tie_is_certified_in_every_row_however_padded(model, row):
         expected[row, PROMPT + 3],
         other,
     )
-    assert 0 < first.gap < first.threshold == 1e-4
+    assert 0 < first.gap < first.threshold and first.threshold == pytest.approx(1e-4)
     assert "certified: no fault among" in str(report)
 
 
@@ -157,28 +158,27 @@ def test_rows_are_judged_each_by_itself(model):
     assert (2, 4) in [(item.row, item.step) for item in report.divergences]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=["bf16", "fp16"]
+)
 def test_real_divergences_of_half_precision_are_certified(dtype):
     """Row by row and batched, the same prompts sooner or later give other texts; not so in float32."""
     model = build("llama", dtype=dtype)
-    diverged = 0
-    for seed in range(40):
+    gaps = []
+    for seed in range(60):
         batch = ragged_batch((9, 5, 2), seed=seed)
         width = batch["input_ids"].shape[1]
         expected = generate(model, batch=batch, min_new_tokens=24, max_new_tokens=24)
         actual = expected.clone()
         for row, length in enumerate((9, 5, 2)):
             alone = {name: value[row : row + 1, width - length :] for name, value in batch.items()}
-            tokens = generate(model, batch=alone, min_new_tokens=24, max_new_tokens=24)
-            actual[row, width - length :] = tokens[0]
+            actual[row, width - length :] = generate(model, batch=alone, min_new_tokens=24, max_new_tokens=24)[0]
         report = compare(model, expected, actual, batch=batch, min_new_tokens=24, max_new_tokens=24)
         assert report, report
-        diverged += not report.identical
-        if diverged == 2:
+        gaps += [item.gap for item in report.divergences]
+        if gaps:
             break
-    assert diverged, "no seed diverges: the test shows nothing"
-    largest = max(item.gap for item in report.divergences)
-    assert largest < 30 * torch.finfo(dtype).eps  # logits of magnitude 4
+    assert gaps, "no seed diverges: the test shows nothing"
 
 
 # ---------------------------------------------------------------------------------------------------- ends and padding
@@ -214,26 +214,20 @@ def test_tokens_behind_the_end_are_caught(model):
 
 def test_rows_that_stop_early_are_caught(model):
     expected, end, arguments = ending_row(model)
-    token = int(expected[1, PROMPT + end - 1])
     actual = expected.clone()
-    actual[1, PROMPT + end - 1 :] = PAD
-    assert not compare(model, expected, actual, **arguments)
-    # Narrower as a whole, and behind a near tie.
-    report = compare(model, generate(model), generate(model)[:, :-1])
-    assert [(item.row, item.step, item.actual_token) for item in report.divergences] == [
-        (row, STEPS - 1, None) for row in range(3)
-    ]
+    actual[1, PROMPT + end - 1 :] = PAD  # as if the row had ended, without an end token
+    assert faults(compare(model, expected, actual, **arguments))[0] == (1, end - 1)
+
+
+def test_texts_that_are_cut_off_are_caught(model):
     other = twin(model, generate(model), 0, 3)
     expected = generate(model)
-    actual = torch.cat(
-        [
-            derail(model, expected, row, 3, other)[row : row + 1] if row == 0 else expected[row : row + 1]
-            for row in range(3)
-        ]
-    )
-    actual[0, -2:] = PAD
-    assert compare(model, expected, actual) is not None and not compare(model, expected, actual)
-    assert token >= 0
+    report = compare(model, expected, expected[:, :-1])
+    last = [(item.row, item.step, item.actual_token, item.gap) for item in report.divergences]
+    assert not report and last == [(row, STEPS - 1, None, math.inf) for row in range(3)]
+    # Behind a near tie, too.
+    report = compare(model, expected[:1], derail(model, expected, 0, 3, other)[:1, :-2], batch=FIRST)
+    assert faults(report) == [(0, STEPS - 2)] and report.divergences[0].is_near_tie
 
 
 def test_a_row_of_any_length_may_end_at_a_near_tie(model):
@@ -329,16 +323,12 @@ def test_processors_see_all_rows_of_the_call(model):
     arguments = {"prefix_allowed_tokens_fn": lambda row, _: list(allowed[row])}
     expected = generate(model, **arguments)
     for row in (1, 2):
-        step = 4
-        wrong = next(token for token in allowed[3 - row] if token not in expected[row])
-        report = compare(model, expected, derail(model, expected, row, step, wrong), threshold=3.0, **arguments)
-        assert (row, step) in [(item.row, item.step) for item in report.divergences if item.gap == math.inf]
-    other = twin(model, expected, 2, 4)
-    expected = generate(model, **arguments)
-    if other in allowed[2]:
-        actual = expected.clone()
-        actual[2, PROMPT + 4 :] = PAD
-        assert not compare(model, expected, actual, **arguments)
+        for banned in (True, False):
+            wrong = next(token for token in allowed[3 - row if banned else row] if token not in expected[row])
+            actual = expected.clone()
+            actual[row, PROMPT + 4 :] = wrong
+            report = compare(model, expected, actual, threshold=100.0, **arguments)
+            assert {item.gap == math.inf for item in report.divergences} == {banned} and bool(report) != banned
 
 
 class Alternating(LogitsProcessor):
@@ -367,11 +357,10 @@ def test_processors_with_a_state_start_anew_for_each_side(model):
 
 def test_guidance(model):
     """Its processor runs the model, with a cache of its own."""
-    batch = {name: value[:1] for name, value in BATCH.items()}
-    expected = generate(model, batch=batch, guidance_scale=1.5)
+    expected = generate(model, batch=FIRST, guidance_scale=1.5)
     actual = expected.clone()
     actual[0, -1] = another_token(expected, 0, STEPS - 1)
-    report = compare(model, expected, actual, batch=batch, guidance_scale=1.5)
+    report = compare(model, expected, actual, batch=FIRST, guidance_scale=1.5)
     assert faults(report) == [(0, STEPS - 1)]
 
 
@@ -606,10 +595,9 @@ def test_memory_is_bounded_without_other_results(model, monkeypatch, arguments):
     parts = compare(model, expected, actual, seed=5, **arguments)
     assert max(forwards) <= 20 and len(forwards) > 10
     assert len(whole.divergences) == len(parts.divergences)
-    for one, other in pairwise(sorted(whole.divergences + parts.divergences, key=lambda item: (item.row, item.step))):
-        if (one.row, one.step) == (other.row, other.step):
-            assert (one.expected_token, one.actual_token) == (other.expected_token, other.actual_token)
-            assert one.gap == pytest.approx(other.gap, abs=1e-4)
+    for one, other in zip(whole.divergences, parts.divergences):
+        assert replace(one, gap=0.0) == replace(other, gap=0.0)
+        assert one.gap == pytest.approx(other.gap, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma2", "bloom", "falcon_alibi", "mpt"])
@@ -648,7 +636,7 @@ def test_reports():
     lines = str(ComparisonReport(False, (tie, fault), 9)).splitlines()
     assert lines[0] == "NOT certified: 1 of 2 divergences (2 rows, 9 tokens)"
     assert lines[1].startswith("  row 1, step 2: expected None, got 6, gap inf") and "row 0" in lines[2]
-    assert str(ComparisonReport(False, (tie,) * 30, 9)).splitlines()[-1] == "  and 10 more"
+    assert str(ComparisonReport(False, (tie,) * 30, 9)).splitlines()[20:] == ["  " + str(tie), "  ..."]
     assert not Divergence(0, 0, 1, 2, math.nan, 1.0).is_near_tie
 
 

@@ -20,8 +20,10 @@ PYTEST_ARGS ?=
 T ?= tests
 
 # What the oldest supported transformers is tested with: everything except what drives the package from outside
-# (a subprocess per example or command), which the newest one already tests.
-NOT_CORE := tests/test_cli.py tests/test_examples.py
+# (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
+NOT_CORE := tests/test_cli.py tests/test_examples.py tests/test_benchmarks.py tests/test_soak.py tests/test_config.py \
+    $(wildcard tests/test_block_*.py tests/test_scheduler*.py) tests/test_kernels_reference.py tests/test_kv_cache.py \
+    tests/test_attention_metadata.py
 
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
@@ -101,7 +103,7 @@ format: $(VENV)/.installed-dev ## let ruff format the code and fix what it can
 
 # train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration.
 .PHONY: examples
-examples: $(VENV)/.installed ## run every example
+examples: $(VENV)/.installed-dev ## run every example
 	@for example in $(filter-out examples/train_tiny_lm.py,$(sort $(wildcard examples/*.py))); do \
 	    echo; echo "== $$example"; $(TEST_ENV) $(PY) $$example; done
 
@@ -115,17 +117,25 @@ bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
 # is installed. Every step writes one file into RESULTS when it has succeeded, and only then: stopped anywhere, the same
 # command goes on where it was.
 GPU_CODE := $(shell find hf_paged tests -name '*.py' 2>/dev/null)
+GPU_TESTS := $(sort $(shell grep -l mark.gpu tests/test_*.py)) # the others need more than is there
 GPU_BENCHES := $(sort $(wildcard benchmarks/gpu*.py))
 
 .PHONY: gpu
-gpu: $(RESULTS)/gpu-tests.txt $(GPU_BENCHES:benchmarks/%.py=$(RESULTS)/%.txt) ## GPU tests and benchmarks, with the system's python3
+gpu: $(RESULTS)/gpu-tests.txt $(RESULTS)/gpu-preemption.txt $(GPU_BENCHES:benchmarks/%.py=$(RESULTS)/%.txt) ## GPU tests and benchmarks, with the system's python3
 
 # pytest's 5 is "nothing selected"
 $(RESULTS)/gpu-tests.txt: $(GPU_CODE)
 	@mkdir -p $(RESULTS)
 	python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
-	$(OFFLINE) python3 -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS) tests 2>&1 | tee $@.tmp \
+	$(OFFLINE) python3 -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS) $(GPU_TESTS) 2>&1 | tee $@.tmp \
 	    || { code=$$?; [ $$code = 5 ] || exit $$code; }
+	@mv $@.tmp $@
+
+# The shape of Llama-3.1-8B
+$(RESULTS)/gpu-preemption.txt: benchmarks/preemption.py $(GPU_CODE)
+	@mkdir -p $(RESULTS)
+	PYTHONPATH=. $(OFFLINE) python3 $< --out $(RESULTS) --device cuda --dtype bfloat16 --layers 32 --hidden 4096 \
+	    --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 --lengths 16 64 256 1024 4096 16384 2>&1 | tee $@.tmp
 	@mv $@.tmp $@
 
 $(RESULTS)/gpu%.txt: benchmarks/gpu%.py $(GPU_CODE)

@@ -184,8 +184,10 @@ def _set_prompts(mixin: Any, kind: str) -> None:
         inputs.pop("token_type_ids", None)
         mask = inputs.get("attention_mask")
         if mask is not None:
-            # Sorted: random masks have holes.
-            inputs["attention_mask"] = mask.sort(dim=1).values if kind == "left-padded" else torch.ones_like(mask)
+            rows, columns = (torch.arange(size, device=mask.device) for size in mask.shape)
+            # One column of padding in the first row, two in the second, and so on.
+            has_token = columns > rows[:, None]
+            inputs["attention_mask"] = (has_token if kind == "left-padded" else torch.ones_like(mask)).to(mask.dtype)
         return config, inputs
 
     if kind != "as-written":
@@ -314,7 +316,9 @@ class Recorder:
         self._reseed()
         result = yield
         for thread in threading.enumerate():  # streamer tests generate in one
-            if thread is not threading.current_thread() and not thread.daemon:
+            # An executor's threads (weights are loaded in some) wait for more work; nobody needs to wait for them.
+            is_a_test_s = not thread.daemon and not thread.name.startswith("ThreadPoolExecutor")
+            if is_a_test_s and thread is not threading.current_thread():
                 thread.join(timeout=10)
         record = self._tests.pop(item.nodeid, {"outcome": "failed", "error": "no report", "seconds": 0.0})
         self.write({"test": item.nodeid, **record, "calls": self._calls.counts, "reasons": self._calls.reasons})

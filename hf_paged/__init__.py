@@ -4,9 +4,10 @@ from hf_paged import testing
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
-from hf_paged.errors import OutOfBlocksError, UnsupportedCallError, UnsupportedModelError
+from hf_paged.errors import OutOfBlocksError, QueueFullError, UnsupportedCallError, UnsupportedModelError
 from hf_paged.metrics import EngineStats
 from hf_paged.patching import patch, patched, unpatch
+from hf_paged.request import Request, RequestMetrics, RequestOutput
 from hf_paged.support import SupportReport, is_supported
 
 __version__ = "0.1.0"
@@ -17,6 +18,10 @@ __all__ = [
     "OutOfBlocksError",
     "PagedCache",
     "PagedConfig",
+    "QueueFullError",
+    "Request",
+    "RequestMetrics",
+    "RequestOutput",
     "SupportReport",
     "UnsupportedCallError",
     "UnsupportedModelError",

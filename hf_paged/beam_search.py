@@ -17,15 +17,29 @@ class BeamSearchLoop:
     so what its beams compute from then on is never looked at.
     """
 
-    def __init__(self, model: Any, cache: PagedCache) -> None:
+    def __init__(self, model: Any, cache: PagedCache, retires: bool) -> None:
+        """Watches one call.
+
+        Args:
+            model: The patched model.
+            cache: The call's.
+            retires: Whether decided prompts may leave the batch.
+        """
         self._model = model
         self._cache = cache
+        self._retires = retires
+        self.beam_scores: Tensor | None = None  # [prompts, beams] of the finished hypotheses, best first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
+
+    def _update_finished_beams(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._model._update_finished_beams(*args, **kwargs)
+        self.beam_scores = result[1]
+        return result
 
     def _beam_search_has_unfinished_sequences(
         self,
@@ -40,7 +54,7 @@ class BeamSearchLoop:
         # The loop reads its stopping condition on the host in this very call.
         decided: list[int] = is_decided.nonzero()[:, 0].tolist()
         num_prompts, num_beams = is_sent_finished.shape
-        if len(decided) < num_prompts:
+        if self._retires and len(decided) < num_prompts:
             self._cache.retire(prompt * num_beams + beam for prompt in decided for beam in range(num_beams))
         return self._model._beam_search_has_unfinished_sequences(
             is_early_stop_heuristic_unsatisfied, is_sent_finished, next_token_hits_stopping_criteria, early_stopping

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_paged.block_pool import BlockPool
+from hf_paged.errors import OutOfBlocksError
 
 ExtraKey = tuple[Hashable, ...]
 
@@ -30,19 +31,25 @@ class BlockTable:
         blocks: block ids, position order; always just enough of them for `num_tokens`.
         num_tokens: tokens that the sequence has slots for.
         extra_key: what its K/V depends on beside its tokens; None until the first `commit` or `match_prefix`.
-        block_hashes: hashes of its leading full blocks, as far as they are committed.
+        block_hashes: hashes of its leading full blocks, as far as they were asked for.
+        num_committed: how many of them its blocks were registered under.
         cache_epoch: the pool's `cache_epoch` when the sequence's first tokens came in.
+        matched: tokens asked for and found by the `match_prefix` it began with.
+        is_swapped: the blocks are those of the CPU pool.
     """
 
     blocks: list[int] = field(default_factory=list)
     num_tokens: int = 0
     extra_key: ExtraKey | None = None
     block_hashes: list[bytes] = field(default_factory=list)
+    num_committed: int = 0
     cache_epoch: int = 0
+    matched: tuple[int, int] = (0, 0)
+    is_swapped: bool = False
 
     def copy(self) -> BlockTable:
         """A table over the same blocks, independent from here on."""
-        return replace(self, blocks=self.blocks.copy(), block_hashes=self.block_hashes.copy())
+        return replace(self, blocks=self.blocks.copy(), block_hashes=self.block_hashes.copy(), matched=(0, 0))
 
 
 class BlockManager:
@@ -54,9 +61,11 @@ class BlockManager:
         num_blocks: size of the pool, in blocks.
         block_size: slots (tokens) a block.
         enable_prefix_caching: when False, `commit` and `match_prefix` do nothing and return 0.
+        num_swap_blocks: size of the CPU pool that swapped sequences go to.
 
     Attributes:
         pool: the `BlockPool`, with its counters.
+        swap_pool: the blocks in CPU memory; `None` without swap space.
         num_cow_copies: block copies that `append` has asked for.
         prefix_query_tokens, prefix_hit_tokens: tokens given to `match_prefix`, and found by it.
 
@@ -64,10 +73,13 @@ class BlockManager:
         ValueError: `num_blocks` or `block_size` is below 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_swap_blocks: int = 0
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.pool = BlockPool(num_blocks)
+        self.swap_pool = BlockPool(num_swap_blocks) if num_swap_blocks else None
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cow_copies = 0
@@ -94,12 +106,20 @@ class BlockManager:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Distinct slots that hold a token of a live sequence, a shared block counted once. O(blocks in tables)."""
-        fill: dict[int, int] = {}
+        """Distinct slots that hold a token of a live sequence, a shared block counted once. O(tables)."""
+        fill: dict[int, int] = {}  # of the blocks that are somebody's last
+        holders: Counter[int] = Counter()
         for table in self._tables.values():
-            for start, block_id in zip(range(0, table.num_tokens, self.block_size), table.blocks, strict=True):
-                fill[block_id] = max(fill.get(block_id, 0), min(self.block_size, table.num_tokens - start))
-        return sum(fill.values())
+            if table.blocks and not table.is_swapped:
+                last = table.blocks[-1]
+                fill[last] = max(fill.get(last, 0), table.num_tokens - (len(table.blocks) - 1) * self.block_size)
+                holders[last] += 1
+        empty = 0
+        for block_id, filled in fill.items():
+            # Whoever holds it and goes on behind it has filled it.
+            if filled < self.block_size and holders[block_id] == self.pool.ref_count(block_id):
+                empty += self.block_size - filled
+        return self.num_allocated_slots - empty
 
     @property
     def num_allocated_slots(self) -> int:
@@ -121,15 +141,25 @@ class BlockManager:
         """
         parent = self._table(parent_id)
         self._check_new(child_id)
+        pool = self._pool_of(parent)
         for block_id in parent.blocks:
-            self.pool.incref(block_id)
+            pool.incref(block_id)
         self._tables[child_id] = parent.copy()
 
     def free(self, seq_id: int) -> None:
         """Ends a sequence. Its hashed blocks stay findable until the pool needs them."""
         table = self._table(seq_id)
         del self._tables[seq_id]
-        self.pool.free(table.blocks)
+        self._pool_of(table).free(table.blocks)
+
+    def evict(self, seq_id: int) -> None:
+        """Releases all blocks of a sequence whose tokens stay what they are: it begins anew, its hashes are kept."""
+        table = self._table(seq_id)
+        self._pool_of(table).free(table.blocks)
+        table.blocks.clear()
+        table.num_tokens = table.num_committed = 0
+        table.matched = (0, 0)
+        table.is_swapped = False
 
     def crop(self, seq_id: int, num_tokens: int) -> None:
         """Cuts a sequence to its first `num_tokens` tokens and releases the blocks past them. Touches no data.
@@ -144,9 +174,16 @@ class BlockManager:
         released = table.blocks[num_blocks:]
         del table.blocks[num_blocks:]
         # A last block that is now partial keeps its own hash: its content stays valid until append() writes into it.
-        del table.block_hashes[num_tokens // self.block_size :]
+        self.forget_hashes(seq_id, num_tokens)
         table.num_tokens = num_tokens
-        self.pool.free(released)
+        self._pool_of(table).free(released)
+        table.is_swapped &= bool(table.blocks)
+
+    def forget_hashes(self, seq_id: int, num_tokens: int) -> None:
+        """To be told when the tokens of a sequence change from token `num_tokens` on."""
+        table = self._table(seq_id)
+        del table.block_hashes[num_tokens // self.block_size :]
+        table.num_committed = min(table.num_committed, len(table.block_hashes))
 
     # Growing
 
@@ -164,6 +201,34 @@ class BlockManager:
         copies = self._has_partial_block(table) and self.pool.ref_count(table.blocks[-1]) > 1
         return self._new_blocks(table, n) + copies
 
+    def append_in_place(self, seq_id: int) -> bool:
+        """Grows a sequence by one token if its last block has room and is its own: the short way of most decode steps.
+
+        Returns:
+            Whether it did.
+        """
+        table = self._tables[seq_id]
+        if table.num_tokens % self.block_size == 0 or not self.pool.is_plain(table.blocks[-1]):
+            return False
+        table.num_tokens += 1
+        return True
+
+    def append_need(self, requests: Sequence[tuple[int, int]]) -> int:
+        """Blocks that `append` would take for these requests; for swapped sequences: once they are back."""
+        needed = 0
+        writers: Counter[tuple[bool, int]] = Counter()  # partial block -> how many of its holders will write into it
+        for seq_id, n in requests:
+            table = self._table(seq_id)
+            needed += self._new_blocks(table, n)
+            if self._has_partial_block(table):
+                writers[table.is_swapped, table.blocks[-1]] += 1
+        for (is_swapped, block_id), num_writers in writers.items():
+            pool = self.swap_pool if is_swapped else self.pool
+            assert pool is not None
+            # Every writer takes a copy, but when all holders write, the last of them keeps the block itself.
+            needed += min(num_writers, pool.ref_count(block_id) - 1)
+        return needed
+
     def append(self, requests: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Grows every `(seq_id, n)` by `n` tokens, all of them or none.
 
@@ -175,26 +240,19 @@ class BlockManager:
             source of one copy and the destination of another.
 
         Raises:
-            ValueError: an `n` is below 1, or a sequence is listed twice; nothing has changed.
+            ValueError: an `n` is below 1, or a sequence is listed twice or swapped out; nothing has changed.
             OutOfBlocksError: the pool cannot serve the whole list; nothing has changed.
         """
-        needed = 0
         listed: set[int] = set()
-        writers: Counter[int] = Counter()  # partial block -> how many of its holders are about to write into it
         for seq_id, n in requests:
-            table = self._table(seq_id)
             if n < 1:
                 raise ValueError(f"cannot append {n} tokens to sequence {seq_id}")
             if seq_id in listed:
                 raise ValueError(f"sequence {seq_id} is listed twice in one append")
+            if self._table(seq_id).is_swapped:
+                raise ValueError(f"sequence {seq_id} is swapped out")
             listed.add(seq_id)
-            needed += self._new_blocks(table, n)
-            if self._has_partial_block(table):
-                writers[table.blocks[-1]] += 1
-        for block_id, num_writers in writers.items():
-            # Every writer takes a copy, but when all holders write, the last of them keeps the block itself.
-            needed += min(num_writers, self.pool.ref_count(block_id) - 1)
-
+        needed = self.append_need(requests)
         fresh = iter(self.pool.allocate(needed))
         copies: list[tuple[int, int]] = []
         for seq_id, n in requests:
@@ -216,14 +274,17 @@ class BlockManager:
 
     # Prefix cache
 
-    def commit(self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = ()) -> int:
+    def commit(
+        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), num_tokens: int | None = None
+    ) -> int:
         """Makes the sequence's full blocks findable by their content, as far as their K/V is written.
 
         Costs time for the blocks that became full since the last call, however long the sequence is. A sequence that
         holds K/V from before a `reset_prefix_cache` is never cached.
 
         Args:
-            token_ids: the sequence's tokens from its first on, up to the last one whose K/V is written.
+            token_ids: the sequence's tokens from its first on.
+            num_tokens: of these, those whose K/V is written; all if not given.
             extra_key: what the K/V depends on beside the tokens (adapter, cache salt, weights epoch, position offset):
                 values whose `repr` tells them apart. Fixed for the sequence's life.
 
@@ -234,19 +295,33 @@ class BlockManager:
             ValueError: more tokens than the sequence has, or another `extra_key` than before.
         """
         table = self._table(seq_id)
-        if len(token_ids) > table.num_tokens:
-            raise ValueError(f"cannot commit {len(token_ids)} tokens of sequence {seq_id}, it has {table.num_tokens}")
+        num_tokens = len(token_ids) if num_tokens is None else num_tokens
+        if num_tokens > table.num_tokens:
+            raise ValueError(f"cannot commit {num_tokens} tokens of sequence {seq_id}, it has {table.num_tokens}")
         if not self.enable_prefix_caching:
             return 0
         self._set_extra_key(seq_id, table, extra_key)
         if table.cache_epoch != self.pool.cache_epoch:
             return 0
         registered = 0
-        for position in range(len(table.block_hashes), len(token_ids) // self.block_size):
-            block_hash = self._next_hash(table.block_hashes, token_ids, extra_key)
-            registered += self.pool.set_hash(table.blocks[position], block_hash)
-            table.block_hashes.append(block_hash)
+        num_full = num_tokens // self.block_size
+        self._extend_hashes(table, token_ids, num_full)
+        for position in range(table.num_committed, num_full):
+            registered += self.pool.set_hash(table.blocks[position], table.block_hashes[position])
+        table.num_committed = max(table.num_committed, num_full)
         return registered
+
+    def prompt_hashes(
+        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey, start: int, end: int
+    ) -> list[bytes]:
+        """Hashes of the full blocks that tokens `[start, end)` of a sequence complete. Empty without prefix caching."""
+        table = self._table(seq_id)
+        if not self.enable_prefix_caching:
+            return []
+        self._set_extra_key(seq_id, table, extra_key)
+        num_full = min(end, len(token_ids)) // self.block_size
+        self._extend_hashes(table, token_ids, num_full)
+        return table.block_hashes[start // self.block_size : num_full]
 
     def match_prefix(
         self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), max_tokens: int | None = None
@@ -275,24 +350,31 @@ class BlockManager:
             return 0
         self._set_extra_key(seq_id, table, extra_key)
         limit = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
+        self._extend_hashes(table, token_ids, limit // self.block_size)
         blocks: list[int] = []
-        hashes: list[bytes] = []
-        for _ in range(limit // self.block_size):
-            block_hash = self._next_hash(hashes, token_ids, extra_key)
+        for block_hash in table.block_hashes[: limit // self.block_size]:
             block_id = self.pool.lookup(block_hash)
             if block_id is None:
                 break
             blocks.append(block_id)
-            hashes.append(block_hash)
         for block_id in blocks:
             self.pool.incref(block_id)
         table.blocks.extend(blocks)
-        table.block_hashes.extend(hashes)
-        table.num_tokens = len(table.blocks) * self.block_size
+        table.num_committed = len(blocks)
+        table.num_tokens = len(blocks) * self.block_size
         table.cache_epoch = self.pool.cache_epoch
+        table.matched = (len(token_ids), table.num_tokens)
         self.prefix_query_tokens += len(token_ids)
         self.prefix_hit_tokens += table.num_tokens
         return table.num_tokens
+
+    def unmatch(self, seq_id: int) -> None:
+        """Takes back what a sequence that has computed nothing yet began with, and the count of its `match_prefix`."""
+        table = self._table(seq_id)
+        self.prefix_query_tokens -= table.matched[0]
+        self.prefix_hit_tokens -= table.matched[1]
+        table.matched = (0, 0)
+        self.evict(seq_id)
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached content, for when K/V of the same tokens would come out different from now on.
@@ -313,27 +395,117 @@ class BlockManager:
             AssertionError: they do not; the message says where.
         """
         self.pool.check()
-        holders: Counter[int] = Counter()
-        positions: dict[int, int] = {}
+        if self.swap_pool is not None:
+            self.swap_pool.check()
+        holders: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        positions: dict[tuple[bool, int], int] = {}
         for seq_id, table in self._tables.items():
-            where = f"sequence {seq_id}"
+            where, swapped = f"sequence {seq_id}", table.is_swapped
             assert len(table.blocks) == -(-table.num_tokens // self.block_size), (
                 f"{where}: {len(table.blocks)} blocks of {self.block_size} for {table.num_tokens} tokens"
             )
             assert len(set(table.blocks)) == len(table.blocks), f"{where}: holds a block twice: {table.blocks}"
-            assert len(table.block_hashes) <= table.num_tokens // self.block_size, f"{where}: hash of a partial block"
-            holders.update(table.blocks)
-            for position, block_id in enumerate(table.blocks):
-                assert positions.setdefault(block_id, position) == position, (
-                    f"{where}: block {block_id} is at position {position}, elsewhere at {positions[block_id]}"
-                )
-            for block_id, expected in zip(table.blocks, table.block_hashes, strict=False):
-                assert self.pool.block_hash(block_id) in (None, expected), f"{where}: block {block_id}: foreign hash"
-        for block_id in range(self.pool.num_blocks):
-            assert self.pool.ref_count(block_id) == holders[block_id], (
-                f"block {block_id}: ref count {self.pool.ref_count(block_id)}, held by {holders[block_id]} tables"
+            assert table.num_committed <= min(len(table.block_hashes), table.num_tokens // self.block_size), (
+                f"{where}: hash of a partial block"
             )
+            holders[swapped].update(table.blocks)
+            for position, block_id in enumerate(table.blocks):
+                known = positions.setdefault((swapped, block_id), position)
+                assert known == position, f"{where}: block {block_id} is at position {position}, elsewhere at {known}"
+            if not swapped:
+                for block_id, expected in zip(table.blocks, table.block_hashes[: table.num_committed], strict=False):
+                    found = self.pool.block_hash(block_id)
+                    assert found in (None, expected), f"{where}: block {block_id}: foreign hash"
+        for swapped, pool in ((False, self.pool), (True, self.swap_pool)):
+            for block_id in range(pool.num_blocks if pool is not None else 0):
+                assert pool is not None
+                count, held = pool.ref_count(block_id), holders[swapped][block_id]
+                assert count == held, f"block {block_id}: ref count {count}, held by {held} tables"
         assert self.num_stored_tokens <= self.num_allocated_slots, "more tokens stored than slots allocated"
+
+    # Swap
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        """Blocks of the CPU pool in use."""
+        return self.swap_pool.num_in_use if self.swap_pool is not None else 0
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
+        """Whether the CPU pool has room for these sequences' blocks."""
+        return self.swap_pool is not None and len(self._distinct_blocks(seq_ids)) <= self.swap_pool.num_free
+
+    def swap_out(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Moves sequences to the CPU pool; blocks they share with each other stay shared.
+
+        Returns:
+            Block pairs `(device, CPU)` to copy before the device blocks are written.
+
+        Raises:
+            ValueError: there is no swap space, or one is swapped out already.
+            OutOfBlocksError: the CPU pool has too few free blocks; nothing has changed.
+        """
+        if self.swap_pool is None:
+            raise ValueError("there is no swap space")
+        blocks = self._distinct_blocks(seq_ids)
+        pairs = dict(zip(blocks, self.swap_pool.allocate(len(blocks)), strict=True))
+        self._move(seq_ids, self.pool, self.swap_pool, pairs)
+        return list(pairs.items())
+
+    def swap_in_need(self, seq_ids: Sequence[int]) -> int:
+        """Free blocks that `swap_in` takes at most."""
+        return len({block for seq_id in seq_ids for block in self._table(seq_id).blocks})
+
+    def swap_in(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Brings swapped sequences back; a block whose content is still cached is shared instead of copied.
+
+        Returns:
+            Block pairs `(CPU, device)` to copy before anything is read.
+
+        Raises:
+            ValueError: one of them is not swapped out.
+            OutOfBlocksError: the pool has too few free blocks; nothing has changed.
+        """
+        swap_pool = self.swap_pool
+        tables = [self._table(seq_id) for seq_id in seq_ids]
+        if swap_pool is None or not all(table.is_swapped or not table.blocks for table in tables):
+            raise ValueError(f"not all of the sequences {list(seq_ids)} are swapped out")
+        hashes: dict[int, bytes] = {}
+        for table in tables:
+            if table.cache_epoch == self.pool.cache_epoch:
+                hashes |= zip(table.blocks, table.block_hashes[: table.num_committed])
+        blocks = list(dict.fromkeys(block for seq_id in seq_ids for block in self._table(seq_id).blocks))
+        cached = {b: found for b in blocks if b in hashes and (found := self.pool.lookup(hashes[b])) is not None}
+        if len(blocks) > self.pool.num_free:  # those found may be free ones themselves
+            raise OutOfBlocksError(len(blocks), self.pool.num_free)
+        for found in cached.values():
+            self.pool.incref(found)
+        missing = [block for block in blocks if block not in cached]
+        copies = dict(zip(missing, self.pool.allocate(len(missing)), strict=True))
+        self._move(seq_ids, swap_pool, self.pool, copies | cached)
+        for source, destination in copies.items():
+            if source in hashes:
+                self.pool.set_hash(destination, hashes[source])
+        return list(copies.items())
+
+    def _distinct_blocks(self, seq_ids: Sequence[int]) -> list[int]:
+        tables = [self._table(seq_id) for seq_id in seq_ids]
+        if any(table.is_swapped for table in tables):
+            raise ValueError(f"one of the sequences {list(seq_ids)} is swapped out already")
+        return list(dict.fromkeys(block for table in tables for block in table.blocks))
+
+    def _move(self, seq_ids: Sequence[int], source: BlockPool, destination: BlockPool, pairs: dict[int, int]) -> None:
+        """Rewrites tables from one pool to the other. The new blocks come with one reference each."""
+        taken: set[int] = set()
+        for seq_id in seq_ids:
+            table = self._tables[seq_id]
+            old = table.blocks.copy()
+            for position, block in enumerate(old):
+                if block in taken:
+                    destination.incref(pairs[block])
+                taken.add(block)
+                table.blocks[position] = pairs[block]
+            source.free(old)
+            table.is_swapped = destination is self.swap_pool and bool(old)  # without blocks it is nowhere
 
     # Helpers
 
@@ -342,6 +514,17 @@ class BlockManager:
         if table is None:
             raise ValueError(f"unknown sequence {seq_id}")
         return table
+
+    def _pool_of(self, table: BlockTable) -> BlockPool:
+        if not table.is_swapped:
+            return self.pool
+        assert self.swap_pool is not None
+        return self.swap_pool
+
+    def _extend_hashes(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
+        assert table.extra_key is not None
+        while len(table.block_hashes) < num_blocks:
+            table.block_hashes.append(self._next_hash(table.block_hashes, token_ids, table.extra_key))
 
     def _check_new(self, seq_id: int) -> None:
         if seq_id in self._tables:

@@ -83,6 +83,11 @@ class BlockPool:
         """The hash under which the block can be looked up, or None."""
         return self._block(block_id).block_hash
 
+    def is_plain(self, block_id: int) -> bool:
+        """Whether its one holder may write into it as it is: not shared, not findable."""
+        block = self._blocks[block_id]
+        return block.ref_count == 1 and block.block_hash is None
+
     # Ref counts
 
     def allocate(self, n: int) -> list[int]:

@@ -18,12 +18,11 @@ _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens
 
 # Settings of the published contract whose feature does not exist yet: asking for one raises instead of being ignored.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "preemption": ("swap",),
     "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2"),
     "attention_backend": ("triton",),
     "cuda_graphs": (True,),
 }
-_NOT_BUILT_UNLESS_NONE = ("max_waiting", "swap_space_gib")
+DEFAULT_SWAP_SPACE_GIB = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,13 @@ class PagedConfig:
             default, since the pool lives inside somebody's process. On CPU the pages are only touched when used.
         max_num_seqs: Sequences in one model step at most.
         max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
-        max_waiting: Requests that may wait in the queue; `None`: no limit.
+        max_waiting: Requests that may wait in the queue; `None`: no limit. With a full queue `generate()` waits and
+            `submit()` raises `QueueFullError`.
         enable_prefix_caching: Reuse the full KV blocks of equal token prefixes, within a call and between calls.
         preemption: What happens to the KV of a preempted sequence: `"recompute"` drops it and computes it again,
-            `"swap"` moves it to CPU memory, `"auto"` chooses.
-        swap_space_gib: CPU memory for swapped blocks, in GiB.
+            `"swap"` moves it to CPU memory as long as that has room, `"auto"` takes for each what measured faster.
+        swap_space_gib: CPU memory for swapped blocks, in GiB, taken at the first swap; never more than the pool itself.
+            `None`: 4, or none under `preemption="recompute"`.
         kv_cache_dtype: Element type of the pool; `"auto"` is the model's own.
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"`, or `"auto"`.
         cuda_graphs: Capture decode steps in CUDA graphs; `None`: where they exist.
@@ -90,9 +91,8 @@ class PagedConfig:
             if any(getattr(self, name) is value or getattr(self, name) == value for value in values):
                 built = [choice for choice in _CHOICES.get(name, ("False", "None")) if choice not in values]
                 raise ValueError(f"{name}={getattr(self, name)!r} is not built yet; available: {', '.join(built)}")
-        for name in _NOT_BUILT_UNLESS_NONE:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)!r}: this setting is not built yet; leave it None")
+        if self.preemption == "swap" and self.swap_space_gib == 0:
+            raise ValueError('preemption="swap" needs swap_space_gib above 0 (or None), got 0')
 
     @classmethod
     def from_settings(cls, config: PagedConfig | None = None, **settings: Any) -> PagedConfig:

@@ -1,10 +1,15 @@
-"""`Engine`: owns the pool of a patched model and runs every forward that goes through a `PagedCache`."""
+"""`Engine`: owns the pool of a patched model and serves everybody who generates with it, `model.paged`."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,23 +26,29 @@ from hf_paged.config import PagedConfig
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.flat_forward import FlatForward, flat_padding
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
+from hf_paged.forward_item import ForwardItem
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KVPool
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
+from hf_paged.request import Request, RequestOutput
 from hf_paged.runner import ModelRunner, ModelTraits, is_stochastic
+from hf_paged.sample_run import SampleCall, SampleRun
 from hf_paged.scheduler import Scheduler
-from hf_paged.sequence import Sequence
-from hf_paged.step_loop import StepLoop
+from hf_paged.sequence import Sequence, SequenceGroup
+from hf_paged.snapshot import take_snapshot
+from hf_paged.submission import Capture, Submissions
+from hf_paged.worker import CallCancelledError, Caller, StepWorker, autocast_state
 
 
 class Engine:
     """The paged side of one patched model: `model.paged`.
 
-    All state is behind one lock. Forwards of several threads run one after another; processors, criteria and streamers
-    never run under the lock.
+    One worker thread runs the steps, in which rows of all callers meet: those the engine samples itself (`submit`, most
+    `generate()` calls), and forwards that transformers' own loops make on their callers' threads. Processors, criteria
+    and streamers of the caller's own never run on the worker.
     """
 
     def __init__(
@@ -59,14 +70,41 @@ class Engine:
         self.traits = traits
         self._runner = ModelRunner(model, forward, model._supports_logits_to_keep())
         self._pool = KVPool(config, traits, self._runner)
-        self._lock = self._pool.lock
         self._model_state = ModelState(model)
-        self._steps = StepLoop(self._pool, self._runner, self._model_state)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
-        self._sequence_count = 0
+        self._worker = StepWorker(self._pool, self._runner, self._collect_abandoned)
+        self._submissions = Submissions(self)
         self._num_generated_tokens = 0
+        self._runs: set[SampleRun] = set()
+        _ENGINES.add(self)
 
     # The pool
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The patched model. Raises `RuntimeError` when it no longer exists."""
+        return self._runner.model
+
+    @property
+    def capture(self) -> Capture | None:
+        """Where `generate()` on this thread is to leave its prepared call instead of running it, if it is to."""
+        return self._submissions.capture
+
+    @property
+    def is_background(self) -> bool:
+        """Whether this thread is the engine's own, running the loop of a submitted request."""
+        return self._submissions.current_caller is not None
+
+    @property
+    def lock(self) -> Any:
+        """The pool's."""
+        return self._pool.lock
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with keys and values in the pool."""
+        with self._pool.lock:
+            return self.scheduler.num_running if self._pool.is_made else 0
 
     @property
     def num_layers(self) -> int:
@@ -111,9 +149,20 @@ class Engine:
         Raises:
             ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
         """
-        with self.transaction():
+        with self._worker.exclusive(), self.transaction():
             self._collect_abandoned()
             self._pool.release()
+
+    def close(self) -> None:
+        """Ends everything that runs, and the worker's thread. What comes later starts anew."""
+        self._submissions.cancel_all()
+        with self._worker.exclusive(), self.transaction():
+            self._worker.fail_all(RuntimeError("the model was unpatched while this call was running"))
+        self._worker.stop()
+
+    def freeze(self) -> None:
+        """At the interpreter's end: no step runs any more."""
+        self._worker.freeze()
 
     def stats(self) -> EngineStats:
         """A snapshot of the gauges and counters."""
@@ -122,13 +171,17 @@ class Engine:
             if not self._pool.is_made:
                 num_blocks = self.config.num_blocks or 0
                 return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
-            manager, pool = self.manager, self.manager.pool
+            manager, pool, scheduler = self.manager, self.manager.pool, self.scheduler
             self._pool.record_peak()
             return EngineStats(
                 num_blocks=pool.num_blocks,
                 num_free_blocks=pool.num_free,
-                num_running=self.scheduler.num_resident,
-                num_preemptions=self.scheduler.num_preemptions,
+                num_running=scheduler.num_running,
+                num_waiting=self.num_waiting,
+                num_swapped=scheduler.num_swapped,
+                num_preemptions=scheduler.num_preemptions,
+                num_swapped_out=scheduler.num_swapped_out,
+                num_admission_stalls=scheduler.num_admission_stalls,
                 num_cow_copies=manager.num_cow_copies,
                 prefix_cache_hit_tokens=manager.prefix_hit_tokens,
                 prefix_cache_query_tokens=manager.prefix_query_tokens,
@@ -137,10 +190,23 @@ class Engine:
                 kv_slots_allocated=manager.num_allocated_slots,
                 peak_kv_tokens_stored=self._pool.peak[1],
                 peak_kv_slots_allocated=self._pool.peak[2],
-                num_steps=self._steps.num_steps,
-                num_prefill_tokens=self._steps.num_prefill_tokens,
-                num_generated_tokens=self._num_generated_tokens,
+                num_steps=self._worker.num_steps,
+                num_prefill_tokens=self._worker.num_prefill_tokens,
+                num_generated_tokens=self._num_generated_tokens + sum(run.num_tokens for run in self._runs),
             )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: not started yet, or preempted."""
+        with self._pool.lock:
+            waiting = self.scheduler.num_waiting if self._pool.is_made else 0
+            return waiting + self._submissions.num_queued
+
+    def snapshot(self) -> dict[str, Any]:
+        """A picture of pool, block tables, queues and recent steps, of plain lists and numbers (JSON-able)."""
+        with self.transaction():
+            self._collect_abandoned()
+            return take_snapshot(self._pool, self._worker.events)
 
     def count_generated(self, num_tokens: int) -> None:
         """Books tokens that a `generate()` call handed out."""
@@ -159,39 +225,43 @@ class Engine:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """The pool's lock, with Ctrl-C held back to its end: nothing inside is left half done. Re-entrant."""
-        with self._lock, deferred_interrupt():
+        with self._pool.lock, deferred_interrupt():
             yield
 
     def new_sequence(self) -> Sequence:
-        """An empty sequence with an empty block table."""
+        """An empty sequence with an empty block table, in a group of its own."""
+        caller = self._submissions.current_caller
         with self.transaction():
-            self._sequence_count += 1
-            self.manager.add(self._sequence_count)
-            return Sequence(self._sequence_count)
+            return self.scheduler.new_sequence(self.scheduler.new_group(caller.priority) if caller else None)
 
-    def fork_sequence(self, sequence: Sequence) -> Sequence:
-        """A sequence equal to this one that shares all its blocks."""
+    def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
+        """A sequence equal to this one that shares all its blocks.
+
+        Args:
+            sequence: The parent.
+            apart: Scheduled and preempted by itself, not together with its parent.
+        """
         with self.transaction():
-            self._sequence_count += 1
-            self.manager.fork(sequence.seq_id, self._sequence_count)
-            child = Sequence(
-                self._sequence_count,
-                None if sequence.token_ids is None else sequence.token_ids.copy(),
-                sequence.num_tokens,
-                sequence.num_computed_tokens,
-                sequence.position_offset,
-                sequence.extra_key,
-            )
-            if child.num_computed_tokens:
-                self.scheduler.remember(child)
-            return child
+            is_apart = apart and sequence.group.status != "swapped"
+            return self.scheduler.fork(sequence, self.scheduler.new_group() if is_apart else None)
 
     def free_sequences(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences and releases their blocks."""
         with self.transaction():
             for sequence in sequences:
-                self.scheduler.forget(sequence)
-                self.manager.free(sequence.seq_id)
+                self._worker.remove(sequence)
+                self.scheduler.free(sequence)
+
+    def hold(self, sequences: Iterable[Sequence], is_idle: bool) -> None:
+        """Notes whether a call is generating with these sequences, or only a `PagedCache` holds them.
+
+        A call that begins over sequences that were idle comes after all others.
+        """
+        with self.transaction():
+            for group in {sequence.group.arrival: sequence.group for sequence in sequences}.values():
+                if group.is_idle and not is_idle:
+                    self.scheduler.renew(group)
+                group.is_idle = is_idle
 
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
@@ -200,14 +270,7 @@ class Engine:
     def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
         """Cuts a sequence to its first `num_tokens` tokens."""
         with self.transaction():
-            if sequence.token_ids is not None:
-                del sequence.token_ids[num_tokens:]
-            sequence.num_tokens = num_tokens
-            if sequence.num_computed_tokens > num_tokens:
-                sequence.num_computed_tokens = num_tokens
-                self.manager.crop(sequence.seq_id, num_tokens)
-            if sequence.num_computed_tokens == 0:
-                self.scheduler.forget(sequence)
+            self.scheduler.crop(sequence, num_tokens)
 
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
         """Gives each sequence slots for tokens whose ids nobody told us.
@@ -215,19 +278,19 @@ class Engine:
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
-        with self.transaction():
+        caller = self._submissions.current_caller
+        if caller is not None and caller.is_cancelled:
+            raise CallCancelledError  # the model was unpatched, whose forward comes here now
+        with self._resident(sequences), self.transaction():
             manager, scheduler = self.manager, self.scheduler
-            self._steps.recompute(sequences)
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
-            protected = {sequence.seq_id for sequence in sequences}
-            copies: list[tuple[int, int]] | None = None
-            while copies is None:
-                try:
-                    copies = manager.append(requests)
-                except OutOfBlocksError as error:
-                    if not scheduler.preempt_newest(protected):
-                        raise self._pool.out_of_blocks(error) from None
+            groups = [sequence.group for sequence in sequences]
+            self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
+            try:
+                copies = manager.append(requests)
+            except OutOfBlocksError as error:
+                raise self._pool.out_of_blocks(error) from None
             self.kv_cache.copy_blocks(copies)
             self.kv_cache.zero_blocks(
                 [
@@ -238,9 +301,7 @@ class Engine:
             )
             for sequence in sequences:
                 sequence.token_ids = None
-                sequence.num_tokens += num_tokens
-                sequence.num_computed_tokens += num_tokens
-                scheduler.remember(sequence)
+                scheduler.extend_computed(sequence, num_tokens)
             self._pool.record_peak()
 
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
@@ -263,8 +324,7 @@ class Engine:
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
-        with self.transaction():
-            self._steps.recompute([sequence for sequence in sequences if sequence is not None])
+        with self._resident([s for s in sequences if s is not None]), self.transaction():
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
@@ -277,11 +337,69 @@ class Engine:
         block_size = self.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size
 
+    @contextmanager
+    def _resident(self, sequences: list[Sequence]) -> Iterator[None]:
+        """Within it these sequences are in the pool, all of them beside each other, and no step runs.
+
+        Raises:
+            ValueError: The model's weights, adapters or hooks are not those that one of them was computed with.
+            OutOfBlocksError: They don't fit beside each other.
+        """
+        groups = {sequence.group.arrival: sequence.group for sequence in sequences}
+        with self._worker.exclusive():
+            pinned: list[SequenceGroup] = []
+            try:  # around the pinning too, behind which Ctrl-C may come
+                with self.transaction():
+                    for group in groups.values():
+                        group.num_pins += 1
+                        pinned.append(group)
+                self._bring_back(sequences)
+                yield
+            finally:
+                with self.transaction():
+                    for group in pinned:
+                        group.num_pins -= 1
+
+    def _bring_back(self, sequences: list[Sequence]) -> None:
+        """Computes preempted sequences again, or swaps them in. The step lock is held."""
+        with self.transaction():
+            lost = [s for s in sequences if s.num_pending_tokens > 0 or s.group.status == "swapped"]
+            if not lost:
+                return
+            state = self._model_state.key()
+            for sequence in lost:
+                if sequence.num_pending_tokens:
+                    sequence.check_state(state)
+            swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
+            for group in swapped.values():
+                try:
+                    self._pool.execute_copies(self.scheduler.swap_in_now(group))
+                except OutOfBlocksError as error:
+                    self._pool.execute_swap_outs(error.swap_outs)
+                    raise self._pool.out_of_blocks(error) from None
+            lost = [sequence for sequence in lost if sequence.num_pending_tokens > 0]
+            if not lost:
+                return
+            for sequence in lost:
+                sequence.group.batch_key = self._batch_key()
+        item: ForwardItem | None = None
+        try:
+            with self.transaction():
+                item = ForwardItem(self._pool, self._worker, lost, np.empty((len(lost), 0), dtype=np.int64))
+            item.wait()
+        except BaseException:
+            if item is not None:
+                item.cancel()
+            raise
+
+    def _batch_key(self, marker: Hashable = None) -> Hashable:
+        return autocast_state(self._runner.model.device), marker
+
     # Forwards
 
     @torch.no_grad()
     def forward(self, cache: PagedCache, call: ForwardCall) -> ModelOutput:
-        """Runs one forward of the patched model over a cache of its pool.
+        """Runs one forward of the patched model over a cache of its pool, beside whatever else runs.
 
         Args:
             cache: Grows by the call's columns.
@@ -294,6 +412,9 @@ class Engine:
             ValueError: The cache belongs to another model, the batch size changed, or the tokens could never fit.
             OutOfBlocksError: The pool is held by sequences that can't be preempted.
         """
+        caller = cache.caller
+        if caller is not None and caller.is_cancelled:
+            raise CallCancelledError
         with self.transaction():
             self._collect_abandoned()
             if cache.store is not self:
@@ -314,27 +435,34 @@ class Engine:
             is_partial = len(active) < len(cache.sequences)
             call = call.select(active) if is_partial else call
             width = cache.get_seq_length()
-            before = [_Mark.of(sequence) for sequence in cache.sequences if sequence is not None]
-            try:
-                padding = flat_padding(cache, call, active) if self._runs_flat() else None
-                if padding is None:
-                    output = self._forward_gathered(cache, call, active if is_partial else None)
-                else:
-                    output = self._forward_flat(cache, call, active, padding)
-            except BaseException:
+            live = [sequence for sequence in cache.sequences if sequence is not None]
+            before = [_Mark.of(sequence) for sequence in live]
+            padding = flat_padding(cache, call, active) if self.runs_flat() else None
+            self.hold(live, is_idle=False)
+        try:
+            if padding is None:
+                output = self._forward_gathered(cache, call, active if is_partial else None)
+            else:
+                output = self._forward_flat(cache, call, active, padding)
+        except BaseException:
+            with self.transaction():
                 for mark in before:
                     mark.restore(self)
                 if width == 0:
                     self.free_sequences(sequence for sequence in cache.sequences if sequence is not None)
                 cache.rewind(width)
-                raise
-            output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
-            if fan_out > 1:
-                output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
-            output["past_key_values"] = cache
-            return output
+            raise
+        finally:
+            if caller is None and not cache.owned_by_call:
+                self.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=True)
+        output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
+        if fan_out > 1:
+            output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
+        output["past_key_values"] = cache
+        return output
 
-    def _runs_flat(self) -> bool:
+    def runs_flat(self) -> bool:
+        """Whether forwards of the model as it is now can run in the flat batch."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
         model = self._runner.model
         config = model.config.get_text_config(decoder=True)
@@ -343,8 +471,7 @@ class Engine:
         return self.traits.runs_flat and is_own
 
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
-        """The model's own padded forward; `cache.update` stores and gathers."""
-        self._steps.recompute([sequence for sequence in cache.sequences if sequence is not None])
+        """The model's own padded forward, by itself; `cache.update` stores and gathers."""
         others = {name: value for name, value in call.others.items() if name != "return_dict"}
         arguments = {
             "input_ids": call.input_ids,
@@ -354,8 +481,8 @@ class Engine:
         }
         if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
             arguments["logits_to_keep"] = call.logits_to_keep
-        cache.select_active(active)
-        with self.scheduler.protecting(s.seq_id for s in cache.sequences if s is not None):
+        with self._resident([sequence for sequence in cache.sequences if sequence is not None]):
+            cache.select_active(active)
             output: ModelOutput = self._runner.run_unpatched(
                 past_key_values=cache,
                 use_cache=True,
@@ -363,32 +490,241 @@ class Engine:
                 **{name: value for name, value in arguments.items() if value is not None},
                 **others,
             )
-        cache.select_active(None)
-        self._steps.num_steps += 1
-        self._steps.num_prefill_tokens += call.tokens.shape[0] * (call.tokens.shape[1] - 1)
+            cache.select_active(None)
+            self._worker.num_steps += 1
+            self._worker.num_prefill_tokens += call.tokens.shape[0] * (call.tokens.shape[1] - 1)
         return output
 
     def _forward_flat(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
     ) -> CausalLMOutputWithPast:
-        """The call's real tokens as one flat batch (or several, if the token budget or the pool is smaller)."""
+        """The call's real tokens, in the next steps' flat batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
         if width == 0:
             cache.set_padding(padding)
         flat = FlatForward.make(call, sequences, padding, width)
-        self._steps.recompute(flat.becoming_opaque())
-        # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-        flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state)
-        longest = max(sequence.num_tokens for sequence in sequences)
-        self.check_fits(longest, longest, 0)
-        logits = self._steps.run(sequences, flat.lay_out_tokens, flat.wanted_logits())
+        becoming_opaque = flat.becoming_opaque()
+        item: ForwardItem | None = None
+        try:
+            with self._resident(becoming_opaque) if becoming_opaque else nullcontext():
+                item = self._enqueue(cache, flat, width)
+            logits = item.wait()
+        except BaseException:
+            if item is not None:
+                item.cancel()
+            raise
         cache.advance(flat.length)
         return CausalLMOutputWithPast(logits=logits)
+
+    def _enqueue(self, cache: PagedCache, flat: FlatForward, width: int) -> ForwardItem:
+        item: ForwardItem | None = None
+        try:
+            with self.transaction():
+                caller = cache.caller
+                salt = () if caller is None or caller.cache_salt is None else (caller.cache_salt,)
+                # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+                flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
+                longest = max(sequence.num_tokens for sequence in flat.sequences)
+                self.check_fits(longest, longest, 0)
+                # Embeddings and ids don't mix in one forward of the model.
+                batch_key = self._batch_key(None if flat.call.input_ids is not None else flat.sequences[0].seq_id)
+                for sequence in flat.sequences:
+                    sequence.group.batch_key = batch_key
+                inputs = None if all(s.is_reproducible for s in flat.sequences) else flat.lay_out_tokens()
+                item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), inputs, caller)
+            return item
+        except BaseException:
+            if item is not None:
+                item.cancel()  # Ctrl-C, held back until the end of the transaction
+            raise
+
+    # Calls
+
+    @contextmanager
+    def calling(self, cache: PagedCache) -> Iterator[None]:
+        """The length of one of transformers' decoding loops over a cache, on the caller's thread."""
+        caller = self._submissions.current_caller
+        if caller is None:
+            self._wait_for_room()  # a request has waited already, and others wait for its thread
+            caller = Caller()
+        outer, cache.caller = cache.caller, caller
+        caller.cache, caller.thread_id = cache, threading.get_ident()
+        self.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=False)
+        try:
+            with self._worker.calling(caller):
+                yield
+        finally:
+            cache.caller, caller.cache = outer, None
+            if not cache.owned_by_call:
+                self.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=True)
+
+    def run(
+        self,
+        call: SampleCall,
+        on_token: Callable[[int], None] | None = None,
+        waits: bool = True,
+        on_end: Callable[[SampleRun], None] | None = None,
+    ) -> SampleRun:
+        """Starts a call whose rows the engine samples.
+
+        Args:
+            call: What to generate.
+            on_token: Called with every token of row 0, on the worker: it must only hand it on.
+            waits: Whether to wait while the queue is full.
+            on_end: Called when the run is over, on the worker.
+        """
+        if waits:
+            self._wait_for_room()
+        run: SampleRun | None = None
+
+        def end() -> None:
+            assert run is not None
+            self._runs.discard(run)
+            self._num_generated_tokens += run.num_tokens
+            if on_end is not None:
+                on_end(run)
+
+        try:
+            with self.transaction():
+                _ = self.kv_cache
+                state_key, batch_key = self._model_state.key(), self._batch_key()
+                run = SampleRun(call, self._pool, self._worker, state_key, batch_key, on_token, end)
+                self._runs.add(run)
+            return run
+        except BaseException:
+            if run is not None:
+                self.cancel_run(run)  # Ctrl-C, held back until the end of the transaction
+            raise
+
+    def _wait_for_room(self) -> None:
+        """Blocks while the queue is full. Not inside a step, which others wait for."""
+        if self.config.max_waiting is not None and not self._worker.is_mine:
+            with self._worker.condition:
+                self._worker.condition.wait_for(self.has_room_to_wait)
+
+    def has_room_to_wait(self) -> bool:
+        """Whether the queue is shorter than `max_waiting`."""
+        return self.config.max_waiting is None or self.num_waiting < self.config.max_waiting
+
+    def cancel_run(self, run: SampleRun) -> None:
+        """Ends a run before the next step. Takes no lock."""
+        self._worker.order(run.cancel)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether this thread is inside a step (in a hook)."""
+        return self._worker.is_mine
+
+    def wake(self) -> None:
+        """Has the worker look at what there is to do."""
+        with self._pool.lock:
+            self._worker.notify()
+
+    # Requests
+
+    def submit(
+        self,
+        input_ids: SequenceOf[int] | Tensor,
+        generation_config: Any = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | int | bytes | None = None,
+        **generate_kwargs: Any,
+    ) -> Request:
+        """Queues one prompt and returns at once.
+
+        Args:
+            input_ids: Token ids: a list, a 1-D tensor or a tensor `[1, L]`.
+            generation_config: As in `generate()`.
+            request_id: Any name not in use by an unfinished request; `None`: one is made.
+            priority: The lower, the earlier; first come, first served within a priority.
+            cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt.
+            **generate_kwargs: Everything else that `generate()` takes, but `streamer` (iterate the request instead),
+                `inputs_embeds`, and per-step outputs.
+
+        Sampling draws as `generate()` would from the state of torch's global generator at this moment; after a
+        sampling request the global generator is reseeded from itself, so that the next one draws other numbers.
+
+        Raises:
+            ValueError: What `generate()` would raise for these arguments; a batch; a prompt that could never fit.
+            QueueFullError: `max_waiting` requests are waiting.
+        """
+        return self._submissions.submit(input_ids, generation_config, request_id, priority, cache_salt, generate_kwargs)
+
+    def generate(
+        self,
+        prompts: Iterable[SequenceOf[int] | Tensor],
+        generation_config: Any = None,
+        *,
+        progress_bar: bool = False,
+        **generate_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Generates for many prompts of any lengths, in one continuous batch.
+
+        Args:
+            prompts: As `input_ids` of `submit`, any number of them.
+            generation_config: For all of them.
+            progress_bar: Show a tqdm bar.
+            **generate_kwargs: As in `submit`, for all of them.
+
+        Returns:
+            One result a prompt, in the order of the prompts.
+
+        Raises:
+            Exception: What the first failing request raised; the others are cancelled.
+        """
+        return self._submissions.generate(prompts, generation_config, progress_bar, generate_kwargs)
 
     def _collect_abandoned(self) -> None:
         while self._abandoned:
             self.free_sequences([self._abandoned.popleft()])
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: what ran in the parent has no threads here, and fails."""
+        self._submissions.reset_after_fork()
+        self._worker.reset_after_fork()
+
+
+# Engines of this process, for the two moments that no object can wait for by itself: a fork and the interpreter's end.
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class _Fork(threading.local):
+    engines: tuple[Engine, ...] = ()
+
+
+_FORK = _Fork()
+
+
+def _before_fork() -> None:
+    # With their locks: the child must not find tables that another thread had half written.
+    _FORK.engines = tuple(sorted(_ENGINES, key=id))
+    for engine in _FORK.engines:
+        engine.lock.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    for engine in _FORK.engines:
+        engine.lock.release()
+    _FORK.engines = ()
+
+
+def _after_fork_in_child() -> None:
+    for engine in _FORK.engines:
+        engine.reset_after_fork()
+    _FORK.engines = ()
+
+
+def _at_exit() -> None:
+    for engine in list(_ENGINES):
+        engine.freeze()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nobody forks
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,9 @@
 """Exceptions of the package. Bad input raises plain `ValueError`; these are for what a caller may want to catch."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class OutOfBlocksError(RuntimeError):
     """The block pool has too few free blocks for what was asked.
@@ -7,11 +11,15 @@ class OutOfBlocksError(RuntimeError):
     Attributes:
         needed: Blocks the operation would have taken.
         free: Blocks that were free.
+        group: The sequence group that does not fit, where the scheduler says so.
+        swap_outs: Block pairs `(device, CPU)` still to be copied, of groups preempted in vain.
     """
 
     def __init__(self, needed: int, free: int, message: str | None = None) -> None:
         self.needed = needed
         self.free = free
+        self.group: Any = None
+        self.swap_outs: list[tuple[int, int]] = []
         super().__init__(message or f"the operation needs {needed} free block(s), the pool has {free}")
 
 
@@ -29,3 +37,7 @@ class UnsupportedModelError(ValueError):
 
 class UnsupportedCallError(ValueError):
     """Under `strict=True`, a `generate()` call that only stock transformers can serve."""
+
+
+class QueueFullError(RuntimeError):
+    """`submit()` found `max_waiting` requests in the queue."""

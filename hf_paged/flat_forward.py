@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,12 +100,13 @@ class FlatForward:
             if sequence.num_tokens and (self.call.input_ids is None or offset != sequence.position_offset)
         ]
 
-    def extend_sequences(self, model_state: ModelState | None) -> None:
+    def extend_sequences(self, model_state: ModelState | None, salt: tuple[Hashable, ...] = ()) -> None:
         """Adds the call's tokens to its sequences, and notes what makes them reproducible.
 
         Args:
             model_state: Asked for the key of the model's weights; `None` when they can't have changed since the last
                 call.
+            salt: Part of the prefix-cache key of sequences that begin.
         """
         # Host copies of the new ids and positions: hashing full blocks and recomputing preempted ones need them.
         new_ids = None if self.call.input_ids is None else self.call.input_ids.tolist()
@@ -113,10 +115,10 @@ class FlatForward:
             new = self.length - max(self.padding[row] - self.width, 0)
             if sequence.num_tokens == 0:
                 sequence.position_offset = self.offsets[row]
-                sequence.extra_key = (*(state or ()), self.offsets[row])
+                sequence.extra_key = (*(state or ()), self.offsets[row], *salt)
             elif self.offsets[row] != sequence.position_offset:
                 sequence.position_offset = None
-            elif state is not None and sequence.extra_key != (*state, sequence.position_offset):
+            elif state is not None and sequence.extra_key[: len(state)] != state:
                 if sequence.num_pending_tokens:
                     sequence.check_state(state)
                 sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
@@ -134,35 +136,9 @@ class FlatForward:
         return self.width + columns - np.asarray(self.padding, dtype=np.int64)[:, None]
 
     def lay_out_tokens(self) -> tuple[TokenInputs, list[int]]:
-        """One row of tokens to draw from, and for each sequence where its token 0 would lie in that row.
-
-        The call's columns come first, as they are; behind them all tokens of each sequence that was preempted.
-        """
+        """The call's columns, row after row, and for each sequence where its token 0 would lie among them."""
         length = self.length
         bases = [row * length + pad - self.width for row, pad in enumerate(self.padding)]
         ids = None if self.call.input_ids is None else self.call.input_ids.reshape(-1)
         embeds = None if self.call.inputs_embeds is None else self.call.inputs_embeds.flatten(0, 1)
-        row_positions = [self.position_ids.reshape(-1)]
-        row_ids = [ids] if ids is not None else []
-        end = len(self.sequences) * length
-        for row, sequence in enumerate(self.sequences):
-            if sequence.num_computed_tokens < self.width - self.padding[row] and ids is not None:
-                known_ids, positions = sequence.known_tokens()
-                row_ids.append(torch.tensor(known_ids, device=ids.device))
-                row_positions.append(torch.tensor(positions, device=ids.device))
-                bases[row] = end
-                end += sequence.num_tokens
-        return TokenInputs(torch.cat(row_ids) if row_ids else None, embeds, torch.cat(row_positions)), bases
-
-
-def lay_out_known(sequences: list[Sequence], device: torch.device) -> tuple[TokenInputs, list[int]]:
-    """Like `FlatForward.lay_out_tokens`, for sequences to be computed again without any call."""
-    ids: list[int] = []
-    positions: list[int] = []
-    bases: list[int] = []
-    for sequence in sequences:
-        bases.append(len(ids))
-        known_ids, known_positions = sequence.known_tokens()
-        ids += known_ids
-        positions += known_positions
-    return TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device)), bases
+        return TokenInputs(ids, embeds, self.position_ids.reshape(-1)), bases

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import queue
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,10 +31,13 @@ from transformers.utils import logging
 from hf_paged.beam_search import BeamSearchLoop
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
+from hf_paged.draws import DRAWS, GeneratorStates
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedCallError
 from hf_paged.forward_call import ForwardCall
 from hf_paged.runner import ModelTraits, is_stochastic
+from hf_paged.sample_run import SampleCall
+from hf_paged.submission import LoopResult
 
 logger = logging.get_logger(__name__)
 
@@ -58,6 +63,9 @@ _ROW_WISE = {
     for name in names.split()
     if (kind := getattr(module, name, None)) is not None
 }
+
+# What `generate()` needs for stop strings and hands on to every forward, where no model looks at it.
+_IGNORED_BY_FORWARD = {"tokenizer"}
 
 
 class RetiringCriteria(StoppingCriteriaList):
@@ -122,6 +130,12 @@ class PagedGenerationMixin:
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
         return stock(generation_config, model_kwargs, *args, **kwargs)
 
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        devices = {torch.device("cpu"), self.device}
+        with DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda")):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
     @functools.wraps(GenerationMixin._sample)
     def _sample(
         self: Any,
@@ -132,14 +146,15 @@ class PagedGenerationMixin:
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.get("past_key_values")
-        # Without an end-of-sequence criterion stock doesn't pad finished rows but goes on generating for them.
-        pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        if (
-            isinstance(cache, PagedCache)
-            and pads_finished
-            and _rows_may_leave(self.paged, cache, logits_processor, stopping_criteria, generation_config)
-        ):
-            stopping_criteria = RetiringCriteria(stopping_criteria, cache)
+        if isinstance(cache, PagedCache):
+            call = engine_call(self, cache, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+            if call is not None:
+                _check_prompt(self.paged, cache, input_ids, generation_config, kwargs, 0)
+                return _run_rows(self.paged, call, generation_config, kwargs.get("streamer"))
+            if _pads_finished(stopping_criteria) and _rows_may_leave(
+                self.paged, cache, logits_processor, stopping_criteria, generation_config
+            ):
+                stopping_criteria = RetiringCriteria(stopping_criteria, cache)
         loop = super()._sample  # type: ignore[misc]
         return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
@@ -154,11 +169,14 @@ class PagedGenerationMixin:
     ) -> Any:
         loop = super()._beam_search  # type: ignore[misc]
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, PagedCache) and _rows_may_leave(
-            self.paged, cache, logits_processor, stopping_criteria, generation_config
-        ):
-            loop = functools.partial(base_class(self)._beam_search, BeamSearchLoop(self, cache))
-        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        watch = None
+        if isinstance(cache, PagedCache) and not kwargs.get("synced_gpus"):
+            retires = _rows_may_leave(self.paged, cache, logits_processor, stopping_criteria, generation_config)
+            watch = BeamSearchLoop(self, cache, retires)
+            loop = functools.partial(base_class(self)._beam_search, watch)
+        return _run_loop(
+            self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, watch=watch
+        )
 
     @functools.wraps(GenerationMixin._assisted_decoding)
     def _assisted_decoding(
@@ -171,7 +189,9 @@ class PagedGenerationMixin:
     ) -> Any:
         loop = super()._assisted_decoding  # type: ignore[misc]
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
-        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, 2)
+        return _run_loop(
+            self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, spare_tokens=2
+        )
 
 
 def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +217,7 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             position_ids=given.pop("position_ids", None),
             logits_to_keep=given.pop("logits_to_keep", 0),
         )
-        for name in ("past_key_values", "use_cache"):
+        for name in ("past_key_values", "use_cache", *_IGNORED_BY_FORWARD):
             given.pop(name, None)
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if given.get(name) is None and getattr(self.config, name, False):
@@ -242,7 +262,9 @@ def attach(model: Any, config: PagedConfig, traits: ModelTraits) -> None:
 def detach(model: Any) -> None:
     """Undoes `attach`. Live `PagedCache` objects keep the engine's pool until they are dropped."""
     model.__class__ = base_class(model)
-    model.__dict__.pop(_ENGINE, None)
+    engine = model.__dict__.pop(_ENGINE, None)
+    if engine is not None:
+        engine.close()
 
 
 def base_class(model: nn.Module) -> type[PreTrainedModel]:
@@ -257,6 +279,120 @@ def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, ModelTrai
     return model
 
 
+def engine_call(
+    model: Any,
+    cache: PagedCache,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> SampleCall | None:
+    """The call as rows for the engine to sample, if nobody could tell that from transformers' own loop; else `None`.
+
+    Nobody can when all of the caller's code in it is transformers' own and row-wise, when no per-step outputs are asked
+    for, and when nothing hooks or overrides the forward and its preparation.
+    """
+    engine: Engine = model.paged
+    if not (
+        engine.runs_flat()
+        and _rows_may_leave(engine, cache, processors, criteria, generation_config)
+        and (_pads_finished(criteria) or all(type(item).__name__ == "MaxLengthCriteria" for item in criteria))
+        and not cache.sequences
+        and input_ids.shape[1] > 0
+        and _is_plain(model)
+        # One number a row, given for the whole batch.
+        and not any(isinstance(getattr(item, "prompt_ignore_length", None), Tensor) for item in processors)
+    ):
+        return None
+    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer"}
+    known |= _IGNORED_BY_FORWARD
+    if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
+        return None
+    rows, width = input_ids.shape
+    if kwargs.get("streamer") is not None and rows > 1:
+        return None  # a streamer is given the tokens of all rows step by step
+    padding = [0] * rows
+    mask: Tensor | None = kwargs.get("attention_mask")
+    if mask is not None:
+        if mask.shape != input_ids.shape:
+            return None
+        padding = (mask == 0).sum(dim=1).tolist()
+        if (mask == 0).long().cumprod(dim=1).sum(dim=1).tolist() != padding or max(padding) == width:
+            return None
+    positions: Tensor | None = kwargs.get("position_ids")
+    if positions is not None:
+        expected = torch.arange(width) - torch.tensor(padding)[:, None]
+        if positions.shape != input_ids.shape or not bool(((positions.cpu() == expected) | (expected < 0)).all()):
+            return None
+    generator = None
+    if generation_config.do_sample:
+        generator = torch.Generator(input_ids.device)
+        generator.set_state(DRAWS.entry[torch.device(generator.device)])
+    pad = generation_config._pad_token_tensor
+    return SampleCall(
+        input_ids=input_ids,
+        padding=padding,
+        num_samples=generation_config.num_return_sequences or 1,
+        processors=processors,
+        criteria=criteria,
+        do_sample=bool(generation_config.do_sample),
+        pad_token_id=0 if pad is None else int(pad),
+        generator=generator,
+    )
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether each step of transformers' loop would do nothing but call the model's forward with the next token."""
+    own = vars(model)
+    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+    methods = (getattr(base_class(model), name, None) for name in names)
+    return (
+        not model._forward_hooks
+        and not model._forward_pre_hooks
+        and "forward" not in own
+        and not any(name in own for name in names)
+        and all(method is None or method.__module__.startswith("transformers.") for method in methods)
+    )
+
+
+def _pads_finished(criteria: StoppingCriteriaList) -> bool:
+    """Whether finished rows are padded: without an end-of-sequence criterion stock goes on generating for them."""
+    return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+
+
+def _run_rows(engine: Engine, call: SampleCall, generation_config: GenerationConfig, streamer: Any) -> Tensor:
+    """Has the engine generate a call's rows, and waits on the caller's thread, where its streamer runs."""
+    if engine.capture is not None:
+        capture = engine.capture
+        capture.call, capture.prompt, capture.generation_config = call, call.input_ids, generation_config
+        capture.is_streamable = call.input_ids.shape[0] == 1
+        capture.states = DRAWS.entry
+        return call.input_ids
+    tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    run = engine.run(call, None if streamer is None else tokens.put, on_end=lambda run: tokens.put(None))
+    try:
+        if streamer is None or engine.is_stepping:
+            run.wait()
+        if streamer is not None:
+            while (token := tokens.get()) is not None:
+                streamer.put(torch.tensor([token]))
+        run.wait()
+        if run.error is not None:
+            raise run.error
+        if streamer is not None:
+            streamer.end()
+    except BaseException:
+        if not run.is_done:
+            engine.cancel_run(run)
+            engine.wake()
+            run.wait(timeout=60)  # no longer than the step it is in
+        raise
+    if call.generator is not None:
+        DRAWS.write({torch.device(call.generator.device): call.generator.get_state()})
+    return run.result()
+
+
 def _run_loop(
     model: Any,
     loop: Callable[..., Any],
@@ -266,6 +402,7 @@ def _run_loop(
     generation_config: GenerationConfig,
     kwargs: dict[str, Any],
     spare_tokens: int = 0,
+    watch: BeamSearchLoop | None = None,
 ) -> Any:
     """Runs one of transformers' decoding loops over a `PagedCache`, and returns the blocks when nobody needs them.
 
@@ -278,28 +415,64 @@ def _run_loop(
         generation_config: The call's prepared config.
         kwargs: The loop's other arguments, `past_key_values` among them.
         spare_tokens: Slots a sequence needs at times beyond those of its longest result.
+        watch: What stands in for the model in a beam search.
     """
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, PagedCache) and kwargs.get("synced_gpus"):
-        _fall_back(model.paged.config, "synced_gpus=True")
-        cache = kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if not isinstance(cache, PagedCache):
-        return loop(input_ids, processors, criteria, generation_config, **kwargs)
     engine: Engine = model.paged
-    try:
+    if isinstance(cache, PagedCache) and kwargs.get("synced_gpus"):
+        _fall_back(engine.config, "synced_gpus=True")
+        cache = kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    states = DRAWS.entry
+    if isinstance(cache, PagedCache):
         _check_prompt(engine, cache, input_ids, generation_config, kwargs, spare_tokens)
-        result = loop(input_ids, processors, criteria, generation_config, **kwargs)
-    except BaseException:
+
+    def run(**more: Any) -> Any:
+        arguments = (input_ids, processors, criteria, generation_config)
+        if not isinstance(cache, PagedCache):
+            return loop(*arguments, **kwargs, **more)
+        try:
+            with engine.calling(cache), _private_draws(engine, states, processors, criteria, generation_config):
+                result = loop(*arguments, **kwargs | more)
+        except BaseException:
+            if cache.owned_by_call:
+                cache.reset()
+            raise
+        sequences = result if isinstance(result, Tensor) else result.sequences
+        engine.count_generated(_num_generated(sequences, input_ids, generation_config))
         if cache.owned_by_call:
-            cache.reset()
-        raise
-    sequences = result if isinstance(result, Tensor) else result.sequences
-    engine.count_generated(_num_generated(sequences, input_ids, generation_config))
-    if cache.owned_by_call:
-        if isinstance(result, Tensor):
-            cache.reset()
-        cache.owned_by_call = False  # returned to the caller, whose it now is
-    return result
+            if isinstance(result, Tensor):
+                cache.reset()
+            cache.owned_by_call = False  # returned to the caller, whose it now is
+        return result
+
+    if engine.capture is None:
+        return run()
+
+    def run_later(streamer: Any) -> LoopResult:
+        result = run(**({} if streamer is None else {"streamer": streamer}))
+        scores = None
+        if watch is not None and watch.beam_scores is not None:
+            scores = watch.beam_scores[:, : generation_config.num_return_sequences].reshape(-1)
+        return LoopResult(result if isinstance(result, Tensor) else result.sequences, scores)
+
+    capture = engine.capture
+    capture.loop, capture.prompt, capture.generation_config = run_later, input_ids, generation_config
+    capture.is_streamable = input_ids.shape[0] == 1 and watch is None and (generation_config.num_beams or 1) == 1
+    capture.states = states
+    return input_ids
+
+
+def _private_draws(
+    engine: Engine,
+    states: GeneratorStates,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+) -> AbstractContextManager[None]:
+    """Draws of the loop begin where the global generators stood at the call's entry, whatever other threads draw."""
+    may_draw = generation_config.do_sample or any(type(item) not in _ROW_WISE for item in (*processors, *criteria))
+    # Where a submitted request ends in the background, its caller is in the midst of something else.
+    return DRAWS.private(states, writes_back=not engine.is_background) if may_draw else nullcontext()
 
 
 def _check_prompt(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from hf_paged.block_manager import BlockManager
-from hf_paged.config import PagedConfig
+from hf_paged.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.kv_cache import KVCache, num_blocks_for_memory
+from hf_paged.preemption import PreemptionCost
 from hf_paged.runner import ModelRunner, ModelTraits
-from hf_paged.scheduler import Scheduler
+from hf_paged.scheduler import Scheduler, SchedulerOutput
+from hf_paged.sequence import SequenceGroup
 
 
 class KVPool:
@@ -18,6 +21,7 @@ class KVPool:
     Attributes:
         lock: Re-entrant; whoever changes tables or the tensor holds it.
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
+        cost: What recomputation and swapping have taken so far.
     """
 
     def __init__(self, config: PagedConfig, traits: ModelTraits, runner: ModelRunner) -> None:
@@ -32,6 +36,7 @@ class KVPool:
         self.traits = traits
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
+        self.cost = PreemptionCost()
         self._runner = runner
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
@@ -61,9 +66,48 @@ class KVPool:
                     self.config.max_num_seqs * max_context,
                     self._runner.model.device,
                 )
-                self._manager = BlockManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-                self._scheduler = Scheduler(self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs)
+                self._manager = BlockManager(
+                    num_blocks,
+                    self.config.block_size,
+                    self.config.enable_prefix_caching,
+                    self._num_swap_blocks(num_blocks),
+                )
+                self._scheduler = Scheduler(
+                    self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
+                )
             return self._manager
+
+    def _num_swap_blocks(self, num_blocks: int) -> int:
+        space = self.config.swap_space_gib
+        if space is None:
+            space = 0.0 if self.config.preemption == "recompute" else DEFAULT_SWAP_SPACE_GIB
+        return min(num_blocks, int(space * 2**30) // self.bytes_per_block)
+
+    def _prefers_swap(self, group: SequenceGroup) -> bool:
+        if self.config.preemption != "auto":
+            return self.config.preemption == "swap"
+        num_tokens = max((sequence.num_computed_tokens for sequence in group.sequences), default=0)
+        num_blocks = self.manager.swap_in_need([sequence.seq_id for sequence in group.sequences])
+        return self.cost.prefers_swap(num_tokens, num_blocks)
+
+    def execute_copies(self, step: SchedulerOutput) -> None:
+        """Swaps, copies and clears blocks before a step."""
+        self.execute_swap_outs(step.swap_outs)
+        kv_cache = self.kv_cache
+        if step.swap_ins:
+            started = time.perf_counter()
+            kv_cache.swap_in(step.swap_ins)
+            self.cost.note_swap(len(step.swap_ins), time.perf_counter() - started)
+        kv_cache.copy_blocks(step.block_copies)
+        kv_cache.zero_blocks(step.new_blocks)
+
+    def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
+        """Moves blocks `(device, CPU)`."""
+        if pairs:
+            assert self.manager.swap_pool is not None
+            started = time.perf_counter()
+            self.kv_cache.swap_out(pairs, self.manager.swap_pool.num_blocks)
+            self.cost.note_swap(len(pairs), time.perf_counter() - started)
 
     @property
     def scheduler(self) -> Scheduler:

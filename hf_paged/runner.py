@@ -57,7 +57,7 @@ def is_stochastic(model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class TokenInputs:
-    """The tokens a flat forward draws from, in one row; a scheduled chunk names a range of them.
+    """Tokens of a flat batch, side by side.
 
     Attributes:
         input_ids: `[N]` int64, or `None` when the prompt came as embeddings.
@@ -68,6 +68,23 @@ class TokenInputs:
     input_ids: Tensor | None
     inputs_embeds: Tensor | None
     position_ids: Tensor
+
+    @classmethod
+    def cat(cls, parts: list[TokenInputs]) -> TokenInputs:
+        """One after another; all are ids, or all embeddings."""
+        ids = [part.input_ids for part in parts if part.input_ids is not None]
+        embeds = [part.inputs_embeds for part in parts if part.inputs_embeds is not None]
+        positions = torch.cat([part.position_ids for part in parts])
+        return cls(torch.cat(ids) if ids else None, torch.cat(embeds) if embeds else None, positions)
+
+    def part(self, start: int, length: int) -> TokenInputs:
+        """`length` tokens from `start` on."""
+        stop = start + length
+        return TokenInputs(
+            None if self.input_ids is None else self.input_ids[start:stop],
+            None if self.inputs_embeds is None else self.inputs_embeds[start:stop],
+            self.position_ids[start:stop],
+        )
 
 
 class ModelRunner:
@@ -105,7 +122,6 @@ class ModelRunner:
         manager: BlockManager,
         kv_cache: KVCache,
         tokens: TokenInputs,
-        first_tokens: list[int],
         logit_rows: np.ndarray,
     ) -> Tensor:
         """Runs a step through the model: cache writes, attention, logits.
@@ -114,8 +130,7 @@ class ModelRunner:
             step: What the scheduler chose; its block copies are done.
             manager: Holds the block tables.
             kv_cache: The pool.
-            tokens: Where the chunks' tokens are.
-            first_tokens: For each chunk, where its tokens begin in `tokens`.
+            tokens: The chunks' tokens.
             logit_rows: `[K]` int64, rows of the flat batch whose logits are wanted.
 
         Returns:
@@ -130,21 +145,19 @@ class ModelRunner:
             null_block=kv_cache.null_block,
             device=device,
         )
-        ranges = [np.arange(n, n + chunk.num_tokens) for n, chunk in zip(first_tokens, step.chunks, strict=True)]
-        index = torch.from_numpy(np.concatenate(ranges)).to(device)
         rows = torch.from_numpy(logit_rows).to(device)
         inputs: dict[str, Any] = {}
         if tokens.input_ids is not None:
-            inputs["input_ids"] = tokens.input_ids[index][None]
+            inputs["input_ids"] = tokens.input_ids[None]
         else:
             assert tokens.inputs_embeds is not None
-            inputs["inputs_embeds"] = tokens.inputs_embeds[index][None]
+            inputs["inputs_embeds"] = tokens.inputs_embeds[None]
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = rows
         with paged_attention_scope(self.configs):
             output = self._forward(
                 self.model,
-                position_ids=tokens.position_ids[index][None],
+                position_ids=tokens.position_ids[None],
                 attention_mask=step_mask(PagedStep.make(metadata, kv_cache.tensor), device),
                 past_key_values=StepCache(),
                 use_cache=True,

@@ -1,19 +1,22 @@
-"""Which tokens run in the next step, within the token budget and the pool."""
+"""Which tokens run in the next step, within the token budget and the pool, and who makes room for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
-from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hf_paged.block_manager import BlockManager
 from hf_paged.errors import OutOfBlocksError
-from hf_paged.sequence import Sequence
+from hf_paged.sequence import Sequence, SequenceGroup, SequenceStatus
+
+WATERMARK = 0.01  # share of the pool that stays free when a group is admitted, so that what runs can grow
+RETRY_STEPS = 16  # a waiting group that did not fit is tried again after so many steps, or when more blocks are free
 
 
-@dataclass(slots=True, frozen=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """`num_tokens` tokens of `sequence`, from its token `start` on, run in this step."""
 
     sequence: Sequence
@@ -23,173 +26,774 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step, as the scheduler hands it to the runner.
+    """One step, as the scheduler hands it to the runner. Copies are executed in the order of these fields.
 
     Attributes:
         chunks: What runs, in batch order.
-        block_copies: Copy-on-write pairs `(source, destination)` to execute before anything is written. A block may be
-            the source of one and, freed by it, the destination of another: all sources are read first.
+        swap_outs: Block pairs `(device, CPU)`.
+        swap_ins: Block pairs `(CPU, device)`.
+        block_copies: Copy-on-write pairs `(source, destination)`. A block may be the source of one and, freed by it,
+            the destination of another: all sources are read first.
         new_blocks: Blocks newly given to the chunks' sequences.
+        num_preempted: Sequences preempted for this step.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
+    num_preempted: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in the making."""
+
+    output: SchedulerOutput
+    budget: int
+    num_seqs: int
+    only: object
+    forced: bool
+    batch_key: Hashable = None
+    has_key: bool = False
+    skipped_key: tuple[Hashable] | None = None
+    is_short: bool = False  # a running group found no room: nobody is admitted
+    hashes: set[bytes] = field(default_factory=set)  # of the prompt blocks that this step computes
+
+    @property
+    def is_full(self) -> bool:
+        return self.budget == 0 or self.num_seqs == 0
+
+    def admits(self, group: SequenceGroup) -> bool:
+        """Whether the group may share this step."""
+        if self.only is not None and group.owner is not self.only:
+            return False
+        if self.has_key and group.batch_key != self.batch_key:
+            self.skipped_key = self.skipped_key or (group.batch_key,)
+            return False
+        return True
 
 
 class Scheduler:
-    """First come, first served: fills each step up to the token budget, chunking what does not fit.
+    """First come, first served, a token budget a step for decode and chunked prefill together.
 
-    A sequence that has no pending tokens keeps its blocks until somebody needs them; then the one used last is
-    preempted first (its blocks are freed, its tokens computed again when it next runs), which keeps the rows of a
-    batch that is larger than the pool from evicting each other in turn. Sequences that wait for this very step are
-    preempted last.
+    Running groups come first (decodes before prefill chunks), then swapped ones, then waiting ones. Admission is
+    optimistic: a group is let in when its tokens so far fit, nothing is reserved for tokens not yet generated. When
+    blocks run out nobody is admitted any more; then idle groups and after them the newest group are preempted, whole:
+    swapped to CPU memory or dropped to be computed again. A group that finds no newer one to preempt waits.
+
+    A step costs time for the groups that run in it, not for those that wait.
+
+    Args:
+        manager: The block tables; the scheduler is their only writer between `schedule` and `update`.
+        max_num_batched_tokens: Tokens a step.
+        max_num_seqs: Sequences a step.
+        prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
+
+    Attributes:
+        num_preemptions: Sequences preempted.
+        num_swapped_out: Those of them that were swapped.
+        num_admission_stalls: Steps in which the first waiting group did not fit.
     """
 
-    def __init__(self, manager: BlockManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        prefers_swap: Callable[[SequenceGroup], bool] = lambda group: False,
+    ) -> None:
         self._manager = manager
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
-        self._resident: dict[int, Sequence] = {}  # sequences with computed tokens, the one used last at the end
+        self._prefers_swap = prefers_swap
+        self._watermark = max(1, int(manager.pool.num_blocks * WATERMARK))
+        self._num_arrivals = 0
+        self._num_sequences = 0
+        self._groups: dict[int, SequenceGroup] = {}  # all live ones
+        self._resident: dict[int, SequenceGroup] = {}  # those with blocks in the pool
+        self._ready: dict[int, SequenceGroup] = {}  # resident, with pending tokens when last looked at
+        self._ready_is_sorted = True
+        # Heaps of (priority, arrival); what is no longer in the matching dictionary is skipped.
+        self._waiting: dict[int, SequenceGroup] = {}
+        self._waiting_heap: list[tuple[int, int]] = []
+        self._swapped: dict[int, SequenceGroup] = {}
+        self._swapped_heap: list[tuple[int, int]] = []
         self._in_flight: set[int] = set()
+        self._next_key: tuple[Hashable] | None = None
+        self._refused: tuple[int, int] | None = None  # the first waiting group, and the blocks free when it didn't fit
+        self._num_refusals = 0
         self.num_preemptions = 0
+        self.num_swapped_out = 0
+        self.num_admission_stalls = 0
 
-    @contextmanager
-    def protecting(self, seq_ids: Iterable[int]) -> Iterator[None]:
-        """Keeps sequences of a running step from being preempted by a forward inside it (a hook calling the model)."""
-        added = set(seq_ids) - self._in_flight
-        self._in_flight |= added
-        try:
-            yield
-        finally:
-            self._in_flight -= added
+    # Gauges
 
     @property
-    def num_resident(self) -> int:
-        """Sequences that hold computed tokens."""
-        return len(self._resident)
+    def groups(self) -> Iterable[SequenceGroup]:
+        """All live groups, in order of creation."""
+        return self._groups.values()
 
-    def remember(self, sequence: Sequence) -> None:
-        """Notes that a sequence holds computed tokens and was used just now."""
-        self._resident.pop(sequence.seq_id, None)
-        self._resident[sequence.seq_id] = sequence
+    @property
+    def num_waiting(self) -> int:
+        """Groups with work that hold no blocks."""
+        return len(self._waiting)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drops a sequence whose blocks were freed."""
-        self._resident.pop(sequence.seq_id, None)
+    @property
+    def num_running(self) -> int:
+        """Sequences with keys and values in the pool."""
+        return sum(len(group.sequences) for group in self._resident.values())
 
-    def schedule(
-        self, pending: SequenceOf[tuple[Sequence, int]], keep: frozenset[int] = frozenset()
-    ) -> SchedulerOutput:
-        """Chooses the next step and allocates its blocks.
+    @property
+    def num_swapped(self) -> int:
+        """Sequences with keys and values in CPU memory."""
+        return (
+            sum(len(group.sequences) for group in self._groups.values() if group.status is SequenceStatus.SWAPPED)
+            if self._manager.num_swapped_blocks
+            else 0
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any group has pending tokens and isn't in a running step."""
+        if self._head(self._waiting, self._waiting_heap) or self._head(self._swapped, self._swapped_heap):
+            return True
+        return any(arrival not in self._in_flight and group.has_work for arrival, group in self._ready.items())
+
+    def is_in_flight(self, group: SequenceGroup) -> bool:
+        """Whether a step with this group is running."""
+        return group.arrival in self._in_flight
+
+    # A sequence's life
+
+    def new_group(self, priority: int = 0, batch_key: Hashable = None, owner: object = None) -> SequenceGroup:
+        """An empty group, the newest."""
+        self._num_arrivals += 1
+        return SequenceGroup(self._num_arrivals, priority, batch_key=batch_key, owner=owner)
+
+    def new_sequence(self, group: SequenceGroup | None = None) -> Sequence:
+        """An empty sequence, in a group of its own if none is given."""
+        group = group or self.new_group()
+        self._num_sequences += 1
+        self._manager.add(self._num_sequences)
+        sequence = Sequence(self._num_sequences, group)
+        group.sequences.append(sequence)
+        self._groups[group.arrival] = group
+        return sequence
+
+    def fork(self, parent: Sequence, group: SequenceGroup | None = None) -> Sequence:
+        """A sequence equal to its parent that shares all its blocks.
 
         Args:
-            pending: In order of arrival, the sequences with pending tokens, each with the number of leading tokens that
-                may come from the prefix cache (those whose logits nobody wants).
-            keep: Ids of sequences that must not be preempted for these.
+            parent: Any live sequence that isn't in a running step.
+            group: Where the child belongs; `None`: to its parent's group. Another group must not be swapped apart.
+        """
+        group = group or parent.group
+        self._num_sequences += 1
+        self._manager.fork(parent.seq_id, self._num_sequences)
+        child = Sequence(
+            self._num_sequences,
+            group,
+            None if parent.token_ids is None else parent.token_ids.copy(),
+            parent.num_tokens,
+            parent.num_computed_tokens,
+            parent.logits_from,
+            parent.is_wanted,
+            parent.position_offset,
+            parent.extra_key,
+        )
+        group.sequences.append(child)
+        if group is not parent.group:
+            group.status, group.is_idle = parent.group.status, parent.group.is_idle
+        self._groups[group.arrival] = group
+        self._file(group)
+        return child
+
+    def free(self, sequence: Sequence) -> None:
+        """Ends a sequence and releases its blocks. It must not be in a running step."""
+        self._manager.free(sequence.seq_id)
+        group = sequence.group
+        group.sequences.remove(sequence)
+        if not group.sequences:
+            self._groups.pop(group.arrival, None)
+        self._file(group)
+
+    def crop(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cuts a sequence to its first `num_tokens` tokens."""
+        if sequence.token_ids is not None:
+            del sequence.token_ids[num_tokens:]
+        sequence.num_tokens = num_tokens
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+        if num_tokens:
+            if num_tokens < self._manager.num_tokens(sequence.seq_id):
+                self._manager.crop(sequence.seq_id, num_tokens)
+            self._manager.forget_hashes(sequence.seq_id, num_tokens)
+        else:
+            self._manager.free(sequence.seq_id)
+            self._manager.add(sequence.seq_id)
+        self._file(sequence.group)
+
+    def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Books tokens that somebody else stored in slots appended to the sequence's table."""
+        sequence.num_tokens += num_tokens
+        sequence.num_computed_tokens += num_tokens
+        sequence.group.status = SequenceStatus.RUNNING
+        self._file(sequence.group)
+
+    def wake(self, group: SequenceGroup) -> None:
+        """Queues a group whose sequences have got pending tokens."""
+        if group.status is SequenceStatus.RUNNING:
+            if group.arrival not in self._ready:
+                if self._ready_is_sorted and self._ready:
+                    last = next(reversed(self._ready.values()))
+                    self._ready_is_sorted = last.order < group.order
+                self._ready[group.arrival] = group
+        else:
+            self._file(group)
+
+    def renew(self, group: SequenceGroup) -> None:
+        """Makes an old group the newest: another call begins over a cache that was kept."""
+        for groups in (self._groups, self._resident, self._ready, self._waiting, self._swapped):
+            groups.pop(group.arrival, None)
+        self._num_arrivals += 1
+        group.arrival = self._num_arrivals
+        self._groups[group.arrival] = group
+        self._file(group)
+
+    def _file(self, group: SequenceGroup) -> None:
+        """Puts a group into the queues it belongs to."""
+        arrival = group.arrival
+        if arrival not in self._in_flight and not any(s.num_computed_tokens for s in group.sequences):
+            group.status = SequenceStatus.WAITING
+        status, has_work = group.status, group.has_work
+        if not group.sequences:
+            status, has_work = SequenceStatus.WAITING, False
+        if status is SequenceStatus.RUNNING:
+            self._resident[arrival] = group
+            if has_work:
+                self.wake(group)
+        else:
+            self._resident.pop(arrival, None)
+            self._ready.pop(arrival, None)
+        for queue, heap, own in (
+            (self._waiting, self._waiting_heap, SequenceStatus.WAITING),
+            (self._swapped, self._swapped_heap, SequenceStatus.SWAPPED),
+        ):
+            if status is own and has_work:
+                if arrival not in queue:
+                    queue[arrival] = group
+                    heapq.heappush(heap, group.order)
+            else:
+                queue.pop(arrival, None)
+
+    # A step
+
+    def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> SchedulerOutput:
+        """Chooses the next step and allocates its blocks. Its sequences are in flight until `update` or `undo`.
+
+        Args:
+            forced: Nothing is running or will come back by itself: the first group in line may preempt any other.
+            only: Groups of this owner only.
+            max_tokens: A smaller token budget than usual.
+
+        Returns:
+            The step; without chunks if there is nothing to do, or nothing that fits and `forced` is off.
 
         Raises:
-            OutOfBlocksError: The first sequence doesn't fit, with everything preemptible preempted.
+            OutOfBlocksError: `forced`, and the first group in line does not fit with everything else preempted; its
+                `group` says which. Nothing is in flight, but its `swap_outs` are to be executed.
         """
-        order = list(pending)
-        while True:
-            output = self._fill_step(order, keep)
-            if output.chunks:
-                return output
-            # Nobody fits: the sequences still to run hold what each of them needs. The newest goes first, and sits this
-            # step out, or it would take its cached blocks right back.
-            preempted = False
-            while len(order) > 1 and not preempted:
-                newest = order.pop()[0]
-                preempted = newest.seq_id not in keep and self._preempt_if_possible(newest)
-            if not preempted:
-                first = order[0][0]
-                num_tokens = min(first.num_pending_tokens, self._max_num_batched_tokens)
-                raise OutOfBlocksError(
-                    self._manager.blocks_needed(first.seq_id, num_tokens), self._manager.pool.num_free
-                )
+        budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
+        step = _Step(SchedulerOutput(), budget, self._max_num_seqs, only, forced)
+        before = self.num_preemptions
+        if self._next_key is not None and not forced:
+            step.batch_key, step.has_key = self._next_key[0], True
+        if forced:
+            self._force(step)
+            step.forced = False  # whoever else finds room may not take it from an older one
+        self._run_queues(step)
+        if not step.output.chunks and step.has_key:
+            step.has_key = False
+            self._run_queues(step)
+        self._next_key = step.skipped_key
+        step.output.num_preempted = self.num_preemptions - before
+        return step.output
 
-    def _fill_step(self, pending: SequenceOf[tuple[Sequence, int]], keep: frozenset[int]) -> SchedulerOutput:
-        output = SchedulerOutput()
-        budget = self._max_num_batched_tokens
-        protected = keep | {sequence.seq_id for sequence, _ in pending}
-        for sequence, cacheable in pending:
-            if len(output.chunks) == self._max_num_seqs or budget == 0:
+    def _run_queues(self, step: _Step) -> None:
+        self._schedule_running(step)
+        if not step.is_short and not step.is_full:
+            self._swap_in(step)
+            if not self._head(self._swapped, self._swapped_heap):
+                self._admit(step)
+
+    def _schedule_running(self, step: _Step) -> None:
+        if not self._ready_is_sorted:
+            self._ready = dict(sorted(self._ready.items(), key=lambda item: item[1].order))
+            self._ready_is_sorted = True
+        prefills: list[SequenceGroup] = []
+        parked: list[int] = []
+        in_flight = self._in_flight
+        for arrival, group in list(self._ready.items()):
+            if arrival in in_flight or arrival not in self._ready:  # not there: preempted for an older one
+                continue
+            sequences = group.sequences
+            if len(sequences) == 1:
+                sequence = sequences[0]
+                longest = sequence.num_tokens - sequence.num_computed_tokens if sequence.is_wanted else 0
+            else:
+                longest = max(
+                    [s.num_tokens - s.num_computed_tokens if s.is_wanted else 0 for s in sequences], default=0
+                )
+            if longest == 0:
+                parked.append(arrival)
+            elif not step.admits(group):
+                continue
+            elif longest > 1:
+                prefills.append(group)
+            elif step.budget == 0 or step.num_seqs == 0:
                 break
-            if self._manager.num_tokens(sequence.seq_id) == 0 and sequence.is_reproducible and cacheable > 0:
-                assert sequence.token_ids is not None
-                sequence.num_computed_tokens = self._manager.match_prefix(
-                    sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=cacheable
-                )
-                if sequence.num_computed_tokens:
-                    self.remember(sequence)
-            num_tokens = min(sequence.num_pending_tokens, budget)
-            if self._make_room(sequence, num_tokens, protected):
-                self._append(output, ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
-                budget -= num_tokens
-        return output
+            else:
+                self._run_group(step, group)
+        for arrival in parked:
+            self._ready.pop(arrival, None)  # an idle one may have been preempted meanwhile
+        for group in prefills:
+            if step.is_full:
+                break
+            # Asked again, because only what ran before it may have given the step its key.
+            if group.arrival in self._ready and step.admits(group):
+                self._run_group(step, group)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, protected: Set[int]) -> bool:
-        # The need is asked again after each victim: one that shared a block frees none but may make a copy unnecessary.
-        while self._manager.blocks_needed(sequence.seq_id, num_tokens) > self._manager.pool.num_free:
-            if not self.preempt_newest(protected):
-                return False
-        return True
+    def _swap_in(self, step: _Step) -> None:
+        while not step.is_full and (group := self._head(self._swapped, self._swapped_heap)):
+            if not step.admits(group):
+                return
+            if not self._bring_back(step, group, self._spare()):
+                return
 
-    def _preempt_if_possible(self, sequence: Sequence) -> bool:
-        if not sequence.is_reproducible or self._manager.num_tokens(sequence.seq_id) == 0:
+    def _bring_back(self, step: _Step, group: SequenceGroup, spare: int) -> bool:
+        """Swaps a group in and runs it, if it fits with what it is about to add."""
+        seq_ids = [sequence.seq_id for sequence in group.sequences]
+        # No less than it may take: nobody can be swapped out any more in the step that swaps it in.
+        need = self._manager.swap_in_need(seq_ids) + self._growth(step, group)
+        if not self._has_room(step, need + spare):
             return False
-        self.preempt(sequence)
+        step.output.swap_ins += self._manager.swap_in(seq_ids)
+        group.status = SequenceStatus.RUNNING
+        self._file(group)
+        return self._run_group(step, group)
+
+    def _growth(self, step: _Step, group: SequenceGroup) -> int:
+        """Blocks that the next tokens of a group take at most."""
+        return self._manager.append_need(
+            [
+                (s.seq_id, min(s.num_wanted_tokens, step.budget) if s.num_computed_tokens else s.num_wanted_tokens)
+                for s in group.sequences
+                if s.num_wanted_tokens
+            ]
+        )
+
+    def _admit(self, step: _Step) -> None:
+        while not step.is_full and (group := self._head(self._waiting, self._waiting_heap)):
+            if not step.admits(group):
+                return
+            if self._was_refused(group):
+                self.num_admission_stalls += 1
+                return
+            if not self._start(step, group, self._spare()):
+                if not step.hashes:
+                    self.num_admission_stalls += 1
+                    self._refused = (group.arrival, self._manager.pool.num_free)
+                    self._num_refusals = 0
+                return
+
+    def _was_refused(self, group: SequenceGroup) -> bool:
+        """Whether it was refused lately when as much was free: asking again costs a prefix match of its whole prompt.
+
+        Asked again now and then all the same: blocks may be cached or groups idle by now.
+        """
+        self._num_refusals += 1
+        if self._refused is None or self._num_refusals % RETRY_STEPS == 0:
+            return False
+        return self._refused[0] == group.arrival and self._manager.pool.num_free <= self._refused[1]
+
+    def _has_room(self, step: _Step, num_blocks: int) -> bool:
+        """Whether so many blocks are free, or become free by preempting idle groups."""
+        while num_blocks > self._manager.pool.num_free:
+            victim = None if step.output.swap_ins else self._victim(lambda group: group.is_idle)
+            if victim is None:
+                return False
+            step.output.swap_outs += self.preempt(victim)
         return True
+
+    def _spare(self) -> int:
+        """Blocks to leave free for what runs."""
+        return self._watermark if self._resident else 0
+
+    def _start(self, step: _Step, group: SequenceGroup, spare: int) -> bool:
+        """Lets a waiting group in and runs its first tokens, if all its tokens so far fit."""
+        first = next(sequence for sequence in group.sequences if sequence.num_wanted_tokens)
+        self._begin(first)
+        if not step.forced and self._is_being_computed(step, first):
+            self._forget_progress(group)
+            return False
+        if not self._has_room(step, self._start_need(group, first) + spare):
+            self._forget_progress(group)
+            return False
+        group.status = SequenceStatus.RUNNING
+        self._resident[group.arrival] = group
+        self.wake(group)
+        if self._run_group(step, group, first):
+            self._waiting.pop(group.arrival, None)
+            return True
+        self._forget_progress(group)
+        return False
+
+    def _start_need(self, group: SequenceGroup, first: Sequence) -> int:
+        """Blocks that a waiting group takes: what `first` needs, and of the others what they don't share with it."""
+        size = self._manager.block_size
+        return self._manager.blocks_needed(first.seq_id, first.num_wanted_tokens) + sum(
+            -(-s.num_tokens // size) - min(_common_prefix(s, first), s.logits_from, s.num_tokens - 1) // size
+            for s in group.sequences
+            if s is not first and s.num_wanted_tokens
+        )
+
+    def _forget_progress(self, group: SequenceGroup) -> None:
+        """Takes back an admission: prefix hits are released."""
+        for sequence in group.sequences:
+            self._manager.unmatch(sequence.seq_id)
+            sequence.num_computed_tokens = 0
+        group.status = SequenceStatus.WAITING
+        self._file(group)
+
+    def _force(self, step: _Step) -> None:
+        """Runs the first group in line, whoever has to make room for it."""
+        candidates = [
+            group
+            for group in (
+                *(g for g in self._ready.values() if g.arrival not in self._in_flight and g.has_work),
+                self._head(self._swapped, self._swapped_heap),
+                self._head(self._waiting, self._waiting_heap),
+            )
+            if group is not None and step.admits(group)
+        ]
+        if step.only is not None:
+            candidates += [
+                g for g in (*self._waiting.values(), *self._swapped.values()) if g.owner is step.only and g.has_work
+            ]
+        if not candidates:
+            return
+        first = min(candidates, key=lambda group: group.order)
+        try:
+            self._force_group(step, first)
+        except OutOfBlocksError:
+            # What stands in its way may be others that can't be preempted: then those go on, at its expense.
+            fixed = [g for g in candidates if g is not first and g.arrival in self._ready and not g.is_reproducible]
+            if not fixed:
+                raise
+            self._force_group(step, min(fixed, key=lambda group: group.order))
+
+    def _force_group(self, step: _Step, first: SequenceGroup) -> None:
+        while True:
+            if first.status is SequenceStatus.SWAPPED:
+                done = self._bring_back(step, first, 0)
+            elif first.status is SequenceStatus.WAITING:
+                done = self._start(step, first, 0)
+            else:
+                done = self._run_group(step, first)
+            if done:
+                return
+            step.is_short = True
+            if not self._preempt_for(first, step):
+                if first.status is SequenceStatus.SWAPPED and first.is_reproducible:
+                    # It does not fit as a whole: rather a part of it than nothing.
+                    self.preempt(first, allow_swap=False)
+                    continue
+                if self._run_alone(step, first):
+                    return
+                if first.status is SequenceStatus.WAITING:
+                    needed = self._start_need(first, next(s for s in first.sequences if s.num_wanted_tokens))
+                else:
+                    needed = self._growth(step, first)
+                    if first.status is SequenceStatus.SWAPPED:
+                        needed += self._manager.swap_in_need([s.seq_id for s in first.sequences])
+                error = OutOfBlocksError(needed, self._manager.pool.num_free)
+                error.group = first
+                error.swap_outs = step.output.swap_outs
+                raise error
+
+    def _run_group(self, step: _Step, group: SequenceGroup, first: Sequence | None = None) -> bool:
+        """Adds the group's next tokens to the step: for all its sequences that have any, or (without room) none.
+
+        `first` was given what the prefix cache has of it already.
+        """
+        manager, output = self._manager, step.output
+        sequences = group.sequences
+        if len(sequences) == 1:
+            sequence = sequences[0]
+            computed = sequence.num_computed_tokens
+            if sequence.is_wanted and sequence.num_tokens - computed == 1 and manager.append_in_place(sequence.seq_id):
+                # The usual decode: one token more in a block that has room.
+                output.chunks.append(ScheduledChunk(sequence, computed, 1))
+                self._note(step, group, 1, 1)
+                return True
+        requests: list[tuple[Sequence, int]] = []
+        begun: list[Sequence] = []
+        budget, num_seqs = step.budget, step.num_seqs
+        is_prefilling = False
+        for sequence in sequences:
+            if budget == 0 or num_seqs == 0:
+                break
+            if sequence.num_wanted_tokens == 0:
+                continue
+            if sequence.num_computed_tokens == 0:
+                if is_prefilling:
+                    continue  # it will share what its sibling computes now
+                if sequence is not first:
+                    self._begin(sequence)
+                    begun.append(sequence)
+            is_prefilling |= sequence.num_wanted_tokens > 1
+            num_tokens = min(sequence.num_wanted_tokens, budget)
+            requests.append((sequence, num_tokens))
+            budget -= num_tokens
+            num_seqs -= 1
+        appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
+        while manager.append_need(appends) > manager.pool.num_free:
+            step.is_short = True
+            if step.output.swap_ins or not self._preempt_for(group, step):
+                for sequence in begun:
+                    manager.unmatch(sequence.seq_id)
+                    sequence.num_computed_tokens = 0
+                return False
+        held = [len(manager.block_table(seq_id)) for seq_id, _ in appends]
+        output.block_copies += manager.append(appends)
+        for (sequence, num_tokens), count in zip(requests, held):
+            output.new_blocks += manager.block_table(sequence.seq_id)[count:]
+            output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+            if num_tokens > 1 and sequence.is_reproducible and (self._waiting or self._swapped):
+                assert sequence.token_ids is not None
+                step.hashes.update(
+                    manager.prompt_hashes(
+                        sequence.seq_id,
+                        sequence.token_ids,
+                        sequence.extra_key,
+                        sequence.num_computed_tokens,
+                        sequence.num_computed_tokens + num_tokens,
+                    )
+                )
+        self._note(step, group, step.budget - budget, len(requests))
+        return bool(requests)
+
+    def _run_alone(self, step: _Step, group: SequenceGroup) -> bool:
+        """Runs one sequence of a group that does not fit the empty pool as a whole, at its siblings' expense."""
+        if group.status is SequenceStatus.SWAPPED or not group.is_reproducible:
+            return False
+        sequence = next(sequence for sequence in group.sequences if sequence.num_wanted_tokens)
+        siblings = [other for other in group.sequences if other is not sequence and not group.num_pins]
+        is_new = sequence.num_computed_tokens == 0
+        if is_new:
+            self._begin(sequence)
+        request = [(sequence.seq_id, min(sequence.num_wanted_tokens, step.budget))]
+        for sibling in sorted(siblings, key=lambda s: s.num_wanted_tokens > 0):
+            if self._manager.append_need(request) <= self._manager.pool.num_free:
+                break
+            if sibling.num_computed_tokens:
+                self._drop(sibling)
+                self.num_preemptions += 1
+        if self._manager.append_need(request) > self._manager.pool.num_free:
+            if is_new:
+                self._manager.unmatch(sequence.seq_id)
+                sequence.num_computed_tokens = 0
+            return False
+        held = len(self._manager.block_table(sequence.seq_id))
+        step.output.block_copies += self._manager.append(request)
+        step.output.new_blocks += self._manager.block_table(sequence.seq_id)[held:]
+        step.output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, request[0][1]))
+        self._note(step, group, request[0][1], 1)
+        group.status = SequenceStatus.RUNNING
+        self._file(group)
+        return True
+
+    def _note(self, step: _Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
+        step.budget -= num_tokens
+        step.num_seqs -= num_seqs
+        if not step.has_key:
+            step.batch_key, step.has_key = group.batch_key, True
+        self._in_flight.add(group.arrival)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Gives a sequence without computed tokens what a sibling or the prefix cache already holds of it."""
+        if not sequence.is_reproducible or sequence.num_computed_tokens:
+            return
+        assert sequence.token_ids is not None
+        limit = min(sequence.logits_from, sequence.num_tokens - 1)
+        if limit <= 0:
+            return
+        manager = self._manager
+        best, shared = None, 0
+        for sibling in sequence.group.sequences:
+            if sibling.num_computed_tokens > shared:
+                common = min(_common_prefix(sequence, sibling), limit, sibling.num_computed_tokens)
+                if common > shared:
+                    best, shared = sibling, common
+        if best is not None:
+            manager.free(sequence.seq_id)
+            manager.fork(best.seq_id, sequence.seq_id)
+            manager.crop(sequence.seq_id, shared)
+            sequence.num_computed_tokens = shared
+            return
+        sequence.num_computed_tokens = manager.match_prefix(
+            sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=limit
+        )
+
+    def _is_being_computed(self, step: _Step, sequence: Sequence) -> bool:
+        """Whether a chunk of this step computes the very block that the sequence would begin with."""
+        start = sequence.num_computed_tokens
+        end = start + self._manager.block_size
+        if not step.hashes or not sequence.is_reproducible or end > min(sequence.logits_from, sequence.num_tokens - 1):
+            return False
+        assert sequence.token_ids is not None
+        hashes = self._manager.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
+        return any(block_hash in step.hashes for block_hash in hashes)
+
+    def _head(self, queue: dict[int, SequenceGroup], heap: list[tuple[int, int]]) -> SequenceGroup | None:
+        while heap:
+            group = queue.get(heap[0][1])
+            if group is not None and group.order == heap[0]:
+                if group.has_work:
+                    return group
+                del queue[group.arrival]  # whoever waited for it has given up
+            heapq.heappop(heap)
+        return None
+
+    # After a step
 
     def update(self, output: SchedulerOutput) -> None:
         """Books an executed step: its tokens are computed, and full blocks of them may be shared from now on."""
-        for chunk in output.chunks:
-            sequence = chunk.sequence
-            sequence.num_computed_tokens += chunk.num_tokens
-            self.remember(sequence)
-            block_size = self._manager.block_size
-            filled_a_block = sequence.num_computed_tokens // block_size > chunk.start // block_size
-            if filled_a_block and sequence.is_reproducible:
+        block_size, in_flight = self._manager.block_size, self._in_flight
+        for sequence, start, num_tokens in output.chunks:
+            sequence.num_computed_tokens = end = start + num_tokens
+            in_flight.discard(sequence.group.arrival)
+            if end // block_size > start // block_size and sequence.is_reproducible:
                 assert sequence.token_ids is not None
-                self._manager.commit(
-                    sequence.seq_id, sequence.token_ids[: sequence.num_computed_tokens], sequence.extra_key
-                )
+                self._manager.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
 
     def undo(self, output: SchedulerOutput) -> None:
-        """Takes back the slots of a step that failed. Its block copies must have been executed."""
-        for chunk in output.chunks:
-            self._manager.crop(chunk.sequence.seq_id, chunk.start)
+        """Takes back the slots of a step that failed. Its copies must have been executed."""
+        for sequence, start, _ in output.chunks:
+            self._manager.crop(sequence.seq_id, start)
+            self._in_flight.discard(sequence.group.arrival)
+        for group in {chunk.sequence.group.arrival: chunk.sequence.group for chunk in output.chunks}.values():
+            self._file(group)
 
-    def preempt_newest(self, protected: Set[int]) -> bool:
-        """Preempts the sequence used last of those that can be and are not `protected`; False if there is none."""
-        for sequence in reversed(self._resident.values()):
-            is_free = sequence.seq_id not in protected and sequence.seq_id not in self._in_flight
-            if is_free and sequence.is_reproducible:
-                self.preempt(sequence)
-                return True
-        return False
+    # Preemption
+
+    def make_room(self, num_blocks: int, protected: Iterable[SequenceGroup]) -> list[tuple[int, int]]:
+        """Preempts groups until so many blocks are free, or nobody is left; returns swaps to execute."""
+        keep = {group.arrival for group in protected}
+        swap_outs: list[tuple[int, int]] = []
+        while self._manager.pool.num_free < num_blocks:
+            victim = self._victim(lambda group: group.arrival not in keep)
+            if victim is None:
+                break
+            swap_outs += self.preempt(victim)
+        return swap_outs
+
+    def swap_in_now(self, group: SequenceGroup) -> SchedulerOutput:
+        """Brings a swapped group back outside of any step, whoever has to make room for it.
+
+        Returns:
+            Only swaps, to execute.
+
+        Raises:
+            OutOfBlocksError: It doesn't fit with everything else preempted.
+        """
+        output = SchedulerOutput()
+        seq_ids = [sequence.seq_id for sequence in group.sequences]
+        output.swap_outs = self.make_room(self._manager.swap_in_need(seq_ids), [group])
+        try:
+            output.swap_ins = self._manager.swap_in(seq_ids)
+        except OutOfBlocksError as error:
+            error.group, error.swap_outs = group, output.swap_outs
+            raise
+        group.status = SequenceStatus.RUNNING
+        self._file(group)
+        return output
 
     def preempt_all(self) -> int:
-        """Preempts every sequence, if all can be; returns how many can't (then none was touched)."""
-        lost = sum(not sequence.is_reproducible for sequence in self._resident.values())
-        if not lost:
-            for sequence in list(self._resident.values()):
-                self.preempt(sequence)
-        return lost
+        """Drops every group's blocks, swapped ones included, if all can be computed again and none is needed now.
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Frees a sequence's blocks; its tokens become pending again."""
-        self._manager.free(sequence.seq_id)
-        self._manager.add(sequence.seq_id)
+        Returns:
+            How many sequences can't be dropped; then nothing has changed.
+        """
+        holders = [group for group in self._groups.values() if group.status is not SequenceStatus.WAITING]
+        fixed = sum(
+            len(group.sequences)
+            for group in holders
+            if group.num_pins or group.arrival in self._in_flight or not group.is_reproducible
+        )
+        if not fixed:
+            for group in holders:
+                self.preempt(group, allow_swap=False)
+        return fixed
+
+    def _preempt_for(self, group: SequenceGroup, step: _Step) -> bool:
+        """Preempts one group so that another can run: an idle one, else the newest that is newer (if forced: any)."""
+        victim = self._victim(
+            lambda other: other is not group and (step.forced or other.is_idle or other.order > group.order)
+        )
+        if victim is None:
+            return False
+        step.output.swap_outs += self.preempt(victim)
+        return True
+
+    def _victim(self, may_go: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:
+        """Idle ones first, then those without work at the moment, the newest first of each."""
+        candidates = [
+            group
+            for group in self._resident.values()
+            if not group.num_pins
+            and group.arrival not in self._in_flight
+            and may_go(group)
+            and (group.is_reproducible or self._can_swap(group))
+        ]
+        return max(candidates, key=lambda group: (group.is_idle, group.order), default=None)
+
+    def _can_swap(self, group: SequenceGroup) -> bool:
+        return self._manager.can_swap_out([sequence.seq_id for sequence in group.sequences])
+
+    def preempt(self, group: SequenceGroup, allow_swap: bool = True) -> list[tuple[int, int]]:
+        """Takes a group's blocks, all of them: to CPU memory, or dropped so that its tokens become pending again.
+
+        Returns:
+            Block pairs `(device, CPU)` to copy before the device blocks are written.
+        """
+        self.num_preemptions += len(group.sequences)
+        wants_swap = not group.is_reproducible or self._prefers_swap(group)
+        if allow_swap and wants_swap and self._can_swap(group):
+            self.num_swapped_out += len(group.sequences)
+            group.status = SequenceStatus.SWAPPED
+            swap_outs = self._manager.swap_out([sequence.seq_id for sequence in group.sequences])
+            self._file(group)
+            return swap_outs
+        for sequence in group.sequences:
+            self._drop(sequence)
+        group.status = SequenceStatus.WAITING
+        self._file(group)
+        return []
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._manager.evict(sequence.seq_id)
         sequence.num_computed_tokens = 0
-        self.forget(sequence)
-        self.num_preemptions += 1
 
-    def _append(self, output: SchedulerOutput, chunk: ScheduledChunk) -> None:
-        seq_id = chunk.sequence.seq_id
-        table = self._manager.block_table(seq_id)
-        held = len(table)
-        output.block_copies += self._manager.append([(seq_id, chunk.num_tokens)])
-        output.new_blocks += self._manager.block_table(seq_id)[held:]
-        output.chunks.append(chunk)
+
+def _common_prefix(one: Sequence, other: Sequence) -> int:
+    """Tokens that two sequences begin with alike (0 if unknown)."""
+    if one.token_ids is None or other.token_ids is None or one.extra_key != other.extra_key:
+        return 0
+    a, b = one.token_ids, other.token_ids
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    # The first length at which the prefixes differ, by bisection over slices compared in C.
+    return bisect_left(range(length), True, key=lambda n: a[: n + 1] != b[: n + 1])

@@ -1,9 +1,18 @@
-"""`Sequence`: one row of a cache as the scheduler sees it, tokens and how many of them are computed."""
+"""`Sequence` and `SequenceGroup`: what the scheduler schedules, tokens and how many of them are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class SequenceStatus(StrEnum):
+    """Where the keys and values of a group are."""
+
+    WAITING = "waiting"  # nowhere: not started, or preempted by recomputation
+    RUNNING = "running"  # in the block pool
+    SWAPPED = "swapped"  # in CPU memory
 
 
 @dataclass(slots=True, eq=False)
@@ -15,21 +24,30 @@ class Sequence:
 
     Attributes:
         seq_id: Key of the sequence's block table in the `BlockManager`.
+        group: The sequences it is scheduled with.
         token_ids: The ids of all its tokens, in cache order; `None` once one of them is unknown (a prompt given as
             embeddings, keys written by a forward that did not go through the engine). Unknown tokens can be neither
             hashed nor recomputed.
         num_tokens: Tokens of the sequence, computed or not.
-        num_computed_tokens: Leading tokens whose keys and values are in the pool.
+        num_computed_tokens: Leading tokens whose keys and values are in the pool (or in CPU memory, while swapped).
+        logits_from: Index of the first token whose logits somebody waits for: what lies before it may come from the
+            prefix cache.
+        is_wanted: Whether somebody waits for its pending tokens; without, they stay pending. Taken back when the logits
+            are out, wherever they are used only together with a sibling's: else the sequence, preempted for its
+            sibling, is computed again at the sibling's expense, for ever.
         position_offset: Position id of token `i` minus `i`, the same for the whole sequence; `None` when it is not
             (custom position ids), which also rules out hashing and recomputing.
-        extra_key: What besides the tokens the keys and values depend on, the model's state and the position offset:
-            part of the block hash.
+        extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
+            cache salt: part of the block hash.
     """
 
     seq_id: int
+    group: SequenceGroup
     token_ids: list[int] | None = field(default_factory=list)
     num_tokens: int = 0
     num_computed_tokens: int = 0
+    logits_from: int = 0
+    is_wanted: bool = False
     position_offset: int | None = 0
     extra_key: tuple[Hashable, ...] = ()
 
@@ -43,24 +61,59 @@ class Sequence:
         """Tokens whose keys and values are still to be computed."""
         return self.num_tokens - self.num_computed_tokens
 
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Pending tokens that somebody waits for."""
+        return self.num_tokens - self.num_computed_tokens if self.is_wanted else 0
+
     def check_state(self, state: tuple[Hashable, ...]) -> None:
         """Raises `ValueError` if tokens are to be computed again in another state of the model than they were.
 
         Args:
             state: `ModelState.key()` of now.
         """
-        if self.extra_key[:-1] != state:
+        if self.extra_key[: len(state)] != state:
             raise ValueError(
                 "the model's weights, adapters, hooks or autocast changed since this PagedCache was filled, and its "
                 "blocks were taken for other sequences meanwhile: what it held can't be computed again; reset() it"
             )
 
-    def known_tokens(self) -> tuple[list[int], list[int]]:
-        """Ids and position ids of all its tokens.
 
-        Raises:
-            ValueError: The sequence is not reproducible.
-        """
-        if self.token_ids is None or self.position_offset is None:
-            raise ValueError(f"sequence {self.seq_id} has tokens or positions that only the pool knows")
-        return self.token_ids, list(range(self.position_offset, self.position_offset + self.num_tokens))
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """The sequences of one prompt (samples, beams), admitted, preempted and resumed together.
+
+    Attributes:
+        arrival: Number of the group in order of arrival.
+        priority: The lower, the earlier; groups of one priority are served in order of arrival.
+        sequences: The live ones.
+        status: Where their keys and values are.
+        is_idle: Nobody is generating with it, somebody's `PagedCache` holds it: the first to make room.
+        num_pins: Whoever pins a group needs it in the pool: it is not preempted.
+        batch_key: Groups of different keys (autocast, embeddings) don't share a step.
+        owner: The call it belongs to: what fails when a step of it alone fails.
+    """
+
+    arrival: int
+    priority: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    is_idle: bool = False
+    num_pins: int = 0
+    batch_key: Hashable = None
+    owner: object = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key, first come first served within a priority."""
+        return self.priority, self.arrival
+
+    @property
+    def has_work(self) -> bool:
+        """Whether somebody waits for pending tokens of it."""
+        return any(s.is_wanted and s.num_tokens > s.num_computed_tokens for s in self.sequences)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether all of it can be computed again."""
+        return all(sequence.is_reproducible for sequence in self.sequences)

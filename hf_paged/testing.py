@@ -111,8 +111,9 @@ def near_tie_threshold(dtype: torch.dtype, logits: Tensor) -> Tensor:
     float32: 1e-4. bf16 and fp16: 4 eps M, with eps = 2^-7 and 2^-10, and M the largest magnitude among the logits.
     Numbers of M's size lie up to eps M apart, so rounding the output alone moves a gap by as much, and the layers
     before it add theirs. Measured on CPU (cached decode against a plain forward; gaps of the eight best tokens to the
-    best), in eps M: rms 0.2, worst 1.1 in a trained model of 6 layers; worst 2.6 in random ones of 2 layers; rms 1.0,
-    worst 3.9 in one of 8. Noise grows with the square root of the depth: random weights of 24 layers exceed it.
+    best; in eps M): rms 0.2, worst 1.2 in a trained model of 6 layers; rms 0.6, worst 2.6 in random ones of 2 layers.
+    Noise grows with the square root of the depth, fastest in random weights: rms 1 to 1.5 at 8 layers, 2 at 24. Such
+    models need a wider threshold.
 
     Args:
         dtype: The model's.

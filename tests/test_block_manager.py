@@ -11,7 +11,7 @@ from hf_paged.block_manager import BlockManager
 from hf_paged.errors import OutOfBlocksError
 
 
-def manager_of(num_blocks: int = 16, block_size: int = 4, **kwargs: bool) -> BlockManager:
+def manager_of(num_blocks: int = 16, block_size: int = 4, **kwargs: int) -> BlockManager:
     return BlockManager(num_blocks, block_size, **kwargs)
 
 
@@ -404,6 +404,229 @@ def test_disabled_prefix_caching() -> None:
     assert manager.pool.num_cached_free == 0
 
 
+def test_hashes_follow_the_tokens_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_of()
+    manager.add(0)
+    prompt = list(range(12))
+    hashes = manager.prompt_hashes(0, prompt, (), 0, 12)
+    assert len(set(hashes)) == 3 and manager.prompt_hashes(0, prompt, (), 4, 11) == hashes[1:2]
+    assert manager.match_prefix(0, prompt) == 0
+    manager.append([(0, 12)])
+    manager.forget_hashes(0, 6)  # from here on it became another sequence
+    changed = [*prompt[:6], *range(60, 66)]
+    assert manager.commit(0, changed) == 3
+    assert manager.prompt_hashes(0, changed, (), 0, 12)[:1] == hashes[:1]
+    assert matched(manager, 1, [*prompt, 0]) == 4
+    assert matched(manager, 2, [*changed, 0]) == 12
+    manager.crop(0, 9)
+    monkeypatch.setattr(BlockManager, "_next_hash", lambda *_: pytest.fail("hashed again"))
+    assert len(manager.prompt_hashes(0, changed, (), 0, 11)) == 2
+
+
+def test_hashes_without_a_prefix_cache() -> None:
+    manager = manager_of(enable_prefix_caching=False)
+    manager.add(0)
+    assert manager.prompt_hashes(0, list(range(12)), (), 0, 12) == []
+
+
+def test_commit_of_the_first_tokens_only() -> None:
+    manager = manager_of()
+    tokens = list(range(12))
+    grown(manager, 0, 9)
+    assert manager.commit(0, tokens, num_tokens=9) == 2, "the tokens after them have no slots yet"
+    with pytest.raises(ValueError, match="cannot commit 10 tokens"):
+        manager.commit(0, tokens, num_tokens=10)
+    assert matched(manager, 1, [*tokens, 0]) == 8
+
+
+def test_an_evicted_sequence_begins_anew_without_hashing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_of()
+    tokens = list(range(10))
+    table = list(written(manager, 0, tokens))
+    manager.evict(0)
+    assert (manager.block_table(0), manager.num_tokens(0), manager.pool.num_in_use) == ([], 0, 0)
+    monkeypatch.setattr(BlockManager, "_next_hash", lambda *_: pytest.fail("hashed again"))
+    assert manager.match_prefix(0, tokens) == 8
+    assert manager.block_table(0) == table[:2]
+    manager.check_invariants()
+
+
+def test_unmatch_takes_back_one_match() -> None:
+    manager = manager_of()
+    tokens = list(range(9))
+    written(manager, 0, tokens)
+    assert matched(manager, 1, tokens) == 8
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8)
+    manager.fork(1, 2)
+    manager.unmatch(2)
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8), "a fork has asked for nothing"
+    manager.unmatch(1)
+    manager.unmatch(1)
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (0, 0)
+    assert manager.match_prefix(1, tokens) == 8
+    manager.evict(1)
+    manager.unmatch(1)
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8), "it was computed with, and lost later"
+    manager.check_invariants()
+
+
+# The short way of a decode step
+
+
+def test_append_in_place() -> None:
+    manager = manager_of()
+    table = written(manager, 0, list(range(7)))
+    assert manager.append_in_place(0) and manager.num_tokens(0) == 8 and len(table) == 2
+    assert not manager.append_in_place(0), "the last block is full"
+    manager.crop(0, 7)
+    manager.fork(0, 1)
+    assert not manager.append_in_place(0), "the last block is shared"
+    manager.free(1)
+    assert manager.commit(0, list(range(7))) == 0 and manager.append_in_place(0)
+    manager.commit(0, list(range(8)))
+    manager.crop(0, 6)
+    assert not manager.append_in_place(0), "the last block can still be found by what it held"
+    manager.add(2)
+    assert not manager.append_in_place(2), "there is no block"
+    assert (manager.num_tokens(0), manager.num_tokens(2)) == (6, 0)
+    manager.check_invariants()
+
+
+def test_append_need_is_what_append_takes() -> None:
+    manager = manager_of()
+    grown(manager, 0, 3)
+    manager.fork(0, 1)
+    manager.fork(0, 2)
+    for requests in ([(0, 2)], [(0, 1), (1, 1)], [(0, 6), (1, 1), (2, 2)]):
+        expected = manager.append_need(requests)
+        free = manager.pool.num_free
+        manager.append(requests)
+        assert free - manager.pool.num_free == expected
+    assert manager.append_need([]) == 0
+
+
+# Swap
+
+
+def test_swapped_sequences_keep_their_sharing() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    grown(manager, 0, 6)
+    manager.fork(0, 1)
+    manager.append([(1, 1)])
+    tables = [list(manager.block_table(s)) for s in (0, 1)]
+    assert manager.can_swap_out([0, 1])
+    pairs = dict(manager.swap_out([0, 1]))
+    assert set(pairs) == {*tables[0], *tables[1]} and len(pairs) == 3
+    assert [manager.block_table(s) for s in (0, 1)] == [[pairs[block] for block in table] for table in tables]
+    assert (manager.pool.num_in_use, manager.num_swapped_blocks, manager.num_stored_tokens) == (0, 3, 0)
+    manager.check_invariants()
+    assert manager.swap_in_need([0, 1]) == 3 and manager.append_need([(0, 3), (1, 1)]) == 1
+    back = dict(manager.swap_in([0, 1]))
+    assert set(back) == set(pairs.values())
+    assert manager.block_table(0)[0] == manager.block_table(1)[0] == back[pairs[tables[0][0]]]
+    assert (manager.pool.num_in_use, manager.num_swapped_blocks, manager.num_stored_tokens) == (3, 0, 9)
+    manager.check_invariants()
+
+
+def test_a_block_shared_with_others_stays_with_them() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    table = list(written(manager, 0, list(range(8))))
+    assert matched(manager, 1, list(range(9))) == 8
+    assert len(manager.swap_out([1])) == 2 and manager.block_table(0) == table
+    assert manager.swap_in([1]) == [] and manager.block_table(1) == table, "its content is still there"
+    assert [manager.pool.ref_count(block) for block in table] == [2, 2]
+    manager.check_invariants()
+
+
+def test_a_swapped_block_is_findable_again_when_it_is_back() -> None:
+    manager = manager_of(num_blocks=4, num_swap_blocks=4)
+    written(manager, 0, list(range(9)))
+    manager.swap_out([0])
+    grown(manager, 1, 16)  # overwrites all that was cached
+    manager.free(1)
+    assert len(manager.swap_in([0])) == 3
+    assert matched(manager, 2, list(range(9))) == 8 and manager.block_table(2) == manager.block_table(0)[:2]
+    manager.check_invariants()
+
+
+def test_a_block_from_before_a_reset_is_not_findable_when_it_is_back() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    written(manager, 0, list(range(9)))
+    manager.swap_out([0])
+    manager.reset_prefix_cache()
+    assert len(manager.swap_in([0])) == 3
+    assert matched(manager, 1, list(range(9))) == 0
+
+
+def test_a_failed_swap_changes_nothing() -> None:
+    manager = manager_of(num_blocks=4, num_swap_blocks=2)
+    grown(manager, 0, 8)
+    grown(manager, 1, 8)
+    assert manager.can_swap_out([0]) and not manager.can_swap_out([0, 1])
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.swap_out([0, 1])
+    assert (caught.value.needed, caught.value.free) == (4, 2)
+    assert (manager.pool.num_in_use, manager.num_swapped_blocks) == (4, 0)
+    manager.swap_out([0])
+    grown(manager, 2, 4)
+    swapped = list(manager.block_table(0))
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.swap_in([0])
+    assert (caught.value.needed, caught.value.free) == (2, 1)
+    assert manager.block_table(0) == swapped and (manager.pool.num_in_use, manager.num_swapped_blocks) == (3, 2)
+    manager.check_invariants()
+
+
+def test_bad_swaps() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    grown(manager, 0, 5)
+    grown(manager, 1, 5)
+    with pytest.raises(ValueError, match=r"not all of the sequences \[0\] are swapped out"):
+        manager.swap_in([0])
+    manager.swap_out([0])
+    with pytest.raises(ValueError, match="swapped out already"):
+        manager.swap_out([1, 0])
+    with pytest.raises(ValueError, match="sequence 0 is swapped out"):
+        manager.append([(1, 1), (0, 1)])
+    assert manager.num_tokens(1) == 5
+    without = manager_of()
+    grown(without, 0, 5)
+    assert not without.can_swap_out([0]) and without.num_swapped_blocks == 0
+    with pytest.raises(ValueError, match="no swap space"):
+        without.swap_out([0])
+    manager.check_invariants()
+
+
+def test_swapped_sequences_are_forked_cropped_evicted_and_freed() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    grown(manager, 0, 10)
+    manager.swap_out([0])
+    manager.fork(0, 1)
+    manager.fork(0, 2)
+    manager.fork(0, 3)
+    manager.crop(1, 5)
+    manager.crop(2, 0)
+    manager.evict(3)
+    assert [len(manager.block_table(s)) for s in range(4)] == [3, 2, 0, 0] and manager.num_swapped_blocks == 3
+    manager.append([(2, 1), (3, 5)])  # with nothing left in CPU memory they begin anew
+    manager.free(0)
+    assert manager.num_swapped_blocks == 2
+    assert len(manager.swap_in([1])) == 2 and manager.num_swapped_blocks == 0
+    manager.check_invariants()
+
+
+def test_a_sequence_without_blocks_goes_along() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    grown(manager, 0, 5)
+    manager.add(1)
+    manager.swap_out([0, 1])
+    manager.append([(1, 1)])
+    manager.crop(1, 0)
+    assert len(manager.swap_in([0, 1])) == 2
+    manager.append([(0, 1), (1, 1)])
+    manager.check_invariants()
+
+
 # Numbers and checks
 
 
@@ -422,7 +645,7 @@ def test_stored_tokens_count_a_shared_block_once() -> None:
 
 def test_check_invariants_notices() -> None:
     def corrupted(change) -> BlockManager:  # type: ignore[no-untyped-def]
-        manager = manager_of()
+        manager = manager_of(num_swap_blocks=4)
         written(manager, 0, list(range(8)))
         manager.fork(0, 1)
         manager.check_invariants()
@@ -435,8 +658,11 @@ def test_check_invariants_notices() -> None:
         lambda m: m.block_table(0).__setitem__(1, m.block_table(0)[0]),
         lambda m: m.pool.incref(0),
         lambda m: m._tables[1].block_hashes.reverse(),
-        lambda m: m._tables[1].block_hashes.append(b""),
+        lambda m: m._tables[1].__setattr__("num_committed", 3),
         lambda m: m.pool.__setattr__("_num_free", 3),
+        lambda m: m._tables[0].__setattr__("is_swapped", True),
+        lambda m: m.swap_pool.allocate(1),
+        lambda m: m.swap_pool.__setattr__("_num_free", 3),
     ):
         with pytest.raises(AssertionError) as caught:
             corrupted(change).check_invariants()

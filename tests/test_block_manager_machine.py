@@ -1,10 +1,11 @@
 """Random operations on BlockManager and BlockPool beside a model that knows what every slot must hold.
 
 `World` drives the manager and keeps, next to it: the tokens of every sequence, a physical memory `slots[block][offset]`
-that is written as a runner would write it (returned copies first, then the new tokens at their slots), and its own idea
-of what the prefix cache holds. What is written for a token is not the token but a fingerprint of all that its K/V
-depends on: everything before it, the extra key and the weights (the era between two resets). So a missed copy, a block
-freed too early or a stale hit shows as a sequence that does not read back its own content.
+that is written as a runner would write it (returned copies first, then the new tokens at their slots), the same for the
+CPU pool that sequences are swapped to, and its own idea of what the prefix cache holds. What is written for a token is
+not the token but a fingerprint of all that its K/V depends on: everything before it, the extra key and the weights (the
+era between two resets). So a missed copy, a block freed too early, a swap to the wrong place or a stale hit shows as a
+sequence that does not read back its own content.
 
 Two drivers share it: hypothesis, which shrinks what it finds, and a seeded random walk, which goes far.
 """
@@ -40,13 +41,18 @@ class Model:
     values: list[int] = field(default_factory=list)  # the K/V of each token, as a fingerprint
     num_hashed: int = 0  # leading blocks that were committed or matched
     stale: bool = False  # holds K/V of an earlier era
+    swapped: bool = False
 
 
 class World:
     """A manager, its model, and operations whose arguments are any small integers."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_swap_blocks: int = 0
+    ) -> None:
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching, num_swap_blocks)
+        self.swap_pool = self.manager.swap_pool
+        self.cpu_slots: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.pool = self.manager.pool
         self.block_size = block_size
         self.caching = enable_prefix_caching
@@ -60,6 +66,8 @@ class World:
         self.next_id = 100
         self.num_operations = 0
         self.query_tokens = self.hit_tokens = 0
+        self.last_query = (0, 0)
+        self._old_tables: dict[int, list[int]] = {}  # of sequences that a swap-out is still to release, as they were
         self.events: Counter[str] = Counter()
 
     # Operations. Each is complete: whatever the arguments, it does something that the manager must answer rightly.
@@ -72,6 +80,7 @@ class World:
         """One step of a batch: sequences picked by number, with the tokens that each gets."""
         self.num_operations += 1
         additions = {self._pick(pick): tokens for pick, tokens in wanted}
+        additions = {seq_id: tokens for seq_id, tokens in additions.items() if not self.models[seq_id].swapped}
         requests = [(seq_id, len(tokens)) for seq_id, tokens in additions.items()]
         needed = self._expected_need(requests)
         num_free = self.pool.num_free
@@ -83,6 +92,7 @@ class World:
             return
         if len(requests) == 1:
             assert self.manager.blocks_needed(*requests[0]) == needed
+        assert self.manager.append_need(requests) == needed
         in_use, lru = self._in_use(), self.lru.copy()
         copies = self.manager.append(requests)
         assert self.pool.num_free == num_free - needed
@@ -122,7 +132,7 @@ class World:
         assert self.pool.num_free == num_free
         self.events["fork"] += 1
         self.models[child_id] = Model(
-            parent.key, parent.tokens.copy(), parent.values.copy(), parent.num_hashed, parent.stale
+            parent.key, parent.tokens.copy(), parent.values.copy(), parent.num_hashed, parent.stale, parent.swapped
         )
 
     def free(self, pick: int) -> None:
@@ -137,14 +147,17 @@ class World:
         num_tokens = max(0, len(model.tokens) - cut)
         table = self.manager.block_table(seq_id).copy()
         self.manager.crop(seq_id, num_tokens)
-        self._released(table)
+        self._released(table, model)
+        model.swapped &= num_tokens > 0
         del model.tokens[num_tokens:], model.values[num_tokens:]
         model.num_hashed = min(model.num_hashed, num_tokens // self.block_size)
 
     def commit(self, pick: int, behind: int) -> None:
         """Commits all tokens but the last `behind`."""
         self.num_operations += 1
-        self._commit(self._pick(pick), behind)
+        seq_id = self._pick(pick)
+        if not self.models[seq_id].swapped:
+            self._commit(seq_id, behind)
 
     def _commit(self, seq_id: int, behind: int) -> None:
         model = self.models[seq_id]
@@ -161,7 +174,122 @@ class World:
                 self.events["duplicate content"] += self.cached[content] != block_id
                 model.num_hashed = position + 1
         self.events["commit of a stale sequence"] += model.stale
-        assert self.manager.commit(seq_id, model.tokens[:num_tokens], (model.key,)) == expected
+        if behind % 2:
+            assert self.manager.commit(seq_id, model.tokens, (model.key,), num_tokens) == expected
+        else:
+            assert self.manager.commit(seq_id, model.tokens[:num_tokens], (model.key,)) == expected
+        hashes = self.manager.prompt_hashes(seq_id, model.tokens, (model.key,), 0, num_tokens)
+        assert len(hashes) == (num_tokens // self.block_size if self.caching else 0)
+        if not model.stale and self.caching:
+            contents = [(model.key, tuple(model.tokens[: end * self.block_size])) for end in range(1, len(hashes) + 1)]
+            assert [self.pool.lookup(block_hash) for block_hash in hashes] == [self.cached.get(c) for c in contents]
+
+    def append_in_place(self, pick: int, token: int) -> None:
+        """The short way to append one token, or a refusal that changes nothing."""
+        self.num_operations += 1
+        seq_id = self._pick(pick)
+        model, table = self.models[seq_id], self.manager.block_table(seq_id)
+        if model.swapped:
+            return
+        holders = sum(bool(table) and table[-1] in self.manager.block_table(s) for s in self._resident())
+        if len(model.tokens) % self.block_size == 0 or holders > 1 or table[-1] in self.content:
+            with self._nothing_changes():
+                assert not self.manager.append_in_place(seq_id)
+            return
+        assert self.manager.append_in_place(seq_id)
+        self.events["append in place"] += 1
+        model.values.append(self._value(model.values, token, model.key))
+        self.slots[table[-1]][len(model.tokens) % self.block_size] = model.values[-1]
+        model.tokens.append(token)
+
+    def evict(self, pick: int, comes_back: bool) -> None:
+        """A sequence loses its blocks but not its tokens, of which it may find some again."""
+        self.num_operations += 1
+        seq_id = self._pick(pick)
+        model, table = self.models[seq_id], self.manager.block_table(seq_id).copy()
+        tokens = model.tokens
+        self.manager.evict(seq_id)
+        self._released(table, model, ends=seq_id)
+        assert self.manager.block_table(seq_id) == [] and self.manager.num_tokens(seq_id) == 0
+        self.models[seq_id] = Model(model.key)
+        self.events["eviction of a sequence"] += bool(table)
+        if comes_back and tokens:
+            self._match(seq_id, tokens, None)
+        else:
+            self.manager.forget_hashes(seq_id, 0)
+
+    # Swap
+
+    def swap_out(self, picks: list[int]) -> None:
+        self.num_operations += 1
+        seq_ids = [s for s in dict.fromkeys(self._pick(pick) for pick in picks) if not self.models[s].swapped]
+        blocks = {block for seq_id in seq_ids for block in self.manager.block_table(seq_id)}
+        if self.swap_pool is None:
+            assert not self.manager.can_swap_out(seq_ids)
+            with self._nothing_changes(), pytest.raises(ValueError):
+                self.manager.swap_out(seq_ids)
+            return
+        fits = len(blocks) <= self.swap_pool.num_free
+        assert self.manager.can_swap_out(seq_ids) == fits
+        if not fits:
+            self.events["out of CPU blocks"] += 1
+            with self._nothing_changes(), pytest.raises(OutOfBlocksError):
+                self.manager.swap_out(seq_ids)
+            return
+        tables = [self.manager.block_table(seq_id).copy() for seq_id in seq_ids]
+        num_swapped = self.swap_pool.num_in_use
+        pairs = self.manager.swap_out(seq_ids)
+        assert {source for source, _ in pairs} == blocks and len(pairs) == len(blocks), "sharing is lost"
+        assert self.swap_pool.num_in_use == self.manager.num_swapped_blocks == num_swapped + len(blocks)
+        for source, destination in pairs:
+            self.cpu_slots[destination] = self.slots[source].copy()
+        self._old_tables = dict(zip(seq_ids, tables))
+        for seq_id, table in zip(seq_ids, tables):
+            assert self.manager.block_table(seq_id) == [dict(pairs)[block] for block in table]
+            self._released(table, self.models[seq_id], ends=seq_id)
+            self.models[seq_id].swapped = bool(table)
+        self._old_tables = {}
+        self.events["swap-out"] += bool(pairs)
+        self.events["swap-out of shared blocks"] += sum(map(len, tables)) > len(blocks)
+
+    def swap_in(self, picks: list[int]) -> None:
+        self.num_operations += 1
+        wanted = dict.fromkeys(self._pick(pick) for pick in picks)
+        seq_ids = [s for s in wanted if self.models[s].swapped or not self.models[s].tokens]
+        tables = {seq_id: self.manager.block_table(seq_id).copy() for seq_id in seq_ids}
+        blocks = {block for table in tables.values() for block in table}
+        if self.swap_pool is None or not blocks:
+            return
+        assert self.manager.swap_in_need(seq_ids) == len(blocks)
+        if len(blocks) > self.pool.num_free:
+            self.events["out of blocks for a swap-in"] += 1
+            with self._nothing_changes(), pytest.raises(OutOfBlocksError):
+                self.manager.swap_in(seq_ids)
+            return
+        contents: dict[int, Content] = {}
+        for seq_id, table in tables.items():
+            model = self.models[seq_id]
+            for position in range(0 if model.stale else model.num_hashed):
+                contents[table[position]] = (model.key, tuple(model.tokens[: (position + 1) * self.block_size]))
+        found = {block: self.cached[content] for block, content in contents.items() if content in self.cached}
+        in_use, shared = self._in_use(), Counter(block for block in blocks for t in tables.values() if block in t)
+        self.lru = [block_id for block_id in self.lru if block_id not in found.values()]
+        copies = self.manager.swap_in(seq_ids)
+        assert {source for source, _ in copies} == blocks - set(found), "what is cached need not be copied"
+        for source, destination in copies:
+            self._overwritten(destination, in_use)
+            self.slots[destination] = self.cpu_slots[source].copy()
+        for source, destination in copies:
+            if source in contents and contents[source] not in self.cached:
+                self.cached[contents[source]] = destination
+                self.content[destination] = contents[source]
+        places = dict(copies) | found
+        for seq_id, table in tables.items():
+            assert self.manager.block_table(seq_id) == [places[block] for block in table]
+            self.models[seq_id].swapped = False
+        self.events["swap-in"] += 1
+        self.events["swap-in of shared blocks"] += max(shared.values()) > 1
+        self.events["swap-in to cached blocks"] += bool(found)
 
     def match(self, remembered: int, other_key: bool, cut: int, suffix: list[int], max_tokens: int | None) -> None:
         """A new sequence whose prompt is a beginning of another one's, live or gone, and some tokens of its own."""
@@ -172,8 +300,25 @@ class World:
         prompt = source.tokens[: max(0, len(source.tokens) - cut)] + suffix
         empty = [seq_id for seq_id, model in self.models.items() if not model.tokens and model.key == key]
         seq_id = empty[0] if empty else self._add(key)
-        model = self.models[seq_id]
+        self._match(seq_id, prompt, max_tokens)
+        if cut % 3 == 2:
+            self._unmatch(seq_id)
 
+    def _unmatch(self, seq_id: int) -> None:
+        """The sequence was not let in after all."""
+        model, table = self.models[seq_id], self.manager.block_table(seq_id).copy()
+        self.manager.unmatch(seq_id)
+        self.manager.forget_hashes(seq_id, 0)
+        self._released(table, model, ends=seq_id)
+        self.models[seq_id] = Model(model.key)
+        self.query_tokens -= self.last_query[0]
+        self.hit_tokens -= self.last_query[1]
+        self.events["match taken back"] += bool(table)
+        with self._nothing_changes():
+            self.manager.unmatch(seq_id)  # there is nothing more to take back
+
+    def _match(self, seq_id: int, prompt: list[int], max_tokens: int | None) -> None:
+        model, key = self.models[seq_id], self.models[seq_id].key
         limit = len(prompt) - 1 if max_tokens is None else min(len(prompt) - 1, max_tokens)
         blocks: list[int] = []
         while (end := (len(blocks) + 1) * self.block_size) <= limit and (key, tuple(prompt[:end])) in self.cached:
@@ -181,6 +326,7 @@ class World:
         revived = set(blocks) & set(self.lru)
         self.lru = [block_id for block_id in self.lru if block_id not in revived]
         num_matched = self.manager.match_prefix(seq_id, prompt, (key,), max_tokens)
+        self.manager.forget_hashes(seq_id, num_matched)  # other tokens than the prompt's may follow
 
         assert self.manager.block_table(seq_id) == blocks
         assert num_matched == len(blocks) * self.block_size
@@ -189,8 +335,9 @@ class World:
         model.tokens = prompt[:num_matched]
         model.num_hashed = len(blocks)
         model.stale = False
-        self.query_tokens += len(prompt) * self.caching
-        self.hit_tokens += num_matched
+        self.last_query = (len(prompt) * self.caching, num_matched)
+        self.query_tokens += self.last_query[0]
+        self.hit_tokens += self.last_query[1]
         self.events["prefix hit"] += num_matched > 0
         self.events["cached free block revived"] += bool(revived)
 
@@ -221,6 +368,10 @@ class World:
             lambda: manager.crop(seq_id, -1),
             lambda: manager.commit(seq_id, [0] * (num_tokens + 1)),
             lambda: manager.match_prefix(seq_id, [0], max_tokens=-1),
+            lambda: manager.swap_out([seq_id, 1]),
+            lambda: manager.append([(seq_id, 1)] if self.models[seq_id].swapped else [(1, 1)]),
+            lambda: manager.swap_out([seq_id] if self.models[seq_id].swapped else [1]),
+            lambda: manager.swap_in([seq_id] if num_tokens and not self.models[seq_id].swapped else [1]),
             lambda: self.pool.allocate(-1),
             lambda: self.pool.decref(self.pool.num_blocks),
         ]
@@ -234,12 +385,18 @@ class World:
         manager.check_invariants()
         assert manager.sequences() == list(self.models)
         stored: set[tuple[int, int]] = set()
+        swapped: set[int] = set()
         for seq_id, model in self.models.items():
             table = manager.block_table(seq_id)
             assert seq_id in manager and manager.num_tokens(seq_id) == len(model.tokens)
+            slots = self.cpu_slots if model.swapped else self.slots
             places = [(table[i // size], i % size) for i in range(len(model.tokens))]
-            assert [self.slots[block_id][offset] for block_id, offset in places] == model.values, f"sequence {seq_id}"
-            stored.update(places)
+            assert [slots[block_id][offset] for block_id, offset in places] == model.values, f"sequence {seq_id}"
+            if model.swapped:
+                swapped.update(table)
+            else:
+                stored.update(places)
+        assert manager.num_swapped_blocks == len(swapped)
         assert manager.num_stored_tokens == len(stored)
         in_use = {block_id for block_id, _ in stored}
         assert manager.num_allocated_slots == len(in_use) * size
@@ -256,7 +413,7 @@ class World:
         for seq_id in list(self.models):
             self._free(seq_id)
         self.check()
-        assert self.pool.num_in_use == 0
+        assert self.pool.num_in_use == self.manager.num_swapped_blocks == 0
         assert sorted(self.pool.allocate(self.pool.num_blocks)) == list(range(self.pool.num_blocks))
 
     # Helpers
@@ -284,8 +441,9 @@ class World:
     def _free(self, seq_id: int) -> None:
         table = self.manager.block_table(seq_id)
         self.manager.free(seq_id)
-        self.history = [*self.history[-5:], self.models.pop(seq_id)]
-        self._released(table)
+        model = self.models.pop(seq_id)
+        self.history = [*self.history[-5:], model]
+        self._released(table, model)
 
     def _value(self, before: list[int], token: int, key: int) -> int:
         return hash((before[-1] if before else None, len(before), token, key, self.era))
@@ -299,17 +457,33 @@ class World:
             if block_id not in in_use:
                 self.lru.remove(block_id)
 
-    def _in_use(self) -> set[int]:
-        return {block_id for seq_id in self.models for block_id in self.manager.block_table(seq_id)}
+    def _resident(self) -> list[int]:
+        return [seq_id for seq_id, model in self.models.items() if not model.swapped]
 
-    def _released(self, table: list[int]) -> None:
-        """What became free of a table is evicted from its tail on, after all that was free before."""
-        in_use = self._in_use()
+    def _in_use(self) -> set[int]:
+        return {block_id for seq_id in self._resident() for block_id in self.manager.block_table(seq_id)}
+
+    def _released(self, table: list[int], model: Model, ends: int | None = None) -> None:
+        """What became free of a table is evicted from its tail on, after all that was free before.
+
+        `ends`: the sequence holds nothing in the pool any more (that others of a swap are still to go is allowed for).
+        """
+        if model.swapped:
+            return
+        in_use = self._in_use_but(ends)
         self.lru += [block_id for block_id in reversed(table) if block_id in self.content and block_id not in in_use]
+
+    def _in_use_but(self, ends: int | None) -> set[int]:
+        return {
+            block_id
+            for seq_id in self._resident()
+            if seq_id != ends
+            for block_id in self._old_tables.get(seq_id, self.manager.block_table(seq_id))
+        }
 
     def _expected_need(self, requests: list[tuple[int, int]]) -> int:
         """Counted from the tables, without ref counts: new blocks, and a copy for each writer but a last holder."""
-        tables = {seq_id: self.manager.block_table(seq_id) for seq_id in self.models}
+        tables = {seq_id: self.manager.block_table(seq_id) for seq_id in self._resident()}
         size = self.block_size
         needed = 0
         writers: Counter[int] = Counter()
@@ -333,8 +507,9 @@ class _Unchanged:
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager
 
-    def _picture(self) -> tuple[str, str]:
-        return repr(vars(self.manager)), repr(vars(self.manager.pool))
+    def _picture(self) -> tuple[str, ...]:
+        pools = (self.manager.pool, self.manager.swap_pool)
+        return repr(vars(self.manager)), *(repr(vars(pool)) for pool in pools if pool is not None)
 
     def __enter__(self) -> None:
         self.before = self._picture()
@@ -351,10 +526,13 @@ token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 
 class BlockManagerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(4, 24), block_size=st.integers(1, 4), caching=st.sampled_from([True] * 7 + [False])
+        num_blocks=st.integers(4, 24),
+        block_size=st.integers(1, 4),
+        caching=st.sampled_from([True] * 7 + [False]),
+        num_swap_blocks=st.sampled_from([0, 3, 12]),
     )
-    def begin(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.world = World(num_blocks, block_size, caching)
+    def begin(self, num_blocks: int, block_size: int, caching: bool, num_swap_blocks: int) -> None:
+        self.world = World(num_blocks, block_size, caching, num_swap_blocks)
 
     @rule(key=st.integers(0, NUM_KEYS - 1))
     def add(self, key: int) -> None:
@@ -390,11 +568,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def match(self, remembered: int, other_key: bool, cut: int, suffix: list[int], max_tokens: int | None) -> None:
         self.world.match(remembered, other_key, cut, suffix, max_tokens)
 
+    @rule(pick=small, token=st.integers(0, 1))
+    def append_in_place(self, pick: int, token: int) -> None:
+        self.world.append_in_place(pick, token)
+
+    @rule(pick=small, comes_back=st.booleans())
+    def evict(self, pick: int, comes_back: bool) -> None:
+        self.world.evict(pick, comes_back)
+
+    @rule(picks=st.lists(small, min_size=1, max_size=4))
+    def swap_out(self, picks: list[int]) -> None:
+        self.world.swap_out(picks)
+
+    @rule(picks=st.lists(small, min_size=1, max_size=4))
+    def swap_in(self, picks: list[int]) -> None:
+        self.world.swap_in(picks)
+
     @rule()
     def reset(self) -> None:
         self.world.reset()
 
-    @rule(pick=small, kind=st.integers(0, 12))
+    @rule(pick=small, kind=st.integers(0, 16))
     def misuse(self, pick: int, kind: int) -> None:
         self.world.misuse(pick, kind)
 
@@ -424,6 +618,10 @@ WEIGHTS = {
     "free": 12,
     "fork": 6,
     "add": 2,
+    "append_in_place": 8,
+    "evict": 2,
+    "swap_out": 4,
+    "swap_in": 8,
     "misuse": 1.5,
     "reset": 0.5,
 }
@@ -452,7 +650,15 @@ def random_operation(world: World, rng: random.Random) -> None:
         case "add":
             world.add(rng.randrange(NUM_KEYS))
         case "misuse":
-            world.misuse(pick, rng.randrange(13))
+            world.misuse(pick, rng.randrange(17))
+        case "append_in_place":
+            world.append_in_place(pick, rng.randrange(2))
+        case "evict":
+            world.evict(pick, rng.random() < 0.5)
+        case "swap_out":
+            world.swap_out([rng.randrange(MAX_SEQUENCES) for _ in range(rng.choice((1, 1, 4, 8)))])
+        case "swap_in":
+            world.swap_in([rng.randrange(MAX_SEQUENCES) for _ in range(rng.choice((1, 2, 12, 12)))])
         case "reset":
             world.reset()
 
@@ -461,7 +667,7 @@ def test_long_random_walk() -> None:
     num_operations, events, episode = 0, Counter[str](), 0
     while num_operations < NUM_RANDOM_OPERATIONS:
         rng = random.Random(episode)
-        world = World(rng.randint(4, 24), rng.randint(1, 4), enable_prefix_caching=episode % 10 != 9)
+        world = World(rng.randint(4, 24), rng.randint(1, 4), episode % 10 != 9, rng.choice((0, 4, 16, 16)))
         for step in range(OPERATIONS_PER_EPISODE):
             try:
                 random_operation(world, rng)
@@ -486,6 +692,16 @@ def test_long_random_walk() -> None:
         "commit of a stale sequence",
         "reset of a filled cache",
         "fork",
+        "append in place",
+        "eviction of a sequence",
+        "match taken back",
+        "swap-out",
+        "swap-out of shared blocks",
+        "out of CPU blocks",
+        "swap-in",
+        "swap-in of shared blocks",
+        "swap-in to cached blocks",
+        "out of blocks for a swap-in",
     ):
         assert events[event] >= 100, f"{event} happened only {events[event]} times: {dict(events)}"
     print(num_operations, dict(events))

@@ -559,6 +559,24 @@ def test_preempted_conversation(make_pair: MakePair, batch: str, num_blocks: int
 
 
 @pytest.mark.core
+def test_preempted_after_a_crop(make_pair: MakePair) -> None:
+    """Would break: computing again, or offering for prefix hits, what was taken back."""
+    pair = make_pair(block_size=2, num_blocks=15)
+    with both_caches(pair) as caches:
+        ids = turn_of(pair, caches, one_prompt()["input_ids"])
+        taken_back = ids[:, :-3]
+        for cache in caches.values():
+            cache.crop(-4)
+        ids = turn_of(pair, caches, torch.cat([taken_back, random_ids(1, 4, seed=7)], dim=1))
+        pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=8))
+        assert pair.delta["num_preemptions"] > 0
+        ids = turn_of(pair, caches, torch.cat([ids, random_ids(1, 1)], dim=1))
+        assert_same_cache(*caches.values())
+        pair.both(lambda model: model.generate(ids, max_new_tokens=2))
+        assert pair.delta["prefix_cache_hit_tokens"] >= 20
+
+
+@pytest.mark.core
 def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> None:
     """Would break: rows read from blocks that were just given to other rows; and the cache after the refusal."""
     pair = make_pair(block_size=2, num_blocks=15)
@@ -578,7 +596,7 @@ def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> No
 @pytest.mark.core
 def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
     """Would break: evicting a cache that was filled from embeddings, which nobody could compute again."""
-    pair = make_pair(block_size=2, num_blocks=15)
+    pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
     with both_caches(pair) as caches:
         pair.both(
             lambda model: model.generate(
@@ -590,6 +608,23 @@ def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) 
         pair.engine.check_invariants()
         assert pair.engine.stats().num_free_blocks == 6
         assert_same_cache(*caches.values())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("preemption", ["auto", "swap"])
+def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preemption: str) -> None:
+    """Would break: the same conversation where there is CPU memory for it: it leaves, and comes back as it was."""
+    pair = make_pair(block_size=2, num_blocks=15, preemption=preemption)
+    with both_caches(pair) as caches:
+        pair.both(
+            lambda model: model.generate(
+                **EVICTORS["embeds"], past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
+            )
+        )
+        pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=8))
+        assert pair.delta["num_swapped_out"] > 0 and pair.engine.stats().num_swapped == 1
+        assert_same_cache(*caches.values())
+        assert pair.engine.stats().num_swapped == 0
 
 
 # What prefix hits may serve
@@ -706,7 +741,7 @@ def test_hits_survive_what_leaves_the_weights(pair: Pair) -> None:
 @pytest.mark.core
 def test_conversation_over_a_change_of_weights(make_pair: MakePair) -> None:
     """Would break: earlier turns, which stay as the older weights wrote them, as in stock; never recomputed."""
-    pair = make_pair(block_size=2, num_blocks=15)
+    pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
     with both_caches(pair) as caches:
         ids = turn_of(pair, caches, one_prompt()["input_ids"])
         for model in (pair.stock, pair.paged):

@@ -164,17 +164,18 @@ def test_replace_validates_too() -> None:
         replace(PagedConfig(), block_size=0)
 
 
+def test_swapping_needs_space() -> None:
+    with pytest.raises(ValueError, match='preemption="swap" needs swap_space_gib above 0'):
+        PagedConfig(preemption="swap", swap_space_gib=0)
+
+
 # What is not built yet
 
 NOT_BUILT: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("preemption", "swap", ("auto", "recompute")),
-    ("swap_space_gib", 4, ()),
-    ("swap_space_gib", 0.5, ()),
     ("kv_cache_dtype", "fp8_e4m3", ("auto",)),
     ("kv_cache_dtype", "fp8_e5m2", ("auto",)),
     ("attention_backend", "triton", ("auto", "torch")),
     ("cuda_graphs", True, ("False", "None")),
-    ("max_waiting", 8, ()),
 ]
 
 
@@ -260,9 +261,9 @@ def test_a_variable_that_does_not_parse(monkeypatch: pytest.MonkeyPatch, name: s
         ("memory_fraction", "2", "memory_fraction must be above 0 and at most 1, got 2.0"),
         ("memory_fraction", "nan", "memory_fraction"),
         ("preemption", "drop", "preemption must be one of auto, recompute, swap; got 'drop'"),
-        ("preemption", "swap", "preemption='swap' is not built yet"),
         ("cuda_graphs", "1", "cuda_graphs=True is not built yet"),
-        ("max_waiting", "3", "max_waiting=3"),
+        ("max_waiting", "0", "max_waiting must be a positive integer or None, got 0"),
+        ("swap_space_gib", "-1", "swap_space_gib must be None or a size in GiB of at least 0, got -1"),
     ],
 )
 def test_a_variable_with_a_bad_value(monkeypatch: pytest.MonkeyPatch, name: str, text: str, part: str) -> None:

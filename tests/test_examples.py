@@ -67,6 +67,40 @@ def test_your_own_model(args):
     assert "unpatched: True" in output
 
 
+def test_many_users():
+    output = run_example("many_users.py")
+    assert "same replies as stock: True" in output
+    [(users, tokens, steps)] = numbers(r"(\d+) users, (\d+) tokens in (\d+) model steps", output)
+    assert tokens == users * 48
+    assert steps < 2 * 48, "the users did not share steps"
+
+
+def test_many_prompts():
+    output = run_example("many_prompts.py", "--num-prompts", "300", "--new-tokens", "4")
+    [(prompts, tokens, steps)] = numbers(r"(\d+) prompts, (\d+) new tokens in .* (\d+) model steps", output)
+    assert prompts == 300
+    assert 300 < tokens <= 1200
+    assert steps < 100, "the prompts did not share steps"
+    [(used, total)] = numbers(r"KV blocks at the peak: (\d+) of (\d+)", output)
+    assert 0 < used < total
+
+
+def test_shared_system_prompt():
+    output = run_example("shared_system_prompt.py")
+    [(given, found)] = numbers(r"prompt tokens given: (\d+), not computed again: (\d+)", output)
+    assert given / 2 < found < given
+    [(used, unshared)] = numbers(r"KV blocks at the peak: (\d+), without sharing: (\d+)", output)
+    assert used < unshared / 2
+
+
+def test_web_endpoint():
+    output = run_example("web_endpoint.py", "--port", "0")
+    [(replies, tokens, steps)] = numbers(r"(\d+) replies, (\d+) tokens in (\d+) model steps", output)
+    assert (replies, tokens) == (8, 8 * 32)
+    assert steps < tokens
+
+
 def test_every_example_is_tested():
     found = {path.name for path in EXAMPLES.glob("*.py")} - NOT_A_DEMONSTRATION
-    assert found == {"quickstart.py", "chat_with_cache.py", "samples_and_beams.py", "your_own_model.py"}
+    tested = {f"{name.removeprefix('test_')}.py" for name in globals() if name.startswith("test_")}
+    assert found == tested - {"every_example_is_tested.py"}

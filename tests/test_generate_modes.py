@@ -370,7 +370,8 @@ def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
     mode.run(pair)
     num_rows = len(batch.get("input_ids", [0])) * mode.arguments.get("num_beams", 1)
     if num_rows > 1 and name not in ("no_time", "one_token"):
-        assert pair.delta["num_preemptions"] > 0, "everything fitted: the test is too easy"
+        waited = pair.delta["num_preemptions"] + pair.delta["num_admission_stalls"]
+        assert waited > 0, "everything fitted: the test is too easy"
 
 
 @pytest.mark.core

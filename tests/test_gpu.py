@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -69,3 +70,41 @@ def test_pool_is_sized_from_free_memory() -> None:
     model.generate(random_ids(1, 5).to("cuda"), max_new_tokens=5)
     stats = model.paged.stats()
     assert 0 < stats.num_blocks * model.paged.bytes_per_block <= 0.00011 * free
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_requests_under_pressure(preemption: str) -> None:
+    """Breaks if blocks swapped through pinned memory, or rows of many requests, come back as others."""
+    stock = build("llama").to("cuda")
+    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=40, preemption=preemption)
+    prompts = [random_ids(1, 5 + number, seed=number)[0].tolist() for number in range(16)]
+    expected = [
+        stock.generate(torch.tensor([prompt], device="cuda"), max_new_tokens=24)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    outputs = paged.paged.generate(prompts, max_new_tokens=24)
+    assert [output.token_ids for output in outputs] == expected
+    stats = paged.paged.stats()
+    assert stats.num_preemptions > 0 and stats.num_free_blocks == 40
+    assert (stats.num_swapped_out > 0) == (preemption == "swap")
+
+
+def test_threads_share_steps() -> None:
+    """Breaks if a caller's stream or device is not the worker's."""
+    stock = build("llama").to("cuda")
+    paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=256)
+    ids = [random_ids(1, 9, seed=number).to("cuda") for number in range(8)]
+    results: dict[int, torch.Tensor] = {}
+    arguments: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"logits_processor": [lambda ids, scores: scores]}]
+
+    def call(number: int) -> None:
+        results[number] = paged.generate(ids[number], max_new_tokens=16, **arguments[number % 3])
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        assert torch.equal(results[number], stock.generate(ids[number], max_new_tokens=16, **arguments[number % 3]))
+    assert paged.paged.stats().num_steps < 8 * 16

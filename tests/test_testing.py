@@ -463,6 +463,37 @@ def test_a_winner_that_barely_came_through_top_k_may_be_missing(model):
     assert not compare(model, expected, actual, seed=seed, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "is_coarse"), [(12, 1.0, False), (12, 0.8, False), (50, 0.8, False), (6, 0.8, True)]
+)
+def test_what_rounding_does_at_the_edges_of_top_k_and_top_p(top_k, top_p, is_coarse):
+    """20,000 draws from noisy logits, judged by the logits without noise; coarse logits have exact ties, as in bf16."""
+    rows, width, limit = 20_000, 60, 0.1 if is_coarse else 0.05
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(logits):
+        return (logits * 64).round() / 64 if is_coarse else logits
+
+    def judged(logits, tokens):
+        gaps, choices = testing._gaps((warpers(None, logits.clone()) - noise) * 0.8, tokens)
+        return gaps > limit, choices
+
+    raw = rounded(1.3 * torch.randn(rows, width, generator=generator))
+    noise = torch.empty(rows, width).exponential_(generator=generator).log()
+    error = limit * (torch.rand(rows, width, generator=generator) - 0.5)
+    engine = rounded(raw + error * (0.3 if is_coarse else 1.0))
+    warpers = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(0.8), hf.TopKLogitsWarper(top_k)])
+    if top_p < 1:
+        warpers.append(hf.TopPLogitsWarper(top_p))
+    tokens = (warpers(None, engine.clone()) - noise).argmax(dim=-1)
+    alarms, choices = judged(raw, tokens)
+    falsely = alarms.clone()
+    for logits in testing._shifted_cuts(raw, raw / 0.8 - noise, tokens, choices, torch.full((rows, 1), limit)):
+        falsely &= judged(logits, tokens)[0]
+    assert alarms.sum() > 50, "too few tokens at an edge: the test shows nothing"
+    assert falsely.sum() <= (0.04 * alarms.sum() if is_coarse else 0)
+
+
 def test_another_seed_or_other_arguments_are_noticed(model):
     expected = generate(model, seed=5, **SAMPLING)
     actual = generate(model, seed=6, **SAMPLING)
@@ -524,10 +555,14 @@ def test_a_hypothesis_may_not_be_returned_twice(model):
     assert [(item.row, item.gap) for item in report.divergences] == [(1, math.inf), (5, math.inf)]
 
 
-def test_an_unfinished_hypothesis_is_caught(model):
-    expected = generate(model, **BEAMS)
-    report = compare(model, expected, expected[:, :-2], **BEAMS)
-    assert not report and all(item.actual_token is None for item in report.divergences)
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_an_unfinished_hypothesis_is_caught(model, length_penalty):
+    """Without a length penalty, the shorter the better its score."""
+    arguments = BEAMS | {"length_penalty": length_penalty}
+    expected = generate(model, **arguments)
+    report = compare(model, expected, expected[:, :-2], **arguments)
+    assert faults(report) == [(row, STEPS - 2) for row in range(6)]
+    assert all(item.actual_token is None for item in report.divergences)
 
 
 def test_hypotheses_that_end_early_are_scored_by_their_length(model):

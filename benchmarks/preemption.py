@@ -1,0 +1,137 @@
+"""Swap or recompute: seconds to bring a preempted sequence back, by its length and the block size.
+
+    python benchmarks/preemption.py --out benchmarks/results [--device cuda] [--layers 12 --hidden 768 ...]
+
+A sequence of each length is put into the pool and preempted, once by dropping its blocks and once by moving them to CPU
+memory; timed is everything until its next token's logits are there again (for swap, the way out as well). The prefix
+cache is off: a recomputed sequence finds nothing. Medians. `preemption="auto"` makes the same comparison while it runs,
+from running averages of its own prefills and copies (`hf_paged/preemption.py`): its choice is shown beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_paged
+
+
+def build(args: argparse.Namespace) -> Any:
+    """A random Llama of the given shape."""
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        intermediate_size=args.intermediate,
+        vocab_size=args.vocab,
+        max_position_embeddings=max(args.lengths) + 64,
+    )
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+
+
+def bring_back(model: Any, length: int, swaps: bool) -> float:
+    """Seconds from a preemption to the next token's logits."""
+    engine = model.paged
+    cache = hf_paged.PagedCache(model)
+    ids = torch.randint(1, model.config.vocab_size, (1, length + 1), device=model.device)
+    model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
+    [sequence] = cache.sequences
+    synchronize(model.device)
+    started = time.perf_counter()
+    with engine.transaction():
+        pairs = engine.scheduler.preempt(sequence.group, allow_swap=swaps)
+        assert bool(pairs) == swaps
+        engine._pool.execute_swap_outs(pairs)
+    model(ids[:, length:], past_key_values=cache, logits_to_keep=1)
+    synchronize(model.device)
+    seconds = time.perf_counter() - started
+    cache.reset()
+    return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(model: Any, block_size: int, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
+    """One row a length."""
+    rows = []
+    with hf_paged.patched(
+        model,
+        block_size=block_size,
+        num_blocks=2 * max(lengths) // block_size + 8,
+        preemption="swap",
+        enable_prefix_caching=False,
+        max_num_batched_tokens=8192,
+    ):
+        pool = model.paged._pool
+        bring_back(model, lengths[0], swaps=True)  # allocates the swap space
+        for length in lengths:
+            seconds = {"recompute": [], "swap": []}
+            for _ in range(repeats):
+                for name, times in seconds.items():
+                    times.append(bring_back(model, length, swaps=name == "swap"))
+            recompute, swap = (statistics.median(times) for times in seconds.values())
+            auto = "swap" if pool.cost.prefers_swap(length, -(-length // block_size)) else "recompute"
+            row = {"length": length, "recompute_ms": recompute * 1e3, "swap_ms": swap * 1e3, "auto": auto}
+            rows.append(row)
+            times_text = f"recompute {row['recompute_ms']:8.2f} ms, swap {row['swap_ms']:8.2f} ms"
+            print(f"block {block_size:3}  {length:6} tokens: {times_text}, auto: {auto}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--intermediate", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+
+    model = build(args)
+    results = {}
+    for block_size in args.block_sizes:
+        rows = results[str(block_size)] = measure(model, block_size, args.lengths, args.repeats)
+        faster = [row["length"] for row in rows if row["swap_ms"] < row["recompute_ms"]]
+        print(f"block {block_size}: swapping is faster from {min(faster)} tokens on" if faster else "never faster")
+    report = {
+        "what": "seconds to bring a preempted sequence back, until its next logits; medians",
+        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "hf_paged": hf_paged.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "results": results,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"preemption-{args.device}.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

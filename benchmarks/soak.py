@@ -1,0 +1,1298 @@
+"""Replays thousands of mixed requests, cancels and faults against one small pool: nothing is lost, nothing leaks.
+
+    python benchmarks/soak.py                                                # 20,000 requests, built-in lengths
+    python benchmarks/soak.py --trace AzureLLMInferenceTrace_conv.csv        # lengths and gaps of a trace, scaled down
+    python benchmarks/soak.py --num-requests 3000 --seed 7 --out benchmarks/results
+
+A random model of two layers, a pool of a few dozen blocks, and clients on threads, which do at random what a caller can
+do: `submit` and `generate`, greedy, sampling, several samples, beams, processors of their own, streamers, `await`,
+`PagedCache` conversations, own loops over forwards; they cancel, drop handles, time out, raise in processors, criteria
+and streamers, send prompts that make the forward raise, and what must be refused. Beside them a monitor checks the
+invariants, takes snapshots, empties the prefix cache, releases the pool, and changes the model's weights. Requests come
+in bursts; half of them begin with one of a few shared prefixes.
+
+Checked, and each a violation (exit code 1) if not so:
+
+- every request has exactly one outcome, and one that its kind allows: a fault fails the request that caused it alone;
+- invariants of pool and tables, while it runs and at each quiescent point; then, only live conversations hold blocks;
+- at the end all blocks of both pools are free, no queue or table holds anything, no thread and no object is left
+  behind, and memory has not grown by more than `--max-growth`;
+- of every `--verify-every`-th request the tokens, compared with stock `generate()` under the weights of the moment
+  (of a cancelled greedy request: that they are a prefix), a difference counting unless certified as a near tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import faulthandler
+import gc
+import itertools
+import json
+import os
+import platform
+import queue
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from replay import draw_requests, load_trace
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import hf_paged
+from hf_paged import PagedCache
+from hf_paged.errors import OutOfBlocksError, QueueFullError
+from hf_paged.testing import compare_generations
+
+VOCAB, PAD, BOS, EOS = 98, 0, 1, 2
+MARKER = VOCAB - 1  # a forward over it raises; never generated
+MAX_PROMPT, MAX_NEW = 72, 32
+PATIENCE = 30.0  # seconds after which a request counts as stuck
+SETTLE_SECONDS = 30.0  # that dropped requests have to end, once all others have
+# In every hundred requests, roughly.
+MIX = {
+    "greedy": 18,
+    "sampling": 10,
+    "samples": 6,
+    "beams": 5,
+    "processor": 4,
+    "lookup": 2,
+    "generate": 9,
+    "list": 2,
+    "async": 6,
+    "conversation": 5,
+    "forwards": 2,
+    "cancel": 12,
+    "drop": 4,
+    "timeout": 3,
+    "max_time": 2,
+    "raising_processor": 3,
+    "raising_criterion": 1,
+    "raising_streamer": 2,
+    "failing_forward": 2,
+    "refused": 2,
+}
+
+
+class HookError(Exception):
+    """What the soak's own hooks raise."""
+
+
+class Nudge(LogitsProcessor):
+    """A user's own processor: favours other tokens at each length; may raise, or be slow.
+
+    Args:
+        raise_at: Call, counted from 0, that raises; -1: none.
+        seconds: Sleep of each call.
+    """
+
+    def __init__(self, raise_at: int = -1, seconds: float = 0.0) -> None:
+        self.raise_at, self.seconds, self.calls = raise_at, seconds, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.raise_at + 1:
+            raise HookError("processor")
+        if self.seconds:
+            time.sleep(self.seconds)
+        bias = torch.arange(scores.shape[-1], dtype=scores.dtype).add(input_ids.shape[1]).mul(0.7).sin()
+        return scores + bias
+
+
+class RaisingCriterion(StoppingCriteria):
+    """A user's own criterion, which raises at its `raise_at`-th call."""
+
+    def __init__(self, raise_at: int) -> None:
+        self.left = raise_at
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise HookError("criterion")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class TokenList(BaseStreamer):
+    """Collects what is streamed. `on_prompt` is called when the prompt comes; may raise at a token."""
+
+    def __init__(self, on_prompt: Callable[[], None] = lambda: None, raise_at: int = -1) -> None:
+        self.tokens: list[int] = []
+        self.on_prompt, self.raise_at = on_prompt, raise_at
+        self.has_prompt = self.has_end = False
+
+    def put(self, value: Tensor) -> None:
+        if not self.has_prompt:
+            self.has_prompt = True
+            self.on_prompt()
+            return
+        if len(self.tokens) == self.raise_at:
+            raise HookError("streamer")
+        self.tokens += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        self.has_end = True
+
+
+def tiny_model(seed: int) -> LlamaForCausalLM:
+    """Random weights, wide enough that the text depends on the prompt."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        tie_word_embeddings=False,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.25 * noise) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
+    model.lm_head.register_forward_hook(_never_special)
+    return model
+
+
+def _never_special(module: Any, args: Any, output: Tensor) -> Tensor:
+    """Padding inside a text would be taken for holes in its mask."""
+    return output.index_fill(-1, torch.tensor([PAD, MARKER]), -1e4)
+
+
+@dataclass
+class Faults:
+    """A hook on the patched model's embedding: raises on the marker, and sometimes as if memory had run out."""
+
+    oom_rate: float
+    rng: random.Random
+    num_ooms: int = 0
+    num_failures: int = 0
+    is_on: bool = True
+
+    def __call__(self, module: Any, args: Any) -> None:
+        if not self.is_on:
+            return
+        if bool((args[0] == MARKER).any()):
+            self.num_failures += 1
+            raise HookError("forward")
+        if self.rng.random() < self.oom_rate:
+            self.num_ooms += 1
+            raise torch.OutOfMemoryError("injected")
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+@dataclass
+class Spec:
+    """One request to come."""
+
+    index: int
+    kind: str
+    prompt: list[int]
+    new_tokens: int
+    seed: int
+    verify: bool
+
+    @property
+    def rng(self) -> random.Random:
+        return random.Random(self.seed)
+
+
+@dataclass
+class Check:
+    """Tokens to be compared with stock `generate()` once nothing runs.
+
+    Attributes:
+        found: A list for each sequence, without padding.
+        is_prefix: The request ended early: `found` is the beginning of what stock generates.
+        version: Of the weights.
+        seed: Of the global generator, where it samples.
+        mask: Of a left-padded batch.
+    """
+
+    spec: Spec
+    ids: Tensor
+    kwargs: dict[str, Any]
+    found: list[list[int]]
+    version: int
+    seed: int | None = None
+    is_prefix: bool = False
+    mask: Tensor | None = None
+
+
+class Workload:
+    """Draws the requests: kinds by `MIX`, lengths of a trace scaled down, shared prefixes, gaps of a bursty arrival."""
+
+    def __init__(self, lengths: list[tuple[int, int]], num_requests: int, seed: int, verify_every: int) -> None:
+        self.rng = random.Random(f"workload {seed}")
+        prompt = sorted(p for p, _ in lengths)[len(lengths) // 2]
+        output = sorted(o for _, o in lengths)[len(lengths) // 2]
+        # Medians of 24 and 8 tokens, the shape of the distribution kept up to the caps.
+        self.lengths = [
+            (min(MAX_PROMPT, max(1, round(24 * p / prompt))), min(MAX_NEW, max(1, round(8 * o / output))))
+            for p, o in lengths
+        ]
+        self.num_requests, self.verify_every = num_requests, verify_every
+        self.prefixes = [self._tokens(length) for length in (12, 20, 28, 36)]
+
+    def _tokens(self, n: int) -> list[int]:
+        return [self.rng.randrange(3, MARKER) for _ in range(n)]
+
+    def __iter__(self) -> Iterator[Spec]:
+        kinds, weights = list(MIX), list(MIX.values())
+        for index in range(self.num_requests):
+            length, new = self.lengths[index % len(self.lengths)]
+            prefix = self.rng.choice(self.prefixes) if self.rng.random() < 0.5 else []
+            prompt = (prefix + self._tokens(length))[: max(length, 1)]
+            (kind,) = self.rng.choices(kinds, weights)
+            yield Spec(index, kind, prompt, new, self.rng.randrange(2**31), index % self.verify_every == 0)
+
+    def gap(self) -> float:
+        """Seconds to the next arrival: bursts, and a pause now and then."""
+        return self.rng.expovariate(300) if self.rng.random() < 0.05 else 0.0
+
+
+class SeedGate:
+    """Keeps seeded calls apart from calls whose end moves the global generator, so that their draws can be told."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count_lock = threading.Lock()
+        self._writers = 0
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The length of a call that moves the global generator when it ends."""
+        with self._lock, self._count_lock:
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._count_lock:
+                self._writers -= 1
+
+    @contextmanager
+    def seeding(self, seed: int) -> Iterator[tuple[bool, Callable[[], None]]]:
+        """Seeds the global generator. Gives whether nobody moves it meanwhile, and what ends that state early."""
+        self._lock.acquire()
+        is_open = [False]
+
+        def open_gate() -> None:
+            if not is_open[0]:
+                is_open[0] = True
+                self._lock.release()
+
+        try:
+            with self._count_lock:
+                is_alone = self._writers == 0
+            torch.manual_seed(seed)
+            yield is_alone, open_gate
+        finally:
+            open_gate()
+
+
+@dataclass
+class Conversation:
+    """A user's chat over a kept cache."""
+
+    cache: Any
+    ids: list[int] = field(default_factory=list)
+    version: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+# ----------------------------------------------------------------------------------------------------------------- soak
+
+
+class Soak:
+    """One patched model, its clients and its monitor.
+
+    Args:
+        settings: Of `hf_paged.patch`.
+        num_clients: Threads that make requests.
+        seed: Of everything random.
+        oom_rate: Chance of a step to run out of memory.
+        weight_changes: Whether the monitor changes weights while requests run.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        num_clients: int = 24,
+        seed: int = 0,
+        oom_rate: float = 0.001,
+        weight_changes: bool = True,
+    ) -> None:
+        self.stock = tiny_model(seed)
+        self.model = hf_paged.patch(copy.deepcopy(self.stock), **settings)
+        self.engine = self.model.paged
+        self.faults = Faults(oom_rate, random.Random(f"faults {seed}"))
+        self.model.model.embed_tokens.register_forward_pre_hook(self.faults)
+        self.version = 0  # of the weights; odd while they change
+        self.weights = {0: self._weights()}
+        self.weight_changes = weight_changes
+        self.gate = SeedGate()
+        self.conversations = [Conversation(PagedCache(self.model)) for _ in range(4)]
+        self.rng = random.Random(f"soak {seed}")
+        self.num_clients = num_clients
+        self.specs: queue.Queue[Spec | None] = queue.Queue(maxsize=4 * num_clients)
+        self.lock = threading.Lock()
+        self.outcomes: dict[int, list[str]] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.cancelled_when: Counter[str] = Counter()
+        self.checks: list[Check] = []
+        self.violations: list[str] = []
+        self.verified: Counter[str] = Counter()
+        self.monitored: Counter[str] = Counter()
+        self.num_tokens_verified = self.num_near_ties = 0
+        self.last_stats: Any = None
+        self.is_described = False
+        self.num_stale = 0
+        self.changed_at = -10.0
+        self.last_outcome = time.monotonic()
+        self.loop = asyncio.new_event_loop()
+
+    # Outcomes
+
+    def violation(self, text: str) -> None:
+        with self.lock:
+            if len(self.violations) < 100:
+                self.violations.append(text)
+                tqdm.write(f"VIOLATION: {text}")
+
+    def book(self, spec: Spec, outcome: str) -> None:
+        """Notes how a request ended."""
+        with self.lock:
+            self.outcomes.setdefault(spec.index, []).append(outcome)
+            self.counts[spec.kind, outcome] += 1
+            self.last_outcome = time.monotonic()
+
+    def serve(self) -> None:
+        """A client: takes requests from the queue."""
+        while (spec := self.specs.get()) is not None:
+            before = (self.version, self.num_stale)
+            try:
+                self.book(spec, self.run(spec))
+            except BaseException as error:
+                self.book(spec, f"failed: {type(error).__name__}")
+                with self.lock:
+                    self.errors[f"{type(error).__name__}: {error}"[:100]] += 1
+                if not self._may_fail(spec, error, before):
+                    self.violation(f"request {spec.index} ({spec.kind}) raised {type(error).__name__}: {error}")
+            finally:
+                self.specs.task_done()
+        self.specs.task_done()
+
+    def _may_fail(self, spec: Spec, error: BaseException, before: tuple[int, int]) -> bool:
+        """Whether a request of this kind, begun at `before`, may raise this."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return True  # the smallest of the step's groups, whoever that is
+        if isinstance(error, OutOfBlocksError) or (spec.kind == "forwards" and "can't be computed again" in str(error)):
+            # Keys and values of two models can't make room.
+            return before != (self.version, self.num_stale) or time.monotonic() < self.changed_at + 10
+        hook = {
+            "raising_processor": "processor",
+            "raising_criterion": "criterion",
+            "raising_streamer": "streamer",
+            "failing_forward": "forward",
+        }
+        return isinstance(error, HookError) and hook.get(spec.kind) == str(error)
+
+    def run(self, spec: Spec) -> str:
+        """Makes a request as its kind says; returns its outcome."""
+        method: Callable[[Spec, random.Random], str] = getattr(self, f"_{spec.kind}")
+        return method(spec, spec.rng)
+
+    # What requests are made of
+
+    def _mode(self, rng: random.Random, kind: str | None = None) -> dict[str, Any]:
+        """Arguments of `generate()` for a way to choose tokens."""
+        kind = kind or rng.choice(["greedy", "greedy", "sampling", "samples", "beams", "processor"])
+        if kind == "greedy":
+            return rng.choice([{}, {}, {"repetition_penalty": 1.2}, {"min_new_tokens": 3}])
+        if kind == "sampling":
+            return {
+                "do_sample": True,
+                "temperature": rng.choice([0.7, 1.0, 1.3]),
+                "top_k": rng.choice([0, 20]),
+                "top_p": rng.choice([0.9, 1.0]),
+            }
+        if kind == "samples":
+            return self._mode(rng, "sampling") | {"num_return_sequences": rng.randint(2, 4)}
+        if kind == "beams":
+            beams = rng.randint(2, 4)
+            return {"num_beams": beams, "num_return_sequences": rng.randint(1, beams), "length_penalty": 0.8}
+        if kind == "lookup":
+            return {"prompt_lookup_num_tokens": 3}
+        return {"logits_processor": [Nudge(seconds=rng.choice([0, 0, 0.002]))]}
+
+    def submit(self, spec: Spec, prompt: list[int] | None = None, is_seeded: bool = False, **kwargs: Any) -> Any:
+        """`engine.submit`, again while the queue is full."""
+        rng = random.Random(spec.seed + 1)
+        kwargs = {"max_new_tokens": spec.new_tokens, "priority": rng.choice([0] * 28 + [-1, 1])} | kwargs
+        if rng.random() < 0.2:
+            kwargs["cache_salt"] = rng.choice(["a", "b"])
+        if rng.random() < 0.2:
+            kwargs["request_id"] = f"mine-{spec.index}"
+        # A sampling request moves the global generator when it is submitted.
+        moves = kwargs.get("do_sample") and not is_seeded
+        while True:
+            try:
+                with self.gate.writing() if moves else nullcontext():
+                    return self.engine.submit(spec.prompt if prompt is None else prompt, **kwargs)
+            except QueueFullError:
+                with self.lock:
+                    self.monitored["queue was full"] += 1
+                time.sleep(0.002 + 0.01 * rng.random())
+
+    def result(self, request: Any) -> Any:
+        """Its result; a request that takes for ever is a violation."""
+        try:
+            return request.result(timeout=PATIENCE)
+        except TimeoutError:
+            self.violation(f"{request} is stuck")
+            self.describe()
+            raise
+
+    def describe(self) -> None:
+        """Where everybody is, once: what somebody needs who looks for the cause of a request that is stuck."""
+        with self.lock:
+            is_first, self.is_described = not self.is_described, True
+        if not is_first:
+            return
+        faulthandler.dump_traceback(all_threads=True)
+        if self.engine.lock.acquire(timeout=5):
+            for group in self.engine.scheduler.groups:
+                tqdm.write(str(group))
+            tqdm.write(str(self.left_over()))
+            tqdm.write(str(self.engine.stats()))
+            self.engine.lock.release()
+
+    def check(self, spec: Spec, before: int, mode: dict[str, Any], found: list[list[int]], **more: Any) -> None:
+        """Has a result compared with stock later on, unless the weights changed while it was made."""
+        if spec.verify and before == self.version and before % 2 == 0:
+            ids = more.pop("ids", None)
+            ids = torch.tensor([spec.prompt]) if ids is None else ids
+            kwargs = {"max_new_tokens": spec.new_tokens} | mode
+            with self.lock:
+                self.checks.append(Check(spec, ids, kwargs, found, before, **more))
+
+    def _finish(self, spec: Spec, mode: dict[str, Any], **more: Any) -> str:
+        """Submits, waits, has the result checked."""
+        before, seed, is_alone = self.version, None, True
+        if mode.get("do_sample"):
+            seed = spec.seed
+            with self.gate.seeding(seed) as (is_alone, _):
+                request = self.submit(spec, is_seeded=True, **mode)
+        else:
+            request = self.submit(spec, **mode)
+        output = self.result(request)
+        count = mode.get("num_return_sequences", 1)
+        if len(output.sequences) != count or not all(output.sequences) or output.prompt_token_ids != spec.prompt:
+            self.violation(f"request {spec.index} ({spec.kind}): {output}")
+        if is_alone:
+            self.check(spec, before, mode, output.sequences, seed=seed, **more)
+        return output.finish_reason
+
+    # The kinds
+
+    def _greedy(self, spec: Spec, rng: random.Random) -> str:
+        if rng.random() < 0.5:
+            return self._finish(spec, self._mode(rng, "greedy"))
+        before = self.version
+        request = self.submit(spec)
+        tokens = list(request)
+        output = self.result(request)
+        if tokens != output.token_ids:
+            self.violation(f"request {spec.index}: streamed {tokens}, result {output.token_ids}")
+        self.check(spec, before, {}, [tokens])
+        return output.finish_reason
+
+    def _sampling(self, spec: Spec, rng: random.Random) -> str:
+        return self._finish(spec, self._mode(rng, spec.kind))
+
+    _samples = _beams = _processor = _lookup = _sampling
+
+    def _generate(self, spec: Spec, rng: random.Random) -> str:
+        """`generate()` on this thread, with a streamer or with a ragged batch."""
+        mode = self._mode(rng, rng.choice(["greedy", "sampling", "processor", "beams"]))
+        rows = rng.choice([1, 1, 2, 3])
+        # Ragged: the rows are the prompt and its beginnings.
+        lengths = sorted({max(1, len(spec.prompt) // (row + 1)) for row in range(rows)}, reverse=True)
+        width = lengths[0]
+        ids = torch.tensor([[PAD] * (width - n) + spec.prompt[:n] for n in lengths])
+        mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+        has_streamer = rows == 1 and "num_beams" not in mode
+        before = self.version
+        streamer = TokenList() if has_streamer else None
+        given = {"attention_mask": mask, "max_new_tokens": spec.new_tokens, "streamer": streamer, **mode}
+        seed, is_alone = None, True
+        if mode.get("do_sample"):
+            seed = spec.seed
+            with self.gate.writing() if not has_streamer else nullcontext():
+                if has_streamer:
+                    # Others may seed again as soon as this call has noted where its draws begin.
+                    with self.gate.seeding(seed) as (is_alone, open_gate):
+                        streamer.on_prompt = open_gate
+                        output = self._moving(ids, given)
+                else:
+                    output, is_alone = self.model.generate(ids, **given), False
+        else:
+            output = self.model.generate(ids, **given)
+        if streamer is not None and (streamer.tokens != output[0, width:].tolist() or not streamer.has_end):
+            self.violation(f"request {spec.index}: streamed {streamer.tokens}, result {output[0, width:].tolist()}")
+        if is_alone:
+            self.check(spec, before, mode, output[:, width:].tolist(), ids=ids, mask=mask, seed=seed)
+        return "finished"
+
+    def _moving(self, ids: Tensor, given: dict[str, Any]) -> Tensor:
+        """A sampling `generate()` inside the gate, which its streamer opens; then its end counts as a writer."""
+        gate, streamer = self.gate, given["streamer"]
+        open_gate = streamer.on_prompt
+
+        def on_prompt() -> None:
+            with gate._count_lock:
+                gate._writers += 1
+            streamer.has_prompt = True
+            open_gate()
+
+        streamer.on_prompt = on_prompt
+        try:
+            return self.model.generate(ids, **given)
+        finally:
+            if streamer.has_prompt:
+                with gate._count_lock:
+                    gate._writers -= 1
+
+    def _list(self, spec: Spec, rng: random.Random) -> str:
+        prompts = [spec.prompt[: rng.randint(1, len(spec.prompt))] for _ in range(rng.randint(2, 6))]
+        before = self.version
+        outputs = self.engine.generate(prompts, max_new_tokens=spec.new_tokens)
+        if [output.prompt_token_ids for output in outputs] != prompts:
+            self.violation(f"request {spec.index}: results in another order than the prompts")
+        for prompt, output in zip(prompts, outputs):
+            self.check(spec, before, {}, output.sequences, ids=torch.tensor([prompt]))
+        return "finished"
+
+    def _async(self, spec: Spec, rng: random.Random) -> str:
+        return asyncio.run_coroutine_threadsafe(self._run_async(spec, rng), self.loop).result(PATIENCE + 5)
+
+    async def _run_async(self, spec: Spec, rng: random.Random) -> str:
+        before = self.version
+        how = rng.choice(["await", "for", "break", "cancel"])
+        # Not on the loop's thread: preparing takes milliseconds.
+        request = await self.loop.run_in_executor(None, lambda: self.submit(spec))
+        if how == "for":
+            tokens = [token async for token in request]
+            if tokens != request.result(0).token_ids:
+                self.violation(f"request {spec.index}: other tokens by async for than in its result")
+            self.check(spec, before, {}, [tokens])
+            return request.finish_reason
+        if how == "break":
+            async for _ in request:
+                if rng.random() < 0.3:
+                    break
+            del request
+            return "dropped"
+
+        async def wait() -> Any:
+            return await request
+
+        task = self.loop.create_task(wait())
+        if how == "cancel":
+            await asyncio.sleep(0.02 * rng.random())
+            task.cancel()
+        try:
+            output = await task
+        except asyncio.CancelledError:
+            output = await asyncio.wait_for(wait(), PATIENCE)
+            self.check(spec, before, {}, output.sequences, is_prefix=True)
+            return output.finish_reason
+        self.check(spec, before, {}, output.sequences)
+        return output.finish_reason
+
+    def _conversation(self, spec: Spec, rng: random.Random) -> str:
+        """One more turn of a chat whose cache the user keeps, or copies."""
+        chat = rng.choice(self.conversations)
+        with chat.lock:
+            if len(chat.ids) + len(spec.prompt) + spec.new_tokens > 120 or rng.random() < 0.1:
+                if rng.random() < 0.5:
+                    chat.cache.reset()
+                else:
+                    chat.cache = PagedCache(self.model)
+                chat.ids = []
+            is_stale = bool(chat.ids) and chat.version != self.version
+            if not chat.ids:
+                chat.version = self.version
+            before, cache, ids = self.version, chat.cache, chat.ids + spec.prompt
+            is_copy = bool(chat.ids) and rng.random() < 0.2
+            if is_copy:
+                cache = copy.deepcopy(cache)
+            mode: dict[str, Any] = {}
+            if is_copy and rng.random() < 0.3:
+                mode = {"num_beams": 2}
+                cache.batch_repeat_interleave(2)
+            self.num_stale += is_stale
+            try:
+                output = self.model.generate(
+                    torch.tensor([ids]), past_key_values=cache, max_new_tokens=spec.new_tokens, **mode
+                )
+            except BaseException as error:
+                chat.cache.reset()
+                chat.ids = []
+                if isinstance(error, ValueError) and "can't be computed again" in str(error):
+                    if chat.version == self.version:
+                        self.violation(f"request {spec.index}: refused as stale, but the weights are the same: {error}")
+                    return "refused as stale"
+                raise
+            finally:
+                self.num_stale += is_stale
+            tokens = output[0, len(ids) :].tolist()
+            if chat.version == before:
+                self.check(spec, before, mode, [tokens], ids=torch.tensor([ids]))
+            if is_stale or chat.version != self.version:
+                # Keys and values of two models, which can't be computed again: not to be kept.
+                chat.cache.reset()
+                chat.ids = []
+            elif not is_copy:
+                chat.ids = ids + tokens
+            return "finished"
+
+    def _forwards(self, spec: Spec, rng: random.Random) -> str:
+        """A user's own greedy loop over forwards."""
+        before, cache, ids = self.version, PagedCache(self.model), torch.tensor([spec.prompt])
+        tokens: list[int] = []
+        for _ in range(min(spec.new_tokens, 6)):
+            with torch.no_grad():
+                logits = self.model(ids, past_key_values=cache).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+            ids = torch.tensor([tokens[-1:]])
+            if tokens[-1] == EOS:
+                break
+        self.check(spec, before, {"max_new_tokens": min(spec.new_tokens, 6)}, [tokens])
+        return "finished"
+
+    def _cancel(self, spec: Spec, rng: random.Random) -> str:
+        """Cancelled after a while, or after some tokens, in whatever state it is then."""
+        before, mode = self.version, self._mode(rng)
+        moves = mode.get("do_sample") and "logits_processor" in mode
+        with self.gate.writing() if moves else nullcontext():
+            request = self.submit(spec, **mode, max_new_tokens=max(spec.new_tokens, 12))
+            if "num_beams" not in mode and "num_return_sequences" not in mode and rng.random() < 0.4:
+                count = rng.randint(1, 8)
+                for _ in itertools.islice(request, count):
+                    pass
+            elif rng.random() < 0.8:
+                time.sleep(0.03 * rng.random())
+            state = self.state_of(request, spec.prompt)
+            with self.lock:
+                self.cancelled_when[state] += 1
+            for _ in range(rng.choice([1, 1, 2])):
+                request.cancel()
+            output = self.result(request)
+        if mode == {} and spec.verify:
+            spec.new_tokens = max(spec.new_tokens, 12)
+            self.check(spec, before, {}, output.sequences, is_prefix=True)
+        return output.finish_reason
+
+    def state_of(self, request: Any, prompt: list[int]) -> str:
+        """Where a request is at this moment, as far as it can be told."""
+        with self.engine.transaction():
+            if request.is_done:
+                return "done"
+            groups = self.engine.scheduler.groups
+            for group in groups:
+                ids = group.sequences[0].token_ids if group.sequences else None
+                if ids is not None and ids[: len(prompt)] == prompt:
+                    if str(group.status) != "waiting":
+                        return str(group.status)
+                    return "waiting, preempted" if len(ids) > len(prompt) else "waiting"
+        return "queued, or between two forwards"
+
+    def _drop(self, spec: Spec, rng: random.Random) -> str:
+        """Submitted, and the handle dropped."""
+        mode = self._mode(rng)
+        if mode.get("do_sample") and "logits_processor" in mode:
+            mode = {}
+        request = self.submit(spec, **mode, max_new_tokens=max(spec.new_tokens, 12))
+        if "num_beams" not in mode and "num_return_sequences" not in mode and rng.random() < 0.5:
+            next(iter(request))
+        else:
+            time.sleep(0.02 * rng.random())
+        del request
+        return "dropped"
+
+    def _timeout(self, spec: Spec, rng: random.Random) -> str:
+        """`result(timeout)` in vain, then with patience."""
+        before = self.version
+        request = self.submit(spec)
+        timed_out = False
+        try:
+            request.result(timeout=0.1 * rng.random() ** 2)
+        except TimeoutError:
+            timed_out = True
+        output = self.result(request)
+        self.check(spec, before, {}, output.sequences)
+        return f"{output.finish_reason}, timed out before" if timed_out else output.finish_reason
+
+    def _max_time(self, spec: Spec, rng: random.Random) -> str:
+        before = self.version
+        request = self.submit(spec, max_time=0.05 * rng.random(), max_new_tokens=MAX_NEW)
+        output = self.result(request)
+        spec.new_tokens = MAX_NEW
+        self.check(spec, before, {}, output.sequences, is_prefix=True)
+        return output.finish_reason
+
+    def _raising_processor(self, spec: Spec, rng: random.Random) -> str:
+        mode = self._mode(rng, rng.choice(["greedy", "beams", "sampling"]))
+        mode["logits_processor"] = [Nudge(raise_at=rng.randrange(4))]
+        with self.gate.writing() if mode.get("do_sample") else nullcontext():
+            if rng.random() < 0.5:
+                return self.result(self.submit(spec, **mode)).finish_reason
+            self.model.generate(torch.tensor([spec.prompt]), max_new_tokens=spec.new_tokens, **mode)
+        return "finished"
+
+    def _raising_criterion(self, spec: Spec, rng: random.Random) -> str:
+        request = self.submit(spec, stopping_criteria=[RaisingCriterion(rng.randrange(4))])
+        return self.result(request).finish_reason
+
+    def _raising_streamer(self, spec: Spec, rng: random.Random) -> str:
+        mode = self._mode(rng, rng.choice(["greedy", "processor"]))
+        streamer = TokenList(raise_at=rng.randrange(6))
+        ids = torch.tensor([spec.prompt])
+        self.model.generate(ids, max_new_tokens=spec.new_tokens, streamer=streamer, **mode)
+        return "finished"
+
+    def _failing_forward(self, spec: Spec, rng: random.Random) -> str:
+        """A prompt that makes the model raise, in one of its chunks."""
+        prompt = list(spec.prompt)
+        prompt[rng.randrange(len(prompt))] = MARKER
+        mode = self._mode(rng, rng.choice(["greedy", "beams", "samples"]))
+        if rng.random() < 0.5:
+            outcome = self.result(self.submit(spec, prompt, **mode)).finish_reason
+        else:
+            with self.gate.writing():
+                self.model.generate(torch.tensor([prompt]), max_new_tokens=spec.new_tokens, **mode)
+            outcome = "finished"
+        self.violation(f"request {spec.index}: a failing forward did not fail it: {outcome}")
+        return outcome
+
+    def _refused(self, spec: Spec, rng: random.Random) -> str:
+        """What must be refused at the call, each alone."""
+        cases: dict[str, Callable[[], Any]] = {
+            "empty": lambda: self.engine.submit([]),
+            "vocabulary": lambda: self.engine.submit([VOCAB]),
+            "batch": lambda: self.engine.submit(torch.ones(2, 3, dtype=torch.int64)),
+            "too long": lambda: self.engine.submit(spec.prompt, max_new_tokens=500),
+            "streamer": lambda: self.engine.submit(spec.prompt, streamer=TokenList()),
+            "generate, too long": lambda: self.model.generate(torch.tensor([spec.prompt]), max_new_tokens=500),
+        }
+        name = rng.choice([*cases, "duplicate"])
+        if name == "duplicate":
+            request = self.submit(
+                spec, request_id=f"twice-{spec.index}", max_new_tokens=MAX_NEW, min_new_tokens=MAX_NEW
+            )
+            with self.engine._worker.exclusive():  # it must not end meanwhile
+                is_done = request.is_done
+                with suppress(ValueError, QueueFullError):
+                    self.engine.submit(spec.prompt, request_id=f"twice-{spec.index}")
+                    if not is_done:
+                        self.violation(f"request {spec.index}: a duplicate id was taken")
+            self.result(request)
+        elif not self._is_refused(cases[name]):
+            self.violation(f"request {spec.index}: not refused: {name}")
+        return "refused"
+
+    def _is_refused(self, call: Callable[[], Any]) -> bool:
+        while True:
+            try:
+                call()
+            except ValueError:
+                return True
+            except QueueFullError:
+                time.sleep(0.005)
+                continue
+            return False
+
+    # The monitor
+
+    def monitor(self, stop: threading.Event) -> None:
+        """Looks at the engine while it works, and disturbs it."""
+        while not stop.wait(0.02 + 0.06 * self.rng.random()):
+            try:
+                what = self.rng.choices(
+                    ["invariants", "snapshot", "reset_prefix_cache", "release", "weights"],
+                    [60, 20, 3, 2, 1 if self.weight_changes else 0],
+                )[0]
+                self.monitored[what] += 1
+                if what == "invariants":
+                    self.engine.check_invariants()
+                    self.check_stats()
+                elif what == "snapshot":
+                    json.dumps(self.engine.snapshot())
+                elif what == "reset_prefix_cache":
+                    self.engine.reset_prefix_cache()
+                elif what == "release":
+                    with suppress(ValueError):  # keys and values of two models
+                        self.engine.release()
+                        self.monitored["released"] += 1
+                else:
+                    self.change_weights()
+            except BaseException as error:
+                self.violation(f"monitor, {what}: {type(error).__name__}: {error}")
+            if time.monotonic() - self.last_outcome > PATIENCE + 60:
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(2)
+
+    def check_stats(self) -> None:
+        """Gauges in their range, counters that only grow."""
+        stats, last = self.engine.stats(), self.last_stats
+        assert 0 <= stats.num_free_blocks <= stats.num_blocks, stats
+        assert stats.kv_tokens_stored <= stats.kv_slots_allocated <= stats.num_blocks * self.engine.manager.block_size
+        for name in (
+            "num_preemptions",
+            "num_cow_copies",
+            "num_steps",
+            "num_generated_tokens",
+            "prefix_cache_hit_tokens",
+        ):
+            assert last is None or getattr(stats, name) >= getattr(last, name), f"{name} fell"
+        self.last_stats = stats
+
+    def change_weights(self) -> None:
+        """An optimizer step, as it were."""
+        self.version += 1
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+        self.weights[self.version + 1] = self._weights()
+        self.changed_at = time.monotonic()
+        self.version += 1
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    # Quiescent points
+
+    def settle(self, where: str) -> None:
+        """Nothing runs: checks what must be so then, and compares results with stock."""
+        engine, deadline = self.engine, time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            stats = engine.stats()
+            live = [s for chat in self.conversations for s in chat.cache.sequences if s is not None]
+            if stats.num_waiting == 0 and len(engine.manager.sequences()) <= len(live):
+                break
+            time.sleep(0.01)
+        try:
+            engine.check_invariants()
+            live_ids = {s.seq_id for s in live}
+            extra = set(engine.manager.sequences()) - live_ids
+            assert not extra, f"{len(extra)} sequences that nobody holds"
+            assert not engine.scheduler.has_work, "work that nobody waits for"
+            assert stats.num_waiting == 0, f"{stats.num_waiting} waiting"
+            for name, left in self.left_over().items():
+                assert not left, f"{name}: {left}"
+        except AssertionError as error:
+            self.violation(f"{where}: {error}")
+        self.verify()
+
+    def left_over(self) -> dict[str, Any]:
+        """What the engine's queues hold; all empty when nothing runs."""
+        worker, submissions = self.engine._worker, self.engine._submissions
+        return {
+            "sinks": list(worker._sinks),
+            "callers": list(worker._callers),
+            "ready rows": worker._num_ready_rows,
+            "steps": list(worker._running),
+            "runs": list(self.engine._runs),
+            "active requests": list(submissions._active),
+            "jobs": list(submissions._jobs),
+            "in flight": list(self.engine.scheduler._in_flight),
+        }
+
+    def verify(self) -> None:
+        """Compares what was found with stock, under the weights of the moment."""
+        checks, self.checks = self.checks, []
+        for check in sorted(checks, key=lambda check: check.version):
+            self.stock.load_state_dict(self.weights[check.version])
+            kwargs = check.kwargs | {"attention_mask": torch.ones_like(check.ids) if check.mask is None else check.mask}
+            if check.seed is not None:
+                torch.manual_seed(check.seed)
+            expected = self.stock.generate(check.ids, **kwargs)
+            new = expected[:, check.ids.shape[1] :]
+            width = max(new.shape[1], *(len(row) for row in check.found))
+            self.verified[check.spec.kind] += 1
+            self.num_tokens_verified += sum(len(row) for row in check.found)
+            if check.is_prefix:
+                if new[0, : len(check.found[0])].tolist() == check.found[0]:
+                    continue
+                # Judged as if it had been asked for no more than it made.
+                kwargs["max_new_tokens"] = len(check.found[0])
+                expected = expected[:, : check.ids.shape[1] + len(check.found[0])]
+                width = len(check.found[0])
+            found = torch.tensor([row + [PAD] * (width - len(row)) for row in check.found])
+            actual = torch.cat([check.ids.repeat_interleave(len(found) // len(check.ids), dim=0), found], dim=1)
+            if torch.equal(actual, expected):
+                continue
+            report = compare_generations(self.stock, check.ids, expected, actual, seed=check.seed, **kwargs)
+            if report.identical:
+                continue  # what stands behind the end of a row aside
+            if report:
+                self.num_near_ties += 1
+            else:
+                self.violation(f"request {check.spec.index} ({check.spec.kind}), {check.kwargs}: {report}")
+        for version in [version for version in self.weights if version < self.version]:
+            del self.weights[version]
+
+    # A whole run
+
+    def replay(self, workload: Workload, check_every: int, bar: Any = None) -> None:
+        """Makes all requests; stops at every `check_every`-th until nothing runs."""
+        clients = [threading.Thread(target=self.serve, name=f"client-{n}") for n in range(self.num_clients)]
+        looper = threading.Thread(target=self.loop.run_forever, name="asyncio")
+        stop = threading.Event()
+        monitor = threading.Thread(target=self.monitor, args=(stop,), name="monitor")
+        for thread in (*clients, looper, monitor):
+            thread.start()
+        pause = threading.Event()
+        num_booked = 0
+        for spec in workload:
+            self.specs.put(spec)
+            pause.wait(workload.gap()) if self.specs.empty() else None
+            if bar is not None:
+                bar.update(len(self.outcomes) - num_booked)
+                num_booked = len(self.outcomes)
+                if spec.index % 50 == 0 and self.last_stats is not None:
+                    bar.set_postfix(steps=self.last_stats.num_steps, preempted=self.last_stats.num_preemptions)
+            if (spec.index + 1) % check_every == 0:
+                self.specs.join()
+                stop.set()
+                monitor.join()
+                self.settle(f"after {spec.index + 1} requests")
+                if self.weight_changes and self.rng.random() < 0.3:
+                    self.change_weights()
+                stop = threading.Event()
+                monitor = threading.Thread(target=self.monitor, args=(stop,), name="monitor")
+                monitor.start()
+        for _ in clients:
+            self.specs.put(None)
+        for thread in clients:
+            thread.join()
+        stop.set()
+        monitor.join()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        looper.join()
+        executor = getattr(self.loop, "_default_executor", None)
+        if executor is not None:
+            executor.shutdown()
+        self.loop.close()
+        if bar is not None:
+            bar.update(len(self.outcomes) - num_booked)
+        self.settle("at the end")
+
+    def finish(self, num_requests: int, threads_before: set[threading.Thread]) -> dict[str, Any]:
+        """The last checks: nothing lost, nothing leaked; returns the report."""
+        engine = self.engine
+        lost = [index for index in range(num_requests) if len(self.outcomes.get(index, [])) != 1]
+        if lost:
+            self.violation(f"{len(lost)} requests without exactly one outcome, such as {lost[:5]}")
+        self.conversations.clear()
+        gc.collect()
+        stats, swap_pool = engine.stats(), engine.manager.swap_pool
+        in_use = stats.num_blocks - stats.num_free_blocks
+        swapped = engine.manager.num_swapped_blocks
+        if in_use or swapped or (swap_pool is not None and swap_pool.num_free != swap_pool.num_blocks):
+            self.violation(f"blocks leaked: {in_use} in the pool, {swapped} in CPU memory")
+        if list(engine.scheduler.groups) or engine.manager.sequences():
+            self.violation(f"groups leaked: {list(engine.scheduler.groups)}")
+        deadline = time.monotonic() + 10
+        while (more := self._more_threads(threads_before)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if more:
+            self.violation(f"threads beyond the worker: {more}")
+        self.unpatch_in_flight()
+        # A loop that was between two forwards starts it once more, to be told; without work it ends by itself.
+        deadline = time.monotonic() + 10
+        while self._worker_threads() - threads_before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self._worker_threads() - threads_before:
+            self.violation("the worker's thread outlived unpatch()")
+        return {
+            "stats": {
+                name: getattr(stats, name)
+                for name in (
+                    "num_blocks",
+                    "num_steps",
+                    "num_prefill_tokens",
+                    "num_generated_tokens",
+                    "num_preemptions",
+                    "num_swapped_out",
+                    "num_admission_stalls",
+                    "num_cow_copies",
+                    "prefix_cache_hit_tokens",
+                    "prefix_cache_query_tokens",
+                    "peak_blocks_in_use",
+                )
+            },
+            "outcomes": {
+                kind: {outcome: n for (k, outcome), n in sorted(self.counts.items()) if k == kind}
+                for kind in sorted({kind for kind, _ in self.counts})
+            },
+            "errors": dict(self.errors.most_common()),
+            "cancelled_when": dict(self.cancelled_when.most_common()),
+            "monitored": dict(self.monitored.most_common()),
+            "injected": {"failing_forwards": self.faults.num_failures, "out_of_memory": self.faults.num_ooms},
+            "weight_versions": self.version // 2,
+            "verified": dict(self.verified.most_common()),
+            "num_verified": sum(self.verified.values()),
+            "num_tokens_verified": self.num_tokens_verified,
+            "num_near_ties": self.num_near_ties,
+            "violations": self.violations,
+        }
+
+    def unpatch_in_flight(self) -> None:
+        """Takes the engine away from requests that run: each must end at once, with a result or an error."""
+        self.faults.is_on = False
+        rng, prompts = random.Random(0), [[3 + (row * 7 + n) % 90 for n in range(12)] for row in range(8)]
+        requests = []
+        for prompt in prompts:
+            with suppress(QueueFullError):
+                requests.append(self.engine.submit(prompt, max_new_tokens=64, **self._mode(rng)))
+        ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def generate() -> None:
+            try:
+                self.model.generate(torch.tensor([prompts[0]]), max_new_tokens=64)
+                ends.put("finished")
+            except RuntimeError as error:
+                ends.put(str(error))
+
+        users = [threading.Thread(target=generate, name="user") for _ in range(3)]
+        for thread in users:
+            thread.start()
+        time.sleep(0.03)
+        hf_paged.unpatch(self.model)
+        for thread in users:
+            thread.join(PATIENCE)
+        if ends.qsize() != len(users):
+            self.violation(f"{len(users) - ends.qsize()} generate() calls never ended after unpatch()")
+        for request in requests:
+            try:
+                request.result(PATIENCE)
+            except TimeoutError:
+                self.violation(f"{request} never ended after unpatch()")
+            except RuntimeError:
+                pass  # it says that the model was unpatched
+        if self.engine.stats().num_free_blocks != self.engine.stats().num_blocks:
+            self.violation("blocks held after unpatch()")
+
+    def _more_threads(self, before: set[threading.Thread]) -> list[str]:
+        return [t.name for t in threading.enumerate() if t not in before and t.name not in ("hf_paged", "tqdm_monitor")]
+
+    def _worker_threads(self) -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "hf_paged"}
+
+
+def live_objects() -> Counter[str]:
+    """How many objects of the engine's short-lived kinds are alive."""
+    gc.collect()
+    gc.collect()  # what the finalizers of the first one's garbage led to
+    kinds = {
+        *("Request", "RequestState", "SampleRun", "SampleCall", "ForwardItem", "Sequence", "SequenceGroup"),
+        *("PagedCache", "Caller", "Engine", "StepWorker", "KVPool", "BlockManager"),
+    }
+    names = (type(o).__name__ for o in gc.get_objects() if str(type(o).__module__).startswith("hf_paged"))
+    return Counter(name for name in names if name in kinds)
+
+
+def swap_gib(num_blocks: int, block_size: int) -> float:
+    """Swap space for so many blocks of the tiny model: two layers, K and V, two heads of eight floats."""
+    return num_blocks * (2 * 2 * 2 * 8 * 4 * block_size) / 2**30
+
+
+def soak(
+    num_requests: int,
+    lengths: list[tuple[int, int]],
+    *,
+    preemption: str = "swap",
+    num_blocks: int = 48,
+    block_size: int = 4,
+    num_clients: int = 24,
+    check_every: int = 500,
+    verify_every: int = 5,
+    seed: int = 0,
+    oom_rate: float = 0.001,
+    weight_changes: bool = True,
+    bar: Any = None,
+) -> dict[str, Any]:
+    """Runs one engine through `num_requests` requests; returns the report of `Soak.finish`."""
+    threads_before, objects_before = set(threading.enumerate()), live_objects()
+    settings = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "preemption": preemption,
+        "swap_space_gib": 0.0 if preemption == "recompute" else swap_gib(num_blocks // 2, block_size),
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 48,
+        "max_waiting": 10,
+    }
+    run = Soak(settings, num_clients, seed, oom_rate, weight_changes)
+    started = time.perf_counter()
+    run.replay(Workload(lengths, num_requests, seed, verify_every), check_every, bar)
+    report = run.finish(num_requests, threads_before)
+    report = {"settings": settings | {"num_requests": num_requests}, "seconds": time.perf_counter() - started} | report
+    del run
+    left = live_objects() - objects_before
+    if left:
+        report["violations"].append(f"objects leaked: {dict(left)}")
+    return report
+
+
+def read_lengths(trace: Path | None, table: str, seed: int) -> list[tuple[int, int]]:
+    """`(prompt, output)` lengths in tokens, of a trace or of the built-in quantiles."""
+    requests = load_trace(trace, 20_000)[0] if trace is not None else draw_requests(table, 5000, seed)
+    return [(request.num_prompt, request.num_output) for request in requests]
+
+
+def print_report(results: dict[str, dict[str, Any]]) -> None:
+    """The counts of all runs as tables."""
+    console, shown = Console(highlight=False, width=None if sys.stdout.isatty() else 110), list(results)
+    table = Table("", *shown, title="soak")
+    for title, path in {
+        "requests": ("settings", "num_requests"),
+        "seconds": ("seconds",),
+        "model steps": ("stats", "num_steps"),
+        "tokens generated": ("stats", "num_generated_tokens"),
+        "sequences preempted": ("stats", "num_preemptions"),
+        "of these swapped": ("stats", "num_swapped_out"),
+        "blocks copied on write": ("stats", "num_cow_copies"),
+        "prefix hit tokens": ("stats", "prefix_cache_hit_tokens"),
+        "forwards made to raise": ("injected", "failing_forwards"),
+        "steps made to run out of memory": ("injected", "out_of_memory"),
+        "weight changes": ("weight_versions",),
+        "results compared with stock": ("num_verified",),
+        "tokens compared": ("num_tokens_verified",),
+        "certified near ties": ("num_near_ties",),
+        "violations": ("violations",),
+    }.items():
+        row = [title]
+        for name in shown:
+            value: Any = results[name]
+            for key in path:
+                value = value[key]
+            row.append(f"{len(value)}" if isinstance(value, list) else f"{value:,.0f}")
+        table.add_row(*row)
+    console.print(table)
+    counts: Counter[tuple[str, str]] = Counter()
+    for result in results.values():
+        for kind, outcomes in result["outcomes"].items():
+            for outcome, n in outcomes.items():
+                counts[kind, outcome] += n
+    outcomes_table = Table("kind", "requests", "outcomes")
+    for kind in sorted({kind for kind, _ in counts}):
+        own = {outcome: n for (k, outcome), n in counts.items() if k == kind}
+        text = ", ".join(f"{outcome} {n:,}" for outcome, n in sorted(own.items(), key=lambda item: -item[1]))
+        outcomes_table.add_row(kind, f"{sum(own.values()):,}", text)
+    console.print(outcomes_table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
+    parser.add_argument("--num-requests", type=int, default=20_000, help="shared equally by the preemption modes")
+    parser.add_argument("--trace", type=Path, help="a csv or jsonl trace, as benchmarks/replay.py takes")
+    parser.add_argument("--lengths", default="azure", help="table of length_quantiles.json, without a trace")
+    parser.add_argument("--preemption", default="swap,recompute,auto", help="modes, each with an engine of its own")
+    parser.add_argument("--num-blocks", type=int, default=48)
+    parser.add_argument("--clients", type=int, default=24, help="threads that make requests")
+    parser.add_argument("--check-every", type=int, default=500, help="requests from one quiescent point to the next")
+    parser.add_argument("--verify-every", type=int, default=5, help="every so manieth request is compared with stock")
+    parser.add_argument("--max-growth", type=float, default=64.0, help="MiB that the process may grow by")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-weights", action="store_true", help="don't change the model's weights")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)  # the model is too small for two
+    transformers.utils.logging.set_verbosity_error()
+    faulthandler.enable()
+    lengths = read_lengths(args.trace, args.lengths, args.seed)
+    modes = args.preemption.split(",")
+    process = psutil.Process()
+    # What the first requests bring in once and for all: code, kernels, arenas of the threads.
+    soak(300, lengths, num_clients=args.clients, seed=args.seed + 100)
+    sizes = [process.memory_info().rss / 2**20]
+    results: dict[str, dict[str, Any]] = {}
+    with tqdm(total=args.num_requests, unit="req", smoothing=0.05) as bar:
+        for number, mode in enumerate(modes):
+            share = args.num_requests // len(modes) + (number < args.num_requests % len(modes))
+            bar.set_description(mode)
+            results[mode] = soak(
+                share,
+                lengths[number * share % len(lengths) :] + lengths,
+                preemption=mode,
+                num_blocks=args.num_blocks,
+                num_clients=args.clients,
+                check_every=args.check_every,
+                verify_every=args.verify_every,
+                seed=args.seed + number,
+                weight_changes=not args.keep_weights,
+                bar=bar,
+            )
+            sizes.append(process.memory_info().rss / 2**20)
+    violations = [text for result in results.values() for text in result["violations"]]
+    growth = sizes[-1] - sizes[0]
+    if growth > args.max_growth:
+        violations.append(f"the process grew by {growth:.0f} MiB: {[round(size) for size in sizes]}")
+    print_report(results)
+    print(f"resident memory after each run: {', '.join(f'{size:.0f}' for size in sizes)} MiB")
+    print("\n".join(f"VIOLATION: {text}" for text in violations) or "nothing lost, nothing leaked, no violation")
+    report = {
+        "what": "mixed requests against a small pool; counts by kind and outcome; violations must be empty",
+        "command": "python benchmarks/soak.py" + "".join(f" {argument}" for argument in _public(sys.argv[1:])),
+        "num_requests": args.num_requests,
+        "lengths": args.trace.name if args.trace is not None else args.lengths,
+        "resident_mib": [round(size, 1) for size in sizes],
+        "violations": violations,
+        "versions": {
+            "hf_paged": hf_paged.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "results": results,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "soak.json").write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(1 if violations else 0)
+
+
+def _public(arguments: list[str]) -> list[str]:
+    """Command-line arguments without folders of this machine."""
+    return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Users on threads, each calling `model.generate(..., streamer=TextIteratorStreamer(...))`: with hf_paged and without.
+
+    python benchmarks/threads.py --out benchmarks/results
+    python benchmarks/threads.py --mode beam --threads 1,4,16 --reps 5
+
+The pattern is Hugging Face's own, untouched: a thread a user, and a reader of its streamer. Three ways to serve it:
+
+- `hf_paged`: the patched model, where the calls share one continuous batch;
+- `stock, one by one`: the same calls one after another, which is what a lock around stock `generate()` comes to;
+- `stock, threads`: stock `generate()` on as many threads.
+
+Modes: `plain` (greedy), `processor` (greedy with a logits processor of the user's own, so that transformers' loop runs
+on the user's thread and only the forwards are shared), `beam` (4 beams; no streamer, which transformers refuses there).
+Prompts are ragged and all different, and each run begins with an empty prefix cache. The ways of a row alternate,
+repetition by repetition; figures are medians. Tokens per second count what was generated, and `first token` is how long
+the median user waits for it from the common start. Every result is compared with stock, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TextIteratorStreamer
+
+import hf_paged
+from hf_paged.cli import read_prompts
+
+ASSETS = Path(hf_paged.__file__).parent / "assets"
+MODES = ("plain", "processor", "beam")
+WAYS = ("hf_paged", "stock, one by one", "stock, threads")
+
+
+class OwnProcessor(LogitsProcessor):
+    """A user's own code, which makes the last token a little less likely."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter_add(1, input_ids[:, -1:], torch.full_like(scores[:, :1], -0.5))
+
+
+class TimedStreamer(TextIteratorStreamer):
+    """Notes when its first token comes: the second thing it is given, after the prompt."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True)
+        self.num_puts = 0
+        self.first_token_at: float | None = None
+
+    def put(self, value: Tensor) -> None:
+        self.num_puts += 1
+        if self.num_puts == 2:
+            self.first_token_at = time.perf_counter()
+        super().put(value)
+
+
+@dataclass
+class Run:
+    """All users served once.
+
+    Attributes:
+        seconds: From the common start until the last one is served.
+        outputs: Generated tokens of each user, `[1, length]` with the prompt.
+        texts: What each user read from its streamer.
+        first_tokens: Seconds from the common start to each user's first token, where there is a streamer.
+        num_steps: Steps of the patched model.
+    """
+
+    seconds: float = 0.0
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    first_tokens: list[float] = field(default_factory=list)
+    num_steps: int = 0
+
+
+def make_prompts(tokenizer: Any, count: int, shortest: int = 8, longest: int = 48) -> list[Tensor]:
+    """So many different prompts `[1, length]`: pieces of the embedded prompts' text."""
+    text = "\n\n".join(sorted(read_prompts(ASSETS / "prompts.jsonl"), key=len, reverse=True))
+    ids = tokenizer(text)["input_ids"]
+    prompts, start = [], 0
+    for index in range(count):
+        length = shortest + (index * 17) % (longest - shortest + 1)
+        start = start if start + length <= len(ids) else index  # round again, at another offset
+        prompts.append(torch.tensor([ids[start : start + length]]))
+        start += length
+    return prompts
+
+
+def arguments(mode: str, new_tokens: int) -> dict[str, Any]:
+    """Of `generate()`. All users generate equally many tokens: the end-of-sequence token is forbidden."""
+    more: dict[str, dict[str, Any]] = {"beam": {"num_beams": 4}, "processor": {"logits_processor": [OwnProcessor()]}}
+    return {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False} | more.get(mode, {})
+
+
+def serve(model: Any, tokenizer: Any, prompts: list[Tensor], mode: str, new_tokens: int, in_threads: bool) -> Run:
+    """Serves all users, on threads or one by one."""
+    run = Run()
+    streamers = [None if mode == "beam" else TimedStreamer(tokenizer) for _ in prompts]
+    engine = getattr(model, "paged", None)
+    if engine is not None:
+        engine.reset_prefix_cache()
+        run.num_steps = -engine.stats().num_steps
+
+    def user(index: int) -> None:
+        ids = prompts[index]
+        given = arguments(mode, new_tokens) | {"attention_mask": torch.ones_like(ids), "streamer": streamers[index]}
+        run.outputs[index] = model.generate(ids, **given)
+
+    started = time.perf_counter()
+    if in_threads:
+        threads = [threading.Thread(target=user, args=(index,)) for index in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+    for index, streamer in enumerate(streamers):
+        if not in_threads:
+            user(index)
+        if streamer is not None and index not in run.texts:
+            run.texts[index] = "".join(streamer)
+    if in_threads:
+        for thread in threads:
+            thread.join()
+    run.seconds = time.perf_counter() - started
+    run.first_tokens = [s.first_token_at - started for s in streamers if s is not None and s.first_token_at is not None]
+    if engine is not None:
+        run.num_steps += engine.stats().num_steps
+    return run
+
+
+def measure(
+    stock: Any, paged: Any, tokenizer: Any, mode: str, num_threads: int, new_tokens: int, reps: int, bar: Any = None
+) -> dict[str, Any]:
+    """One row: all ways, `reps` times each, alternating; medians."""
+    prompts = make_prompts(tokenizer, num_threads)
+    runs: dict[str, list[Run]] = defaultdict(list)
+    for rep in range(reps):
+        # The order moves on, so that no way always follows the same other.
+        for way in WAYS[rep % len(WAYS) :] + WAYS[: rep % len(WAYS)]:
+            model = paged if way == "hf_paged" else stock
+            runs[way].append(serve(model, tokenizer, prompts, mode, new_tokens, way != "stock, one by one"))
+            if bar is not None:
+                bar.update()
+    expected = runs["stock, one by one"][0]
+    row: dict[str, Any] = {"mode": mode, "threads": num_threads, "prompt_tokens": sum(p.shape[1] for p in prompts)}
+    for way in WAYS:
+        seconds = statistics.median(run.seconds for run in runs[way])
+        same = [
+            torch.equal(run.outputs[index], expected.outputs[index])
+            and run.texts.get(index) == expected.texts.get(index)
+            for run in runs[way]
+            for index in range(num_threads)
+        ]
+        first = [statistics.median(run.first_tokens) for run in runs[way] if run.first_tokens]
+        row[way] = {
+            "seconds": round(seconds, 4),
+            "all_seconds": [round(run.seconds, 4) for run in runs[way]],
+            "tokens_per_second": round(num_threads * new_tokens / seconds, 1),
+            "first_token_seconds": round(statistics.median(first), 4) if first else None,
+            "tokens_identical": all(same),
+        }
+    row["hf_paged"]["model_steps"] = statistics.median(run.num_steps for run in runs["hf_paged"])
+    row["speedup_over_one_by_one"] = round(row["stock, one by one"]["seconds"] / row["hf_paged"]["seconds"], 2)
+    row["speedup_over_threads"] = round(row["stock, threads"]["seconds"] / row["hf_paged"]["seconds"], 2)
+    return row
+
+
+def print_table(rows: list[dict[str, Any]], new_tokens: int) -> None:
+    table = Table(title=f"{new_tokens} tokens each")
+    for name in ("mode", "users", "way", "seconds", "tokens/s", "first token", "steps", "tokens"):
+        table.add_column(name, justify="left" if name in ("mode", "way", "tokens") else "right")
+    for row in rows:
+        for way in WAYS:
+            figures, first = row[way], row[way]["first_token_seconds"]
+            table.add_row(
+                row["mode"] if way == WAYS[0] else "",
+                str(row["threads"]) if way == WAYS[0] else "",
+                way,
+                f"{figures['seconds']:.2f}",
+                f"{figures['tokens_per_second']:,.0f}",
+                "" if first is None else f"{first:.3f} s",
+                f"{figures['model_steps']:.0f}" if "model_steps" in figures else "",
+                "identical" if figures["tokens_identical"] else "DIFFER",
+            )
+    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def plot(rows: list[dict[str, Any]], path: Path, new_tokens: int) -> bool:
+    """Tokens per second over users, a panel a mode; False without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return False
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    figure, axes = plt.subplots(1, len(modes), figsize=(4.5 * len(modes), 3.6), squeeze=False)
+    for axis, mode in zip(axes[0], modes):
+        own = [row for row in rows if row["mode"] == mode]
+        for way, marker in zip(WAYS, "os^"):
+            rates = [row[way]["tokens_per_second"] for row in own]
+            axis.plot([row["threads"] for row in own], rates, marker=marker, label=way)
+        axis.set(title=mode, xlabel="users (threads)", ylabel="tokens/s", xscale="log")
+        axis.set_xticks([row["threads"] for row in own], [str(row["threads"]) for row in own])
+        axis.minorticks_off()
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.suptitle(f"generate() on N threads, {new_tokens} tokens each, embedded 6-layer model on CPU", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of JSON and PNG")
+    parser.add_argument("--mode", choices=(*MODES, "all"), default="all")
+    parser.add_argument("--threads", default="1,4,16,64", help="numbers of users")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens each user generates")
+    parser.add_argument("--reps", type=int, default=3, help="repetitions of each way")
+    parser.add_argument("--num-blocks", type=int, default=2048, help="KV blocks of 16 tokens")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)  # the embedded model is too small for two
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny_lm")
+    stock = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_lm").eval()
+    paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=args.num_blocks)
+    modes = MODES if args.mode == "all" else (args.mode,)
+    counts = [int(count) for count in args.threads.split(",")]
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=len(modes) * len(counts) * args.reps * len(WAYS), unit="run") as bar:
+        for mode in modes:
+            for model in (stock, paged):  # what only the first call pays
+                serve(model, tokenizer, make_prompts(tokenizer, 2), mode, 4, True)
+            for count in counts:
+                bar.set_description(f"{mode}, {count} users")
+                rows.append(measure(stock, paged, tokenizer, mode, count, args.new_tokens, args.reps, bar))
+    print_table(rows, args.new_tokens)
+    report = {
+        "what": "N users on threads, each one generate() with a streamer; medians of alternating repetitions",
+        "model": "hf_paged/assets/tiny_lm, float32, CPU, one torch thread",
+        "settings": {"new_tokens": args.new_tokens, "reps": args.reps, "num_blocks": args.num_blocks},
+        "versions": {
+            "hf_paged": hf_paged.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "results": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "threads.json").write_text(json.dumps(report, indent=2) + "\n")
+    if not plot(rows, args.out / "threads.png", args.new_tokens):
+        print("no plot: matplotlib is not installed (pip install hf-paged[bench])")
+
+
+if __name__ == "__main__":
+    main()

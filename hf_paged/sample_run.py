@@ -1,0 +1,296 @@
+"""`SampleRun`: a greedy or sampling call whose rows the engine drives, each as fast as it gets its logits."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from hf_paged.draws import StepNoise
+from hf_paged.kv_pool import KVPool
+from hf_paged.runner import TokenInputs
+from hf_paged.sequence import Sequence
+from hf_paged.worker import StepWorker
+
+TokenCallback = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class SampleCall:
+    """What transformers prepared for its `_sample` loop.
+
+    Attributes:
+        input_ids: `[rows, width]` int64, left-padded; the rows of a prompt's `num_samples` samples follow each other.
+        padding: Left padding of each row.
+        num_samples: Rows of each prompt.
+        processors: Row-wise ones of transformers.
+        criteria: Row-wise ones of transformers.
+        do_sample: Draw, or take the likeliest token.
+        pad_token_id: What stands behind the end of a row that finished before others.
+        generator: Where draws come from; owned by the run.
+        priority: Of its sequences.
+        cache_salt: Part of the prefix-cache key.
+    """
+
+    input_ids: Tensor
+    padding: list[int]
+    num_samples: int
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    do_sample: bool
+    pad_token_id: int
+    generator: torch.Generator | None = None
+    priority: int = 0
+    cache_salt: Hashable = None
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row of the result.
+
+    Attributes:
+        sequence: Its keys and values; `None` before its prompt is computed and after its end.
+        tokens: Generated so far.
+        finish_reason: Why it ended.
+    """
+
+    sequence: Sequence | None = None
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class SampleRun:
+    """Rows that are scheduled, sampled and finished one by one.
+
+    Whatever runs beside it, and whichever of its rows are ahead, the tokens are those of transformers' loop over the
+    whole batch: processors and criteria are transformers' own and look at one row at a time, and noise belongs to a
+    step and a row.
+
+    Attributes:
+        rows: The rows of the result.
+        error: Why it failed.
+    """
+
+    def __init__(
+        self,
+        call: SampleCall,
+        pool: KVPool,
+        worker: StepWorker,
+        state_key: tuple[Hashable, ...],
+        batch_key: Hashable,
+        on_token: TokenCallback | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Queues the prompts. The pool's lock is held.
+
+        Args:
+            call: What to generate.
+            pool: Tables and scheduler.
+            worker: Runs the steps.
+            state_key: State of the model's weights, part of the prefix-cache key.
+            batch_key: Rows of another key never share a step with these.
+            on_token: Called with every token of row 0, with the pool's lock held: it must only hand it on.
+            on_end: Called when the run is over, with the pool's lock held.
+        """
+        self._call = call
+        self._pool = pool
+        self._worker = worker
+        self._on_token = on_token
+        self._on_end = on_end
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        num_rows, self._width = call.input_ids.shape
+        self.rows = [_Row() for _ in range(num_rows)]
+        self._num_open = num_rows
+        self._read_criteria()
+        self.takes_argmax = not call.do_sample and not call.processors and self._other_criteria is None
+        self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
+        # Prompt and generated tokens, for processors and criteria: what transformers would hand them.
+        self._ids: Tensor | None = None if self.takes_argmax else call.input_ids.long()
+        ids = call.input_ids.tolist()
+        pending: list[tuple[int, Sequence]] = []
+        salt = () if call.cache_salt is None else (call.cache_salt,)
+        for row in range(0, num_rows, call.num_samples):
+            group = pool.scheduler.new_group(call.priority, batch_key, owner=self)
+            sequence = pool.scheduler.new_sequence(group)
+            sequence.token_ids = ids[row][call.padding[row] :]
+            sequence.num_tokens = len(sequence.token_ids)
+            sequence.logits_from = sequence.num_tokens - 1
+            sequence.extra_key = (*state_key, 0, *salt)
+            self.rows[row].sequence = sequence
+            pending.append((row, sequence))
+        worker.add(self, pending)
+
+    def _read_criteria(self) -> None:
+        """The usual two criteria as numbers; others run as they are."""
+        self._eos: set[int] = set()
+        self._max_length: int | None = None
+        others = StoppingCriteriaList()
+        for criterion in self._call.criteria:
+            if hasattr(criterion, "eos_token_id"):
+                self._eos |= set(criterion.eos_token_id.tolist())
+            elif type(criterion).__name__ == "MaxLengthCriteria" and not _warns(criterion):
+                length = criterion.max_length
+                self._max_length = length if self._max_length is None else min(length, self._max_length)
+            else:
+                others.append(criterion)
+        self._other_criteria = others or None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all rows have ended, or the run has failed."""
+        return self._done.is_set()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that transformers' loop would have taken."""
+        return max(len(row.tokens) for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until it is over; False if the timeout (seconds) is over first."""
+        if self._worker.is_mine:  # a hook inside a step: run the steps here
+            self._worker.wait(lambda: self.is_done, self._done)
+        return self._done.wait(timeout)
+
+    def result(self) -> Tensor:
+        """`[rows, width + steps]`, as transformers' loop returns it."""
+        call = self._call
+        result = torch.full(
+            (len(self.rows), self._width + self.num_steps),
+            call.pad_token_id,
+            dtype=torch.int64,
+            device=call.input_ids.device,
+        )
+        result[:, : self._width] = call.input_ids
+        for index, row in enumerate(self.rows):
+            end = self._width + len(row.tokens)
+            result[index, self._width : end] = torch.tensor(row.tokens, dtype=result.dtype, device=result.device)
+        return result
+
+    def cancel(self) -> None:
+        """Ends all open rows as `"cancelled"`. The pool's lock is held, and no step runs."""
+        for row in self.rows:
+            self._end(row, "cancelled")
+
+    # LogitsSink
+
+    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
+        return None  # the last token's logits
+
+    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
+        return None  # the sequence knows them
+
+    def fail(self, error: BaseException) -> None:
+        if not self.is_done:
+            self.error = error
+            for row in self.rows:
+                self._end(row, "error")
+
+    def renew_locks(self) -> None:
+        self._done = threading.Event()
+
+    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
+        for row, token in zip(rows, tokens, strict=True):
+            samples = range(row, row + self._split(row))
+            for sample in samples:
+                self._append(sample, token, None)
+
+    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> None:
+        if not rows:
+            return
+        # Rows side by side whose result has the same length are processed at once: usually all of them.
+        at_step: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, start in zip(rows, starts, strict=True):
+            for sample in range(row, row + self._split(row)):
+                at_step[len(self.rows[sample].tokens)].append((sample, start))
+        for step, members in sorted(at_step.items()):
+            samples = [sample for sample, _ in members]
+            self._sample(step, samples, logits[torch.tensor([start for _, start in members], device=logits.device)])
+
+    def _split(self, row: int) -> int:
+        """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
+        first = self.rows[row]
+        if self._call.num_samples == 1 or first.tokens:
+            return 1
+        assert first.sequence is not None
+        for sample in range(row + 1, row + self._call.num_samples):
+            self.rows[sample].sequence = child = self._pool.scheduler.fork(first.sequence)
+            self._worker.add(self, [(sample, child)])
+        return self._call.num_samples
+
+    def _sample(self, step: int, rows: list[int], logits: Tensor) -> None:
+        call, ids = self._call, self._ids
+        assert ids is not None
+        length = self._width + step
+        if ids.shape[1] <= length:  # grown by a half at a time, not by one column a step
+            more = ids.new_full((ids.shape[0], length // 2 + 8), call.pad_token_id)
+            ids = self._ids = torch.cat([ids, more], dim=1)
+        index = torch.tensor(rows, device=ids.device)
+        own = ids[index]
+        scores = call.processors(own[:, :length], logits.to(device=ids.device, dtype=torch.float32))
+        if self._noise is None:
+            tokens = scores.argmax(dim=-1)
+        else:
+            probs = nn.functional.softmax(scores, dim=-1)
+            oldest = min(len(row.tokens) for row in self.rows if row.finish_reason is None)
+            tokens = self._noise.draw(step, rows, probs, oldest)
+        own[:, length] = tokens
+        ids[index, length] = tokens
+        stops: list[bool] | None = None
+        if self._other_criteria is not None:
+            stops = self._other_criteria(own[:, : length + 1], None).tolist()
+        # A host read for every call that samples: its end-of-sequence test and the next step's ids are the host's.
+        for position, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            self._append(row, token, stops[position] if stops is not None else None)
+
+    def _append(self, index: int, token: int, stops: bool | None) -> None:
+        row = self.rows[index]
+        row.tokens.append(token)
+        if index == 0 and self._on_token is not None:
+            self._on_token(token)
+        if token in self._eos:
+            self._end(row, "eos")
+        elif stops:
+            self._end(row, "stop")
+        elif self._max_length is not None and self._width + len(row.tokens) >= self._max_length:
+            self._end(row, "length")
+        else:
+            sequence = row.sequence
+            assert sequence is not None and sequence.token_ids is not None
+            sequence.token_ids.append(token)
+            sequence.num_tokens += 1
+            sequence.logits_from = sequence.num_tokens - 1
+            self._pool.scheduler.wake(sequence.group)
+
+    def _end(self, row: _Row, reason: str) -> None:
+        if row.finish_reason is not None:
+            return
+        row.finish_reason = reason
+        if row.sequence is not None:
+            self._worker.remove(row.sequence)
+            self._pool.scheduler.free(row.sequence)
+            row.sequence = None
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._done.set()
+            on_end, self._on_end, self._on_token = self._on_end, None, None  # they know it, too
+            if on_end is not None:
+                on_end()
+
+
+def _warns(criterion: Any) -> bool:
+    """Whether the criterion may warn that a row outgrows the model's context."""
+    context = getattr(criterion, "max_position_embeddings", None)
+    return context is not None and criterion.max_length > context

@@ -1,0 +1,572 @@
+"""`StepWorker`: the thread that runs the steps in which the rows of all callers meet."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.errors import OutOfBlocksError
+from hf_paged.interrupts import deferred_interrupt
+from hf_paged.kv_pool import KVPool
+from hf_paged.runner import ModelRunner, TokenInputs
+from hf_paged.scheduler import SchedulerOutput
+from hf_paged.sequence import Sequence, SequenceGroup
+
+IDLE_SECONDS = 2.0  # a worker without work ends after this; the next call starts another
+EXIT_SECONDS = 1.0  # at the interpreter's end, for loops to reach their next forward and stay there
+ARRIVAL_GAP = 0.005  # seconds without any caller coming back after which a step starts without the missing ones
+ROOM_SECONDS = 5.0  # without any step, after which who finds no room beside what callers hold is refused
+MAX_BACKOFF = 6  # a caller that was waited for in vain is not waited for again for up to 2^6 steps
+
+
+class LogitsSink(Protocol):
+    """Who waits for the pending tokens of sequences: a caller's forward, or rows that the engine samples.
+
+    Attributes:
+        takes_argmax: Only the likeliest token of each row matters: `take_tokens` is called instead of `take`.
+    """
+
+    takes_argmax: bool
+
+    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
+        """Of a row's tokens `[start, start + num_tokens)`, those (counted from `start`) whose logits are wanted.
+
+        `None`: of the last token, if the chunk reaches it.
+        """
+
+    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
+        """The tokens as tensors, where the sequence itself doesn't know them; else `None`."""
+
+    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> None:
+        """Receives what it wanted: for each row, rows of `logits` `[R, vocab_size]` from one of `starts` on.
+
+        The pool's lock is held. Without rows: a chunk was computed of which no logits are wanted.
+        """
+
+    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
+        """Receives the likeliest token of each row. The pool's lock is held."""
+
+    def fail(self, error: BaseException) -> None:
+        """Ends with an error. The pool's lock is held."""
+
+    def renew_locks(self) -> None:
+        """In a forked child: whoever held them is not there."""
+
+
+class Caller:
+    """A decoding loop on a thread of its own, whose forwards come one after another.
+
+    Attributes:
+        num_rows: Rows of its last forward.
+        is_thinking: Between two forwards: processors, criteria and streamers run.
+        is_waiting: Its forward is in the queue.
+        is_cancelled: Its next forward raises `CallCancelledError`.
+        cache: What it runs over.
+        thread_id: Where it runs.
+        priority: Of its sequences.
+        cache_salt: Part of their prefix-cache key.
+    """
+
+    def __init__(self, priority: int = 0, cache_salt: Hashable = None) -> None:
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.cache: Any = None
+        self.thread_id: int | None = None
+        self.num_rows = 0
+        self.is_thinking = False
+        self.is_waiting = False
+        self.is_cancelled = False
+        self.on_cancel: Callable[[], None] | None = None  # stops the forward it waits for
+        self.retry_at = 0
+        self.num_misses = 0
+
+
+class CallCancelledError(BaseException):
+    """Unwinds the decoding loop of a cancelled request. Not an `Exception`, so that user code doesn't swallow it."""
+
+
+class StepWorker:
+    """Schedules and runs steps over one pool, for everybody.
+
+    Two locks. The pool's lock guards tables and queues, and is held for bookkeeping only. The step lock belongs to
+    whoever runs steps: the worker's thread, or a caller that needs the pool to itself (`exclusive`). Who holds the
+    pool's lock never waits for the step lock.
+
+    Attributes:
+        num_steps: Model steps run.
+        num_prefill_tokens: Tokens computed beyond one a sequence and step.
+        condition: Over the pool's lock; notified when work arrives and after every step.
+        events: The last steps.
+    """
+
+    def __init__(self, pool: KVPool, runner: ModelRunner, collect: Callable[[], None]) -> None:
+        """Makes a worker; its thread is started by the first piece of work.
+
+        Args:
+            pool: Tables and tensor.
+            runner: Runs the model.
+            collect: Frees what finalizers left behind; called before every step, with the pool's lock held.
+        """
+        self._pool = pool
+        self._runner = runner
+        self._collect = collect
+        self.condition = threading.Condition(pool.lock)
+        self._step_lock = threading.RLock()
+        self._step_owner: int | None = None
+        self._num_exclusive = 0
+        self._sinks: dict[int, tuple[LogitsSink, int]] = {}
+        self._callers: set[Caller] = set()
+        self._num_ready_rows = 0  # rows of forwards that wait; rows that the engine samples are not counted
+        self._orders: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._woken = threading.Event()
+        self._is_stopping = False
+        self._is_frozen = False
+        self._token_limit: int | None = None
+        self._running: list[SchedulerOutput] = []
+        self._stuck = (-1, 0.0)  # how many steps had been run when somebody found no room, and since when
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.events: deque[dict[str, Any]] = deque(maxlen=256)
+
+    # Work arrives
+
+    def add(self, sink: LogitsSink, sequences: Iterable[tuple[int, Sequence]]) -> None:
+        """Queues sequences with pending tokens. The pool's lock is held."""
+        for row, sequence in sequences:
+            self._sinks[sequence.seq_id] = (sink, row)
+            sequence.is_wanted = True
+            sequence.group.owner = sink
+            self._pool.scheduler.wake(sequence.group)
+        self.notify()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Nobody waits for this sequence's tokens any more. The pool's lock is held."""
+        self._sinks.pop(sequence.seq_id, None)
+        sequence.is_wanted = False
+
+    def order(self, action: Callable[[], None]) -> None:
+        """Has something done before the next step (a cancellation). Takes no lock: a finalizer may call it."""
+        self._orders.append(action)
+
+    def notify(self) -> None:
+        """Wakes the worker, and starts its thread if there is none and work for it. The pool's lock is held."""
+        is_alive = self._thread is not None and self._thread.is_alive()
+        if not is_alive and not self._is_frozen and self._has_work():
+            self._is_stopping = False
+            # The thread holds the worker only while there is work: an engine that is dropped ends it.
+            arguments = (weakref.ref(self), self._woken)
+            self._thread = threading.Thread(target=_serve, args=arguments, name="hf_paged", daemon=True)
+            self._thread.start()
+        self._woken.set()
+        self.condition.notify_all()
+
+    @contextmanager
+    def calling(self, caller: Caller) -> Iterator[None]:
+        """Registers a decoding loop for its length: steps wait a moment for its next forward."""
+        with self._pool.lock:
+            self._callers.add(caller)
+        try:
+            yield
+        finally:
+            with self._pool.lock:
+                self._callers.discard(caller)
+                self.condition.notify_all()
+
+    def arrive(self, caller: Caller | None, num_rows: int) -> None:
+        """A caller's next forward is here. The pool's lock is held."""
+        self._num_ready_rows += num_rows
+        if caller is not None:
+            if caller.is_thinking and caller.retry_at <= self.num_steps:
+                caller.num_misses = 0
+            caller.is_thinking, caller.is_waiting, caller.num_rows = False, True, num_rows
+
+    def leave(self, caller: Caller | None, num_rows: int) -> None:
+        """A caller's forward is done, and it goes on to choose tokens. The pool's lock is held."""
+        self._num_ready_rows -= num_rows
+        if caller is not None:
+            caller.is_thinking, caller.is_waiting = True, False
+
+    # Who runs steps
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Within it no step runs but those of this thread. Re-entrant. The pool's lock must not be held."""
+        is_counted = False
+        try:  # around the counting too: Ctrl-C right behind it would stop the worker for good
+            with self._pool.lock:
+                self._num_exclusive += 1
+                is_counted = True
+            with self._stepping():
+                yield
+        finally:
+            with self._pool.lock:
+                self._num_exclusive -= is_counted
+                self._woken.set()
+                self.condition.notify_all()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        with self._step_lock:
+            outer = self._step_owner
+            self._step_owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._step_owner = outer
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is the one that runs steps: inside a step (a hook), or inside `exclusive`."""
+        return self._step_owner == threading.get_ident()
+
+    def wait(self, is_done: Callable[[], bool], done: threading.Event) -> None:
+        """Blocks until the worker has set `done`. The thread that runs steps runs them meanwhile."""
+        if not self.is_mine:
+            done.wait()
+            return
+        while not is_done():
+            if not self.step() and not is_done() and not self.step(forced=True) and not is_done():
+                raise RuntimeError("nothing can run, and the forward that is waited for has not")
+
+    def stop(self) -> None:
+        """Ends the thread after its step, and waits for that."""
+        with self._pool.lock:
+            thread, self._thread = self._thread, None
+            self._is_stopping = True
+            self._woken.set()
+            self.condition.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=10)
+
+    def freeze(self) -> None:
+        """At the interpreter's end: the step that runs is the last one.
+
+        Daemon threads that wait for another step go on waiting, and end there with the process: in the midst of torch's
+        code they would abort it.
+        """
+        self._is_frozen = True
+        with self._pool.lock:
+            self._num_exclusive += 1
+        if self._step_lock.acquire(timeout=10):
+            self._step_owner = threading.get_ident()  # an exit handler that generates runs its own steps
+        with self.condition:
+            self.condition.wait_for(lambda: not any(caller.is_thinking for caller in self._callers), EXIT_SECONDS)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Carries out what was ordered; everybody else who waits for a step gets the error. Both locks are held."""
+        self._housekeep()
+        for sink in {id(sink): sink for sink, _ in self._sinks.values()}.values():
+            sink.fail(error)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: there is no thread, and locks may be held by threads that don't exist."""
+        self._pool.lock = threading.RLock()
+        self.condition = threading.Condition(self._pool.lock)
+        self._woken = threading.Event()
+        self._step_lock = threading.RLock()
+        self._step_owner, self._thread, self._num_exclusive = None, None, 0
+        while self._running:
+            self._pool.scheduler.undo(self._running.pop())
+        for sink, _ in self._sinks.values():
+            sink.renew_locks()
+        self.fail_all(RuntimeError("this process was forked while the request was running in the parent"))
+        for caller in list(self._callers):
+            if caller.thread_id != threading.get_ident():  # its thread is not there to give the blocks back
+                self._callers.discard(caller)
+                if caller.cache is not None and caller.cache.owned_by_call:
+                    caller.cache.reset()
+        self._num_ready_rows = 0
+
+    # The loop
+
+    def serve(self, is_woken: bool) -> bool:
+        """Runs steps until there is nothing to run.
+
+        Args:
+            is_woken: Not if nothing happened for a while: then the thread ends, if there really is nothing to do.
+
+        Returns:
+            Whether the thread is to go on.
+        """
+        while True:
+            with self._pool.lock:
+                if self._thread is not threading.current_thread():
+                    return False
+                if self._is_stopping or not (is_woken or self._has_work()):
+                    self._thread = None
+                    return False
+                if self._num_exclusive or not self._has_work():
+                    return True
+                self._gather()
+            with self._stepping():
+                try:
+                    self._advance()
+                except BaseException as error:
+                    with self._pool.lock:
+                        self.fail_all(error)  # whatever went wrong, nobody waits for ever
+
+    def _advance(self) -> None:
+        """Runs a step, of whatever can run."""
+        if self.step():
+            return
+        with self.condition:
+            if not self._has_work() or self._num_exclusive:
+                return
+            # Nothing fits beside what callers hold who are between two forwards: a moment to come back.
+            if any(caller.is_thinking for caller in self._callers):
+                self.condition.wait(ARRIVAL_GAP)
+        if not self.step() and not self.step(forced=True):
+            with self.condition:  # only what a step of another thread is busy with
+                self.condition.wait(ARRIVAL_GAP)
+
+    def _has_work(self) -> bool:
+        return bool(self._orders and not self._running) or (self._pool.is_made and self._pool.scheduler.has_work)
+
+    def _gather(self) -> None:
+        """Waits a moment for callers between two forwards, so that they don't fall apart into ever smaller steps.
+
+        Not for those whose own code takes long, and not where they are few beside the rows at hand.
+        """
+        while True:
+            thinking = [c for c in self._callers if c.is_thinking and c.retry_at <= self.num_steps]
+            num_engine_rows = len(self._sinks) - self._num_ready_rows
+            if 4 * sum(c.num_rows for c in thinking) <= self._num_ready_rows + num_engine_rows:
+                return
+            if not self.condition.wait(ARRIVAL_GAP):
+                for caller in thinking:
+                    caller.num_misses = min(caller.num_misses + 1, MAX_BACKOFF)
+                    caller.retry_at = self.num_steps + 2**caller.num_misses
+                return
+
+    # A step
+
+    def step(self, forced: bool = False) -> bool:
+        """Runs one step; False if there was nothing to run. The step lock is held."""
+        with deferred_interrupt():
+            with self._pool.lock:
+                self._housekeep()
+                if not self._pool.is_made or not self._pool.scheduler.has_work:
+                    return False
+                step = self._schedule(forced=forced, max_tokens=self._token_limit)
+            if step is None:
+                return True
+            if not step.chunks:
+                return False
+            try:
+                self._execute(step)
+            except BaseException as error:  # a hook that calls sys.exit() ends its request, not everybody's worker
+                self._isolate(step, error)
+            return True
+
+    def _housekeep(self) -> None:
+        self._collect()
+        # Not inside another step (a hook's): what is to be cancelled may be in it.
+        while self._orders and not self._running:
+            self._orders.popleft()()
+
+    def _schedule(self, **options: Any) -> SchedulerOutput | None:
+        """The next step; `None` if somebody finds no room, at the moment or (then it was failed) for good.
+
+        The pool's lock is held.
+        """
+        try:
+            step = self._pool.scheduler.schedule(**options)
+        except OutOfBlocksError as error:
+            self._pool.execute_swap_outs(error.swap_outs)
+            if self._may_find_room():
+                self.condition.wait(ARRIVAL_GAP)
+                return None
+            group: SequenceGroup = error.group
+            sink: Any = group.owner
+            sink.fail(self._pool.out_of_blocks(error))
+            return None
+        if not step.chunks:
+            self._pool.execute_swap_outs(step.swap_outs)
+        return step
+
+    def _may_find_room(self) -> bool:
+        """Whether a caller who is busy elsewhere may yet give back blocks that can't be taken from it.
+
+        Only for so long: it may itself be waiting for whoever finds no room (a `generate()` inside a processor).
+        """
+        if (
+            threading.current_thread() is not self._thread
+            or self._running
+            or all(caller.is_waiting for caller in self._callers)
+        ):
+            return False
+        now = time.monotonic()
+        if self._stuck[0] != self.num_steps:
+            self._stuck = (self.num_steps, now)
+        if now - self._stuck[1] < ROOM_SECONDS:
+            return True
+        self._stuck = (-1, 0.0)
+        return False
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        """Runs a scheduled step through the model and hands out the logits. Takes the step back if anything raises."""
+        pool = self._pool
+        self._running.append(step)
+        started = time.perf_counter()
+        try:
+            pool.execute_copies(step)
+            inputs, logit_rows, targets = self._lay_out(step)
+            with _autocast(step.chunks[0].sequence.group.batch_key):
+                # A model that can choose rows still computes at least one.
+                asked = np.asarray(logit_rows or [0], dtype=np.int64)
+                logits = self._runner.run(step, pool.manager, pool.kv_cache, inputs, asked)
+        except BaseException:
+            with pool.lock:
+                self._running.remove(step)
+                pool.scheduler.undo(step)
+            raise
+        num_tokens = inputs.position_ids.shape[0]
+        with pool.lock:
+            self._running.remove(step)
+            pool.scheduler.update(step)
+            self.num_steps += 1
+            self.num_prefill_tokens += num_tokens - len(step.chunks)
+            self._token_limit = None
+            pool.record_peak()
+            self._record(step, num_tokens)
+            self._deliver(step, logits, targets)
+            self.condition.notify_all()
+        if num_tokens > 4 * len(step.chunks):
+            pool.cost.note_prefill(num_tokens, time.perf_counter() - started)
+
+    def _lay_out(self, step: SchedulerOutput) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
+        """The flat batch, the rows of it whose logits are wanted, and who wants how many of them for which row."""
+        ids: list[int] = []
+        positions: list[int] = []
+        given: list[TokenInputs] = []
+        logit_rows: list[int] = []
+        targets: list[tuple[LogitsSink, int, int]] = []
+        flat_start = 0
+        device = self._runner.model.device
+
+        def known() -> TokenInputs:
+            made = TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device))
+            ids.clear()
+            positions.clear()
+            return made
+
+        # One pass of plain Python over the chunks: ids and positions of most live on the host.
+        for sequence, start, num_tokens in step.chunks:
+            sink, row = self._sinks[sequence.seq_id]
+            if sequence.token_ids is not None and sequence.position_offset is not None:
+                first = sequence.position_offset + start
+                ids += sequence.token_ids[start : start + num_tokens]
+                positions += range(first, first + num_tokens)
+            else:
+                tensors = sink.tokens(row, start, num_tokens)
+                assert tensors is not None, "tokens that neither the sequence nor its caller knows"
+                if ids:
+                    given.append(known())
+                given.append(tensors)
+            wanted = sink.wants(row, start, num_tokens)
+            if wanted is not None:
+                logit_rows += (flat_start + wanted).tolist()
+                if wanted.size:
+                    targets.append((sink, row, wanted.size))
+            elif start + num_tokens == sequence.num_tokens:
+                logit_rows.append(flat_start + num_tokens - 1)
+                targets.append((sink, row, 1))
+            flat_start += num_tokens
+        if ids:
+            given.append(known())
+        return (given[0] if len(given) == 1 else TokenInputs.cat(given)), logit_rows, targets
+
+    def _deliver(self, step: SchedulerOutput, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]) -> None:
+        by_sink: dict[int, tuple[LogitsSink, list[int], list[int]]] = {}
+        start = 0
+        for sink, row, count in targets:
+            _, rows, starts = by_sink.setdefault(id(sink), (sink, [], []))
+            rows.append(row)
+            starts.append(start)
+            start += count
+        for sequence, _, _ in step.chunks:
+            sink, _ = self._sinks[sequence.seq_id]
+            by_sink.setdefault(id(sink), (sink, [], []))  # a chunk of which no logits are wanted
+        # One host read for all greedy rows of the step, whosever they are.
+        is_greedy = any(sink.takes_argmax and rows for sink, rows, _ in by_sink.values())
+        likeliest = logits.float().argmax(dim=-1).tolist() if is_greedy else []
+        for sink, rows, starts in by_sink.values():
+            try:
+                if sink.takes_argmax:
+                    sink.take_tokens(rows, [likeliest[index] for index in starts])
+                else:
+                    sink.take(rows, logits, starts)
+            except Exception as error:
+                sink.fail(error)
+
+    def _isolate(self, step: SchedulerOutput, error: BaseException) -> None:
+        """After a step that raised: finds out whose rows were to blame by running each owner's by themselves."""
+        owners: dict[int, Any] = {id(c.sequence.group.owner): c.sequence.group.owner for c in step.chunks}
+        num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
+        if isinstance(error, torch.OutOfMemoryError):
+            is_first = self._token_limit is None
+            self._token_limit = max(1, num_tokens // 2)  # the next step is smaller
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if is_first and num_tokens > 1:
+                return
+            smallest = min(step.chunks, key=lambda chunk: chunk.num_tokens).sequence.group.owner
+            owners = {id(smallest): smallest}
+        if len(owners) == 1:
+            with self._pool.lock:
+                next(iter(owners.values())).fail(error)
+            return
+        for owner in owners.values():
+            with self._pool.lock:
+                # Forced, since its rows may be back in the queue behind others.
+                again = self._schedule(only=owner, forced=True)
+            if again is None or not again.chunks:
+                continue
+            try:
+                self._execute(again)
+            except BaseException as own_error:
+                with self._pool.lock:
+                    owner.fail(own_error)
+
+    def _record(self, step: SchedulerOutput, num_tokens: int) -> None:
+        event = {"step": self.num_steps, "num_seqs": len(step.chunks), "num_tokens": num_tokens}
+        for name in ("swap_outs", "swap_ins", "block_copies", "new_blocks"):
+            pairs = getattr(step, name)
+            if pairs:
+                event[name] = len(pairs)
+        if step.num_preempted:
+            event["num_preempted"] = step.num_preempted
+        self.events.append(event)
+
+
+def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:
+    while True:
+        is_woken = woken.wait(IDLE_SECONDS)
+        woken.clear()
+        worker = reference()
+        if worker is None or not worker.serve(is_woken):
+            return
+        del worker
+
+
+def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
+    """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
+    device_type, enabled, dtype = batch_key[0]
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+def autocast_state(device: torch.device) -> tuple[str, bool, torch.dtype]:
+    """The calling thread's, hashable."""
+    if not torch.amp.is_autocast_available(device.type):
+        return "cpu", False, torch.bfloat16
+    return device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

@@ -80,7 +80,7 @@ class ForwardItem:
             if caller.is_cancelled:
                 caller.on_cancel()
         try:
-            self._worker.wait(lambda: self.is_done, self._done)
+            self._worker.wait(self, self._done)
         except BaseException:
             self.cancel()
             raise

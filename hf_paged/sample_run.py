@@ -161,7 +161,7 @@ class SampleRun:
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until it is over; False if the timeout (seconds) is over first."""
         if self._worker.is_mine:  # a hook inside a step: run the steps here
-            self._worker.wait(lambda: self.is_done, self._done)
+            self._worker.wait(self, self._done)
         return self._done.wait(timeout)
 
     def result(self) -> Tensor:

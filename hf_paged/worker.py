@@ -229,13 +229,15 @@ class StepWorker:
         """Whether this thread is the one that runs steps: inside a step (a hook), or inside `exclusive`."""
         return self._step_owner == threading.get_ident()
 
-    def wait(self, is_done: Callable[[], bool], done: threading.Event) -> None:
+    def wait(self, sink: LogitsSink, done: threading.Event) -> None:
         """Blocks until the worker has set `done`. The thread that runs steps runs them meanwhile."""
         if not self.is_mine:
             done.wait()
             return
-        while not is_done():
-            if not self.step() and not is_done() and not self.step(forced=True) and not is_done():
+        # At the interpreter's end only its own: a daemon thread that got logits would go on into torch's code.
+        only = sink if self._is_frozen else None
+        while not done.is_set():
+            if not self.step(only) and not done.is_set() and not self.step(only, forced=True) and not done.is_set():
                 raise RuntimeError("nothing can run, and the forward that is waited for has not")
 
     def stop(self) -> None:
@@ -350,14 +352,14 @@ class StepWorker:
 
     # A step
 
-    def step(self, forced: bool = False) -> bool:
-        """Runs one step; False if there was nothing to run. The step lock is held."""
+    def step(self, only: LogitsSink | None = None, *, forced: bool = False) -> bool:
+        """Runs one step, of everybody's rows or of one owner's; False if nothing could run. The step lock is held."""
         with deferred_interrupt():
             with self._pool.lock:
                 self._housekeep()
                 if not self._pool.is_made or not self._pool.scheduler.has_work:
                     return False
-                step = self._schedule(forced=forced, max_tokens=self._token_limit)
+                step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
             if step is None:
                 return True
             if not step.chunks:

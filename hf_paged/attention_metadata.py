@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -72,28 +73,60 @@ class AttentionGroup:
         return GatherView(table, mask[:, None], distance[:, None])
 
 
-@dataclass(slots=True, eq=False)
 class AttentionMetadata:
     """One step's flat batch: `T` tokens of `S` sequences, sequence after sequence.
 
     Attributes:
         slot_mapping: `[T]` int64, where each token's key and value go: `block * block_size + offset`; below 0 is
             padding and is not written.
-        block_tables: `[S, N]` int64, padded with the null block.
-        seq_lens: `[S]` int64, tokens of each sequence including this step's.
-        query_start_loc: `[S + 1]` int64, first token of each sequence in the flat batch.
+        block_tables: `[S, N]` int32, padded with the null block.
+        seq_lens: `[S]` int32, tokens of each sequence including this step's.
+        query_start_loc: `[S + 1]` int32, first token of each sequence in the flat batch.
         block_size: Tokens in a block.
         null_block: Index of a block of zeros that no sequence owns.
-        groups: The sequences grouped for the padded attention of the torch backend.
+        num_decodes: Sequences with one new token each that the batch begins with.
+        max_decode_len: Tokens of the longest of them; 0 if there is none.
+        num_decode_tokens: Tokens of all of them.
+        max_query_len: New tokens of the sequence that has most.
     """
 
-    slot_mapping: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    block_size: int
-    null_block: int
-    groups: list[AttentionGroup]
+    def __init__(
+        self,
+        tables: np.ndarray,
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        block_size: int,
+        null_block: int,
+        device: torch.device,
+    ) -> None:
+        """Lays out a step.
+
+        Args:
+            tables: `[S, N]` int64 block tables, padded with the null block.
+            query_lens: `[S]` int64, new tokens of each sequence.
+            seq_lens: `[S]` int64, tokens of each sequence including the new ones.
+            block_size: Tokens in a block.
+            null_block: Block index used as padding.
+            device: Where the model runs.
+        """
+        self._tables, self._query_lens, self._seq_lens = tables, query_lens, seq_lens
+        self._device = device
+        self._start_loc = np.concatenate(([0], np.cumsum(query_lens)))
+        row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
+        offset_in_query = np.arange(self._start_loc[-1]) - self._start_loc[row_of_token]
+        positions = (seq_lens - query_lens)[row_of_token] + offset_in_query
+        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+
+        self.block_size = block_size
+        self.null_block = null_block
+        self.slot_mapping = self._to_device(slots)
+        is_longer = query_lens > 1
+        self.num_decodes = int(is_longer.argmax()) if is_longer.any() else len(query_lens)
+        decode_lens = seq_lens[: self.num_decodes]
+        self.max_decode_len = int(decode_lens.max(initial=0))
+        self.num_decode_tokens = int(decode_lens.sum())
+        self.max_query_len = int(query_lens.max())
+        self._query_tiles: dict[int, Tensor] = {}
 
     @classmethod
     def build(
@@ -122,28 +155,56 @@ class AttentionMetadata:
         # Python lists become one array a step; the lists themselves are the manager's, which knows no numpy.
         for row, table in enumerate(block_tables):
             tables[row, : num_blocks[row]] = table[: num_blocks[row]]
-        start_loc = np.concatenate(([0], np.cumsum(q_lens)))
-        row_of_token = np.repeat(np.arange(len(q_lens)), q_lens)
-        offset_in_query = np.arange(start_loc[-1]) - start_loc[row_of_token]
-        positions = (kv_lens - q_lens)[row_of_token] + offset_in_query
-        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+        return cls(tables, q_lens, kv_lens, block_size, null_block, device)
 
-        groups = [
-            _group(rows, tables, q_lens, kv_lens, num_blocks, start_loc, device) for rows in _bucket(q_lens, num_blocks)
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    # Each backend reads its own half of what follows; the other half is never made.
+
+    @cached_property
+    def block_tables(self) -> Tensor:
+        """See the class."""
+        return self._to_device(self._tables.astype(np.int32))
+
+    @cached_property
+    def seq_lens(self) -> Tensor:
+        """See the class."""
+        return self._to_device(self._seq_lens.astype(np.int32))
+
+    @cached_property
+    def query_start_loc(self) -> Tensor:
+        """See the class."""
+        return self._to_device(self._start_loc.astype(np.int32))
+
+    def query_tiles(self, tile: int) -> Tensor:
+        """The new tokens of all sequences behind the first `num_decodes`, cut into tiles.
+
+        Args:
+            tile: New tokens in one tile.
+
+        Returns:
+            `[tiles, 2]` int32: a sequence, and the first of its new tokens in the tile; the most to read first.
+        """
+        if tile not in self._query_tiles:
+            lens = self._query_lens[self.num_decodes :]
+            num_tiles = -(-lens // tile)
+            sequence = np.repeat(np.arange(len(lens)), num_tiles)
+            first = (np.arange(num_tiles.sum()) - (np.cumsum(num_tiles) - num_tiles)[sequence]) * tile
+            sequence += self.num_decodes
+            num_read = (self._seq_lens - self._query_lens)[sequence] + first
+            tiles = np.stack([sequence, first], axis=1)[np.argsort(-num_read, kind="stable")]
+            self._query_tiles[tile] = self._to_device(tiles.astype(np.int32))
+        return self._query_tiles[tile]
+
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        """The sequences grouped for the padded attention of the torch backend."""
+        num_blocks = -(-self._seq_lens // self.block_size)
+        return [
+            _group(rows, self._tables, self._query_lens, self._seq_lens, num_blocks, self._start_loc, self._device)
+            for rows in _bucket(self._query_lens, num_blocks)
         ]
-
-        def to_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        return cls(
-            slot_mapping=to_device(slots),
-            block_tables=to_device(tables),
-            seq_lens=to_device(kv_lens),
-            query_start_loc=to_device(start_loc),
-            block_size=block_size,
-            null_block=null_block,
-            groups=groups,
-        )
 
 
 def _bucket(query_lens: np.ndarray, num_blocks: np.ndarray) -> list[np.ndarray]:

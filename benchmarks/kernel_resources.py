@@ -1,0 +1,306 @@
+"""Compiles every specialisation of the Triton kernels for GPUs that need not be there, and reports what it takes.
+
+No device is needed: Triton compiles for any target, and the assembler's own report says how many registers a thread
+takes, how many bytes it spills to local memory and how much shared memory a program takes. The disassembly says how wide
+the loads are and which matrix instructions are used.
+
+    python benchmarks/kernel_resources.py                      # all, to benchmarks/results/kernel_resources.{json,md}
+    python benchmarks/kernel_resources.py --target sm_90 --only decode
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_paged.kernels import copy_blocks, launch, paged_decode, paged_prefill, reshape_and_cache
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Bytes of shared memory that one program may take, from the vendors' programming guides.
+SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+POOLS = DTYPES | {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+NUM_BLOCKS = 4096
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the arguments of a launch."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialisation."""
+
+    kernel: str
+    dtype: str
+    pool: str
+    head_dim: int
+    block_size: int
+    group: int
+    features: str
+    rows: int
+
+    @property
+    def name(self) -> str:
+        parts = [self.kernel, self.dtype, self.pool, f"d{self.head_dim}", f"b{self.block_size}", f"g{self.group}"]
+        return " ".join([*parts, f"m{self.rows}"] + ([self.features] if self.features else []))
+
+
+class Recorder:
+    """Stands in for a kernel and takes down what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[Launch] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def take_down(*values: Any, **named: Any) -> None:
+            options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+            names = [parameter.name for parameter in self.kernel.params]
+            self.launches.append(Launch(self.kernel, dict(zip(names, values)) | named, options))
+
+        return take_down
+
+
+def specialised(launch_: Launch) -> tuple[ASTSource, dict[str, int]]:
+    """What Triton would compile at this launch: which arguments are constants, which are known multiples of 16."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for index, parameter in enumerate(launch_.kernel.params):
+        value = launch_.arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (value is not True and value == 1 and isinstance(value, int)):
+            if parameter.is_constexpr or value is None or not parameter.do_not_specialize:
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+                continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch_.kernel, signature, constants, attributes), launch_.options
+
+
+def on_meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches(case: Case, has_native_fp8: bool) -> list[Launch]:
+    """The launches that this case makes."""
+    recorders = {
+        (module, name): Recorder(getattr(module, name))
+        for module, name in (
+            (paged_decode, "_decode_kernel"),
+            (paged_decode, "_combine_kernel"),
+            (paged_prefill, "_prefill_kernel"),
+            (reshape_and_cache, "_reshape_and_cache_kernel"),
+            (copy_blocks, "_copy_blocks_kernel"),
+        )
+    }
+    dtype, kv_heads = DTYPES[case.dtype], 8
+    pool = on_meta(NUM_BLOCKS, 32, 2, kv_heads, case.block_size, case.head_dim, dtype=POOLS[case.pool])
+    device = launch.Device(132, has_native_fp8)
+    original = launch.Device.of
+    try:
+        for (module, name), recorder in recorders.items():
+            setattr(module, name, recorder)
+        launch.Device.of = staticmethod(lambda _: device)  # type: ignore[method-assign,assignment]
+        if case.kernel == "copy":
+            ids = on_meta(16, dtype=torch.int64)
+            copy_blocks.copy_blocks(pool, ids, ids)
+        elif case.kernel == "write":
+            states = on_meta(64, kv_heads, case.head_dim, dtype=dtype)
+            scales = on_meta(32, 2, kv_heads, dtype=torch.float32) if case.pool not in DTYPES else None
+            slots = on_meta(64, dtype=torch.int64)
+            reshape_and_cache.reshape_and_cache(states, states, pool, 3, slots, scales)
+        else:
+            heads = kv_heads * case.group
+            query = on_meta(64, heads, case.head_dim, dtype=dtype)
+            features = case.features.split("+")
+            call = launch.LayerAttention(
+                query,
+                query,
+                pool,
+                3,
+                on_meta(64, 128, dtype=torch.int32),
+                on_meta(64, dtype=torch.int32),
+                on_meta(65, dtype=torch.int32),
+                case.head_dim**-0.5,
+                100 if "window" in features else 0,
+                50.0 if "softcap" in features else 0.0,
+                on_meta(heads, dtype=dtype) if "sinks" in features else None,
+                on_meta(heads, dtype=torch.float32) if "alibi" in features else None,
+                on_meta(32, 2, kv_heads, dtype=torch.float32) if "scales" in features else None,
+                on_meta(1 << 20, dtype=torch.float32),
+            )
+            if case.kernel == "decode":
+                paged_decode.paged_decode(call, 64, 1)
+                paged_decode.paged_decode(call, 64, 8)
+            else:
+                paged_prefill.paged_prefill(call, on_meta(64, 2, dtype=torch.int32), case.rows)
+    finally:
+        launch.Device.of = original  # type: ignore[method-assign]
+        for (module, name), recorder in recorders.items():
+            setattr(module, name, recorder.kernel)
+    return [one for recorder in recorders.values() for one in recorder.launches]
+
+
+def cases(is_quick: bool) -> Iterator[Case]:
+    """All specialisations: features are compiled one at a time and all at once, not in all combinations."""
+    all_features = "window+softcap+sinks+alibi"
+    features = ("", "window", "softcap", "sinks", "alibi", all_features)
+    head_dims = (64, 80, 96, 112, 128, 192, 256)
+    pairs = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2")]
+    for kernel, (dtype, pool), head_dim in itertools.product(("decode", "prefill"), pairs, head_dims):
+        suffix = "+scales" if pool not in DTYPES else ""
+        itemsize = DTYPES[dtype].itemsize
+        if kernel == "decode":
+            sizes = {group: paged_decode.group_tiling(group)[2] for group in (4, 64)}
+        else:
+            padded = launch.next_power_of_two(head_dim)
+            sizes = {group: paged_prefill.tiling(itemsize, padded, group, 512).rows for group in (1, 4)}
+        for group, rows in sizes.items():
+            yield Case(kernel, dtype, pool, head_dim, 16, group, suffix.strip("+"), rows)
+        if head_dim in (128, 256) and (dtype, pool) != ("fp16", "e5m2"):
+            for feature in features[1:]:
+                yield Case(kernel, dtype, pool, head_dim, 16, 4, feature + suffix, sizes[4])
+        if head_dim == 128 and pool in DTYPES:
+            for block_size in (8, 24, 32, 64, 128, 256):
+                yield Case(kernel, dtype, pool, head_dim, block_size, 4, "", sizes[4])
+            if kernel == "prefill":
+                for rows in (16, 64):
+                    if rows < sizes[4]:
+                        yield Case(kernel, dtype, pool, head_dim, 16, 4, "", rows)
+    for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
+        yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
+    for block_size in (8, 16, 256):
+        yield Case("copy", "bf16", "bf16", 128, block_size, 1, "", 0)
+
+
+def assembler_report(ptx: str, arch: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    number = int(arch.removeprefix("sm_"))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        report = subprocess.run(
+            [get_ptxas(number).path, "-v", f"--gpu-name={sm_arch_from_capability(number)}", source, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
+    return registers, spilled
+
+
+def instructions(compiled: Any) -> dict[str, int]:
+    """Loads by width, and matrix instructions."""
+    ptx = compiled.asm["ptx"]
+    found = {
+        "copies of 16 bytes": len(re.findall(r"cp\.async\.cg\.shared\.global[^\n]*0x10", ptx)),
+        "narrower copies": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
+        "loads of 16 bytes": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
+        "loads of 8 bytes": len(re.findall(r"ld\.global[.\w:]*\.v2\.b32|ld\.global[.\w:]*\.b64", ptx)),
+        "mma": len(re.findall(r"\bmma\.sync", ptx)),
+        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def measure(launch_: Launch, target: str) -> dict[str, Any]:
+    source, options = specialised(launch_)
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    result: dict[str, Any] = {"shared_memory": compiled.metadata.shared}
+    if target.startswith("sm_"):
+        result["registers"], result["spilled_bytes"] = assembler_report(compiled.asm["ptx"], target)
+        result["instructions"] = instructions(compiled)
+    else:
+        text = compiled.asm["amdgcn"]
+        result["registers"] = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
+        result["spilled_bytes"] = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
+        widths = re.findall(r"(?:global|buffer)_load_(dwordx4|dwordx2|dword|ushort|ubyte)", text)
+        result["instructions"] = {f"load {width}": widths.count(width) for width in sorted(set(widths))} | {
+            "mfma": len(re.findall(r"v_mfma", text))
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="folder for kernel_resources.json and .md")
+    arguments = parser.parse_args()
+    rows = []
+    seen = set()
+    todo = [(case, target) for case in cases(False) if arguments.only in case.name for target in arguments.target]
+    for case, target in tqdm(todo, disable=not sys.stderr.isatty()):
+        for launch_ in launches(case, has_native_fp8=target in ("sm_90", "sm_100")):
+            name = launch_.kernel.__name__.strip("_").removesuffix("_kernel")
+            if name == "decode" and launch_.arguments["IS_SPLIT"]:
+                name = "decode, split"
+            key = (name, case.dtype, case.pool, case.head_dim, target) if name in ("combine", "copy_blocks") else None
+            if key in seen:
+                continue
+            if key:
+                seen.add(key)
+            row = asdict(case) | {"kernel": name, "target": target} | measure(launch_, target)
+            row["fits"] = row["shared_memory"] <= SHARED_MEMORY_LIMIT[target]
+            rows.append(row)
+            if row["spilled_bytes"] or not row["fits"] or arguments.only:
+                tqdm.write(f"{target:7} {name:14} {case.name:50} {row}")
+    spilling = [row for row in rows if row["spilled_bytes"]]
+    print(f"{len(rows)} kernels; {len(spilling)} spill; {sum(not row['fits'] for row in rows)} take too much memory")
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        Path(arguments.out, "kernel_resources.json").write_text(
+            json.dumps({"triton": triton.__version__, "kernels": rows}, indent=0) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What the launchers share: where a layer's attention finds everything, and what the device can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+FP8_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+MAX_HEAD_DIM = 256
+
+
+class Tiling(NamedTuple):
+    """Shape of a kernel's tile and how it is compiled.
+
+    Attributes:
+        rows: Query rows.
+        tokens: Tokens of a KV tile.
+        num_warps: Warps of a program.
+        num_stages: Tiles in flight.
+    """
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the launchers must know of a device.
+
+    Attributes:
+        num_processors: Streaming multiprocessors (compute units).
+        has_native_fp8: Whether it converts e4m3 by itself.
+    """
+
+    num_processors: int
+    has_native_fp8: bool
+
+    @staticmethod
+    @lru_cache
+    def of(device: torch.device) -> Device:
+        """The device's; the interpreter's where there is none."""
+        if device.type != "cuda":
+            return Device(num_processors=16, has_native_fp8=False)
+        properties = torch.cuda.get_device_properties(device)
+        is_nvidia = torch.version.hip is None
+        return Device(
+            properties.multi_processor_count,
+            has_native_fp8=is_nvidia and (properties.major, properties.minor) >= (8, 9),
+        )
+
+
+@dataclass(slots=True)
+class LayerAttention:
+    """One layer's paged attention over a flat batch.
+
+    Attributes:
+        output: `[T, num_heads, head_dim]`, contiguous, written.
+        query: `[T, num_heads, head_dim]`, the last dimension contiguous.
+        kv_cache: The KV tensor.
+        layer: Layer index.
+        block_tables: `[S, N]` int32.
+        seq_lens: `[S]` int32.
+        query_start_loc: `[S + 1]` int32.
+        scale: Factor on the scores.
+        window: Tokens a query sees, itself included; 0: all before it.
+        softcap: Bound of the scores; 0: none.
+        sinks: `[num_heads]` scores or `None`.
+        alibi_slopes: `[num_heads]` or `None`.
+        kv_scales: `[num_layers, 2, num_kv_heads]` float32 or `None`.
+        partials: Float32 scratch for split sequences.
+    """
+
+    output: Tensor
+    query: Tensor
+    kv_cache: Tensor
+    layer: int
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    kv_scales: Tensor | None
+    partials: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_cache.shape[3]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def block_size(self) -> int:
+        return self.kv_cache.shape[4]
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_cache.shape[5]
+
+    @property
+    def padded_dim(self) -> int:
+        return next_power_of_two(max(16, self.head_dim))
+
+    @property
+    def fp8_format(self) -> str:
+        return FP8_FORMATS.get(self.kv_cache.dtype, "")
+
+    @property
+    def has_native_fp8(self) -> bool:
+        return Device.of(self.kv_cache.device).has_native_fp8
+
+    @property
+    def pool(self) -> Tensor:
+        """The KV tensor as the kernels read it."""
+        return codes(self.kv_cache)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of query token and head, block table row, block, layer, key to value, kv head."""
+        return (*self.query.stride()[:2], self.block_tables.stride(0), *self.kv_cache.stride()[:4])
+
+
+def codes(kv_cache: Tensor) -> Tensor:
+    """A pool of fp8 numbers as the uint8 codes of them; any other as it is."""
+    return kv_cache.view(torch.uint8) if kv_cache.dtype in FP8_FORMATS else kv_cache
+
+
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def check_kv_cache(kv_cache: Tensor) -> None:
+    """Refuses what the kernels can't address.
+
+    Raises:
+        ValueError: Wrong shape, a token's numbers not side by side, or a head dim above 256.
+    """
+    if kv_cache.dim() != 6:
+        raise ValueError(
+            "kv_cache must be [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], "
+            f"got {list(kv_cache.shape)}"
+        )
+    head_dim = kv_cache.shape[5]
+    if kv_cache.stride()[4:] != (head_dim, 1):
+        raise ValueError(f"a block's tokens must be contiguous, got strides {kv_cache.stride()}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"the Triton kernels take head dims up to {MAX_HEAD_DIM}, got {head_dim}")
+
+
+def is_interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors (`TRITON_INTERPRET=1` at import)."""
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,280 @@
+"""The kernels as custom ops of torch, `torch.ops.hf_paged.*`: what `torch.compile` and CUDA graphs see.
+
+Registered with `torch.library`'s dispatcher directly, since its decorator costs several times as much a call, for each
+layer of each step. On CPU tensors they run in Triton's interpreter, and only there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_paged.attention_metadata import AttentionMetadata
+from hf_paged.kernels import copy_blocks as copy_kernel
+from hf_paged.kernels import paged_decode as decode
+from hf_paged.kernels import paged_prefill as prefill
+from hf_paged.kernels import reshape_and_cache as write_kernel
+from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, check_kv_cache, next_power_of_two
+
+_LIBRARY = torch.library.Library("hf_paged", "DEF")
+
+_LIBRARY.define(
+    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, int layer, Tensor slot_mapping, "
+    "Tensor? kv_scales=None) -> ()"
+)
+_LIBRARY.define("copy_blocks(Tensor(a!) kv_cache, Tensor sources, Tensor destinations) -> ()")
+_LIBRARY.define(
+    "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
+    "Tensor query_start_loc, Tensor? query_tiles, int num_decodes, int num_splits, int query_rows, float scale, "
+    "int window, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? kv_scales, Tensor(a!) partials) -> Tensor"
+)
+
+
+def _reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
+    check_kv_cache(kv_cache)
+    _check_layer(kv_cache, layer)
+    num_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    expected = (slot_mapping.shape[0], num_heads, head_dim)
+    if key.shape != expected or value.shape != expected:
+        raise ValueError(
+            f"key and value must be [tokens, num_kv_heads, head_dim] = {list(expected)}, "
+            f"got {list(key.shape)} and {list(value.shape)}"
+        )
+    _check_scales(kv_cache, kv_scales)
+    write_kernel.reshape_and_cache(key, value, kv_cache, layer, slot_mapping, kv_scales)
+
+
+def _paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    query_tiles: Tensor | None,
+    num_decodes: int,
+    num_splits: int,
+    query_rows: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    kv_scales: Tensor | None,
+    partials: Tensor,
+) -> Tensor:
+    check_kv_cache(kv_cache)
+    _check_layer(kv_cache, layer)
+    _check_scales(kv_cache, kv_scales)
+    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"query must be [tokens, num_heads, {head_dim}] with num_heads a multiple of {num_kv_heads}, "
+            f"got {list(query.shape)}"
+        )
+    if scale <= 0 or softcap < 0 or window < 0:
+        raise ValueError(
+            f"scale must be above 0, softcap and window at least 0 (none), got {scale}, {softcap}, {window}"
+        )
+    needed = decode.partials_size(num_decodes, query.shape[1], head_dim, num_splits)
+    if partials.numel() < needed or partials.dtype != torch.float32:
+        raise ValueError(f"partials must hold {needed} float32 numbers, got {partials.numel()} of {partials.dtype}")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    output = query.new_empty(query.shape)
+    call = LayerAttention(
+        output,
+        query,
+        kv_cache,
+        layer,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        scale,
+        window,
+        softcap,
+        sinks,
+        alibi_slopes,
+        kv_scales,
+        partials,
+    )
+    if num_decodes:
+        decode.paged_decode(call, num_decodes, num_splits)
+    if query_tiles is not None and query_tiles.shape[0]:
+        prefill.paged_prefill(call, query_tiles, query_rows)
+    return output
+
+
+for _name, _function in (
+    ("reshape_and_cache", _reshape_and_cache),
+    ("paged_attention", _paged_attention),
+    ("copy_blocks", copy_kernel.copy_blocks),
+):
+    for _key in ("CUDA", "CPU"):  # ROCm's key is CUDA, too
+        _LIBRARY.impl(_name, _function, _key)
+
+
+@torch.library.register_fake("hf_paged::reshape_and_cache", lib=_LIBRARY)
+def _(*_: object) -> None:
+    return None
+
+
+@torch.library.register_fake("hf_paged::copy_blocks", lib=_LIBRARY)
+def _(*_: object) -> None:
+    return None
+
+
+@torch.library.register_fake("hf_paged::paged_attention", lib=_LIBRARY)
+def _(query: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _check_layer(kv_cache: Tensor, layer: int) -> None:
+    if not 0 <= layer < kv_cache.shape[1]:
+        raise ValueError(f"layer must be one of the pool's {kv_cache.shape[1]}, got {layer}")
+
+
+def _check_scales(kv_cache: Tensor, kv_scales: Tensor | None) -> None:
+    if kv_scales is None:
+        return
+    expected = (kv_cache.shape[1], 2, kv_cache.shape[3])
+    if kv_cache.dtype not in FP8_FORMATS:
+        raise ValueError(f"kv_scales are for a pool of fp8 numbers, this one holds {kv_cache.dtype}")
+    if kv_scales.shape != expected or kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
+        raise ValueError(
+            f"kv_scales must be contiguous float32 [num_layers, 2, num_kv_heads] = {list(expected)}, "
+            f"got {kv_scales.dtype} {list(kv_scales.shape)}"
+        )
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """`reference.reshape_and_cache` by the Triton kernel; slots below 0 are skipped on every device.
+
+    Raises:
+        ValueError: Shapes that don't fit together.
+    """
+    torch.ops.hf_paged.reshape_and_cache(key, value, kv_cache, layer, slot_mapping, kv_scales)
+
+
+def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """`reference.copy_blocks` by the Triton kernel, in no order: no destination may be a source."""
+    torch.ops.hf_paged.copy_blocks(kv_cache, sources, destinations)
+
+
+class Partials:
+    """Scratch for the partial results of split sequences, kept between calls and shared by all layers.
+
+    Grows to what was needed most; nothing grows while a CUDA graph is captured if the same shapes ran before.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+
+    def get(self, size: int, device: torch.device) -> Tensor:
+        """At least `size` float32 numbers on `device`."""
+        tensor = self._tensor
+        if tensor is None or tensor.device != device or tensor.numel() < size:
+            with torch.inference_mode(False):
+                tensor = torch.empty(next_power_of_two(max(size, 1)), dtype=torch.float32, device=device)
+            self._tensor = tensor
+        return tensor
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *,
+    kv_scales: Tensor | None = None,
+    partials: Partials,
+    num_splits: int | None = None,
+) -> Tensor:
+    """`reference.paged_attention` by the Triton kernels, which read no slot that no query may see.
+
+    The sequences that the batch begins with and that have one new token each go to the decode kernel, the others to the
+    prefill kernel: one launch for either, and one for the combination where sequences were split.
+
+    Args:
+        query: `[T, num_heads, head_dim]`, float32 or half precision; the keys and values are cast to it.
+        kv_cache: The KV tensor.
+        layer: Layer index.
+        metadata: The step's metadata.
+        scale: Factor on the scores.
+        sliding_window: Tokens a query sees, itself included; `None`: all before it.
+        softcap: Bound of the scores; `None`: none.
+        sinks: `[num_heads]` scores.
+        alibi_slopes: `[num_heads]` slopes.
+        kv_scales: `[num_layers, 2, num_kv_heads]` float32, what fp8 keys and values are multiplied by.
+        partials: Scratch, the same at every call.
+        num_splits: Programs a decoding sequence is split between; `None`: chosen from the lengths, which are rounded
+            up to a power of two, so that a launch recorded in a CUDA graph serves many steps.
+
+    Returns:
+        `[T, num_heads, head_dim]` in the query's dtype.
+
+    Raises:
+        ValueError: Shapes that don't fit together.
+    """
+    num_heads, num_kv_heads = query.shape[1], kv_cache.shape[3]
+    head_dim = kv_cache.shape[5]
+    padded_dim = next_power_of_two(max(16, head_dim))
+    group = num_heads // num_kv_heads
+    num_decodes = metadata.num_decodes
+    if num_splits is None:
+        num_splits = 1
+        if num_decodes:
+            longest = next_power_of_two(metadata.max_decode_len)
+            if sliding_window is not None:
+                longest = min(longest, sliding_window)
+            # Sequences shorter than the longest leave processors idle, so they count as the parts of it that they are.
+            num_full = min(num_decodes, -(-metadata.num_decode_tokens // longest))
+            num_programs = num_kv_heads * decode.group_tiling(group)[1]
+            num_tiles = -(-longest // decode.tiling(query.element_size(), padded_dim).tokens)
+            num_splits = decode.choose_num_splits(
+                num_full * num_programs, num_tiles, Device.of(query.device).num_processors
+            )
+            num_splits = max(1, min(num_splits, decode.MAX_SPLIT_PROGRAMS // (num_decodes * num_programs)))
+    size = decode.partials_size(num_decodes, num_heads, head_dim, num_splits)
+    query_tiles, rows = None, 0
+    if num_decodes < metadata.seq_lens.shape[0]:
+        rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len).rows
+        query_tiles = metadata.query_tiles(prefill.query_tiling(group, rows)[0])
+    return torch.ops.hf_paged.paged_attention(
+        query,
+        kv_cache,
+        layer,
+        metadata.block_tables,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        query_tiles,
+        num_decodes,
+        num_splits,
+        rows,
+        scale,
+        sliding_window or 0,
+        softcap or 0.0,
+        sinks,
+        alibi_slopes,
+        kv_scales,
+        partials.get(size, query.device),
+    )

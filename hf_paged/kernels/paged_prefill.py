@@ -1,0 +1,209 @@
+"""Paged attention of sequences with several new tokens: prompts, chunks of prompts behind what the pool holds, drafts.
+
+A program takes one (query tile, kv head): consecutive new tokens of one sequence times all query heads of the kv head,
+as the rows of one matrix tile. New token `t` of a sequence with `c` tokens before this step sits at position `c + t` and
+sees the positions up to its own, in the pool like all others. Tiles come from a table made once a step, the ones with
+the most to read first, so that none starts last and runs long.
+
+Of the KV tiles a program visits, those that all of its tokens see wholly need no mask: they are the middle of three
+loops.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_paged.kernels.launch import LayerAttention, Tiling, next_power_of_two
+from hf_paged.kernels.online_softmax import attend_tiles, start_rows
+from hf_paged.kernels.tile_ops import LOG2_E
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def _prefill_kernel(
+    output,  # [T, H, HEAD_DIM], contiguous
+    query,  # [T, H, HEAD_DIM]
+    kv_cache,  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, HEAD_DIM]
+    block_tables,  # [S, N] int32
+    seq_lens,  # [S] int32
+    query_start_loc,  # [S + 1] int32
+    query_tiles,  # [tiles, 2] int32: sequence, first of its new tokens; a sequence below 0: nothing to do
+    sinks,  # [H] or None
+    slopes,  # [H] or None
+    kv_scales,  # [layers, 2, kv_heads] float32 or None
+    layer,
+    scale,
+    softcap,
+    window,
+    stride_query_token,
+    stride_query_head,
+    stride_table,
+    stride_block,
+    stride_layer,
+    stride_kv,
+    stride_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a kv head
+    GROUP_TILE: tl.constexpr,  # of them, those of one program
+    QUERY_TILE: tl.constexpr,  # tokens of one program
+    M: tl.constexpr,  # rows of the tile, a power of two
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    sequence = tl.load(query_tiles + tl.program_id(0) * 2)
+    if sequence < 0:
+        return
+    first_query = tl.load(query_tiles + tl.program_id(0) * 2 + 1)
+    num_group_tiles: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
+    kv_head = tl.program_id(1) // num_group_tiles
+    group_tile = tl.program_id(1) % num_group_tiles
+
+    start = tl.load(query_start_loc + sequence)
+    num_queries = tl.load(query_start_loc + sequence + 1) - start
+    seq_len = tl.load(seq_lens + sequence)
+    context = seq_len - num_queries
+    last_query = tl.minimum(first_query + QUERY_TILE, num_queries) - 1
+
+    rows = tl.arange(0, M)
+    in_group = (rows % GROUP_TILE) + group_tile * GROUP_TILE < GROUP
+    heads = kv_head * GROUP + tl.where(in_group, (rows % GROUP_TILE) + group_tile * GROUP_TILE, 0)
+    queries = tl.minimum(first_query + rows // GROUP_TILE, last_query)
+    is_real = in_group & (first_query + rows // GROUP_TILE <= last_query)
+    columns = tl.arange(0, D)
+    stored = is_real[:, None] & (columns[None, :] < HEAD_DIM)
+
+    first_position = context + first_query
+    last_position = context + last_query
+    last_tile = last_position // TILE + 1
+    # Tiles [first_full, last_full) are seen wholly by all rows.
+    last_full = (first_position + 1) // TILE
+    if HAS_WINDOW:
+        first_tile = tl.maximum(first_position - window + 1, 0) // TILE
+        first_full = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE), last_tile)
+        last_full = tl.maximum(first_full, last_full)
+    else:
+        first_tile = 0
+        first_full = 0
+
+    token_rows = (start + queries).to(tl.int64)
+    query_rows = token_rows * stride_query_token + heads * stride_query_head
+    q = tl.load(query + query_rows[:, None] + columns[None, :], mask=stored, other=0.0)
+    acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
+    row_slopes = tl.zeros([M], tl.float32)
+    if slopes is not None:
+        row_slopes = tl.load(slopes + heads).to(tl.float32) * LOG2_E
+    key_scale = 1.0
+    value_scale = 1.0
+    if kv_scales is not None:
+        key_scale = tl.load(kv_scales + (layer * 2) * NUM_KV_HEADS + kv_head)
+        value_scale = tl.load(kv_scales + (layer * 2 + 1) * NUM_KV_HEADS + kv_head)
+    score_scale = scale * key_scale / softcap if HAS_SOFTCAP else scale * key_scale * LOG2_E
+
+    positions = context + queries
+    key_base = kv_cache + tl.cast(layer, tl.int64) * stride_layer + kv_head * tl.cast(stride_head, tl.int64)
+    table = block_tables + sequence.to(tl.int64) * stride_table
+    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        acc, row_max, row_sum = attend_tiles(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            positions,
+            row_slopes,
+            key_base,
+            key_base + stride_kv,
+            table,
+            stride_block,
+            first_tile if part == 0 else first_full if part == 1 else last_full,
+            first_full if part == 0 else last_full if part == 1 else last_tile,
+            last_position,
+            score_scale,
+            softcap * LOG2_E,
+            window,
+            BLOCK_SIZE,
+            TILE,
+            HEAD_DIM,
+            D,
+            FORMAT,
+            NATIVE,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            slopes is not None,
+            part != 1,
+        )
+
+    acc = acc * (value_scale / row_sum)[:, None]  # every row has seen its own token
+    output_rows = (token_rows * NUM_HEADS + heads) * HEAD_DIM
+    tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
+
+
+def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int) -> Tiling:
+    """Shape of the tiles: as many rows as the longest query fills, up to 128 in half precision."""
+    rows = longest_query * group
+    if itemsize == 4:  # without tensor cores everything is in registers
+        return Tiling(rows=16 if rows <= 16 else 32, tokens=32 if padded_dim <= 128 else 16, num_warps=4, num_stages=2)
+    tokens = max(32, min(128, 8192 // padded_dim))
+    if rows <= 16:
+        return Tiling(rows=16, tokens=tokens, num_warps=4, num_stages=3)
+    if rows <= 64:
+        return Tiling(rows=64, tokens=tokens, num_warps=4, num_stages=3)
+    return Tiling(rows=128, tokens=tokens, num_warps=8, num_stages=3)
+
+
+def query_tiling(group: int, rows: int) -> tuple[int, int, int]:
+    """Of a tile's rows: new tokens, query heads of a kv head, and programs needed for all of these."""
+    group_tile = min(group, rows)
+    return rows // group_tile, group_tile, -(-group // group_tile)
+
+
+def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
+    """Attends for the sequences whose new tokens are in `query_tiles`.
+
+    Args:
+        call: Where everything is.
+        query_tiles: `[tiles, 2]` int32: a sequence, and the first of its new tokens in this tile; below 0: no tile.
+        rows: Rows of a tile: `query_tiles` was made for `query_tiling(group, rows)[0]` tokens a tile.
+    """
+    query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
+    shape = tiling(call.query.element_size(), call.padded_dim, 1, rows)
+    _prefill_kernel[(query_tiles.shape[0], call.num_kv_heads * num_group_tiles)](
+        call.output,
+        call.query,
+        call.pool,
+        call.block_tables,
+        call.seq_lens,
+        call.query_start_loc,
+        query_tiles,
+        call.sinks,
+        call.alibi_slopes,
+        call.kv_scales,
+        call.layer,
+        call.scale,
+        call.softcap,
+        call.window,
+        *call.strides,
+        NUM_HEADS=call.num_heads,
+        NUM_KV_HEADS=call.num_kv_heads,
+        GROUP=call.group,
+        GROUP_TILE=group_tile,
+        QUERY_TILE=query_tile,
+        M=max(16, next_power_of_two(rows)),
+        BLOCK_SIZE=call.block_size,
+        TILE=shape.tokens,
+        HEAD_DIM=call.head_dim,
+        D=call.padded_dim,
+        FORMAT=call.fp8_format,
+        NATIVE=call.has_native_fp8,
+        HAS_WINDOW=call.window > 0,
+        HAS_SOFTCAP=call.softcap > 0,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )

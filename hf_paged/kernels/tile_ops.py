@@ -1,0 +1,100 @@
+"""What several kernels need inside a tile: exact dot products, `tanh`, and the codes of fp8 numbers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies bfloat16 wrongly, so there tiles are cast before a dot product. Fixed when triton is imported.
+INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b):
+    """Matrix product `a @ b` accumulated in float32; float32 factors keep all their bits."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def tanh(x):
+    """`tanh` of float32, by `1 - 2 / (e^2x + 1)`: right at both infinities, absolute error below 2e-7."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def decode_fp8(code, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """The numbers behind fp8 codes.
+
+    By moving the code's bits to where float16 has its exponent and mantissa; e4m3's exponent is then 8 too small.
+    Subnormals come out right by themselves, and no hardware support is needed.
+
+    Args:
+        code: uint8.
+        FORMAT: "e4m3" (1-4-3 bits, bias 7, no infinity) or "e5m2" (1-5-2 bits, bias 15).
+        NATIVE: Use the processor's own conversion of e4m3.
+
+    Returns:
+        float16; exact, since both formats are subsets of it.
+    """
+    if FORMAT == "e4m3":
+        if NATIVE:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        wide = code.to(tl.uint16)
+        moved = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return moved.to(tl.float16, bitcast=True) * 256.0
+    else:
+        return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def encode_fp8(x, FORMAT: tl.constexpr):
+    """The fp8 codes nearest to numbers, ties to even; beyond the largest finite code that one, NaN stays NaN.
+
+    Args:
+        x: float32.
+        FORMAT: As in `decode_fp8`.
+
+    Returns:
+        uint8.
+    """
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2
+    BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
+    LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0
+    DROPPED: tl.constexpr = 23 - MANTISSA  # mantissa bits of float32 that the code has no room for
+    # Added to a number below the smallest normal code, this has float32's own rounding drop the right bits.
+    MAGIC_BITS: tl.constexpr = (24 - BIAS - MANTISSA + 127) << 23
+
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    nearest = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED
+    normal = nearest - ((127 - BIAS) << MANTISSA)
+    magic = tl.full(x.shape, MAGIC_BITS, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (size + magic).to(tl.int32, bitcast=True) - MAGIC_BITS
+    code = tl.where(bits < ((128 - BIAS) << 23), subnormal, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (sign | code).to(tl.uint8)
+
+
+@triton.jit
+def load_states(pointers, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of keys or values as `DTYPE`; 0 where masked.
+
+    Args:
+        pointers: Into the pool; to uint8 where it holds fp8.
+        mask: What to load; ignored unless `MASKED`.
+        FORMAT: fp8 format, or "" for a pool of ordinary numbers.
+        NATIVE: See `decode_fp8`.
+        DTYPE: The query's dtype.
+        MASKED: Whether the mask hides anything.
+    """
+    if MASKED:
+        states = tl.load(pointers, mask=mask, other=0)
+    else:
+        states = tl.load(pointers)
+    if FORMAT != "":
+        states = decode_fp8(states, FORMAT, NATIVE)
+    return states.to(DTYPE)

@@ -33,12 +33,13 @@ from hf_paged.kernels import copy_blocks, launch, paged_decode, paged_prefill, r
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 # Bytes of shared memory that one program may take, from the vendors' programming guides.
-SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POOLS = DTYPES | {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 POINTERS = {
@@ -104,12 +105,11 @@ def specialised(launch_: Launch) -> tuple[ASTSource, dict[str, int]]:
     attributes: dict[tuple[int, ...], Any] = {}
     for index, parameter in enumerate(launch_.kernel.params):
         value = launch_.arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (value is not True and value == 1 and isinstance(value, int)):
-            if parameter.is_constexpr or value is None or not parameter.do_not_specialize:
-                signature[parameter.name] = "constexpr"
-                constants[(index,)] = value
-                continue
-        if isinstance(value, Tensor):
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
@@ -194,10 +194,10 @@ def cases(is_quick: bool) -> Iterator[Case]:
     for kernel, (dtype, pool), head_dim in itertools.product(("decode", "prefill"), pairs, head_dims):
         suffix = "+scales" if pool not in DTYPES else ""
         itemsize = DTYPES[dtype].itemsize
+        padded = launch.next_power_of_two(head_dim)
         if kernel == "decode":
-            sizes = {group: paged_decode.group_tiling(group)[2] for group in (4, 64)}
+            sizes = {group: paged_decode.tiling(itemsize, padded, group).rows for group in (4, 64)}
         else:
-            padded = launch.next_power_of_two(head_dim)
             sizes = {group: paged_prefill.tiling(itemsize, padded, group, 512).rows for group in (1, 4)}
         for group, rows in sizes.items():
             yield Case(kernel, dtype, pool, head_dim, 16, group, suffix.strip("+"), rows)
@@ -279,7 +279,7 @@ def main() -> None:
     seen = set()
     todo = [(case, target) for case in cases(False) if arguments.only in case.name for target in arguments.target]
     for case, target in tqdm(todo, disable=not sys.stderr.isatty()):
-        for launch_ in launches(case, has_native_fp8=target in ("sm_90", "sm_100")):
+        for launch_ in launches(case, has_native_fp8=target in ("sm_89", "sm_90", "sm_100")):
             name = launch_.kernel.__name__.strip("_").removesuffix("_kernel")
             if name == "decode" and launch_.arguments["IS_SPLIT"]:
                 name = "decode, split"
@@ -291,8 +291,11 @@ def main() -> None:
             row = asdict(case) | {"kernel": name, "target": target} | measure(launch_, target)
             row["fits"] = row["shared_memory"] <= SHARED_MEMORY_LIMIT[target]
             rows.append(row)
-            if row["spilled_bytes"] or not row["fits"] or arguments.only:
-                tqdm.write(f"{target:7} {name:14} {case.name:50} {row}")
+            if row["spilled_bytes"] or not row["fits"]:
+                tqdm.write(
+                    f"{target:7} {name:13} {case.name:60} {row['registers']} registers, {row['spilled_bytes']} bytes "
+                    f"spilled, {row['shared_memory']} of shared memory"
+                )
     spilling = [row for row in rows if row["spilled_bytes"]]
     print(f"{len(rows)} kernels; {len(spilling)} spill; {sum(not row['fits'] for row in rows)} take too much memory")
     if arguments.out:

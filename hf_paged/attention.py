@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,26 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.attention_metadata import AttentionMetadata
-from hf_paged.kernels import reference
+from hf_paged.kernels.backend import PagedStep
 
 NAME_PREFIX = "hf_paged_"
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class PagedStep:
-    """What attention works on in an engine-driven forward: the pool, and where the flat batch's tokens are in it."""
-
-    metadata: AttentionMetadata
-    kv_cache: Tensor
-    slot_rows: Tensor
-
-    @classmethod
-    def make(cls, metadata: AttentionMetadata, kv_cache: Tensor) -> PagedStep:
-        """The step of a batch without padding slots; what all layers share is computed here, once."""
-        return cls(metadata, kv_cache, reference.slot_rows(kv_cache, metadata.slot_mapping))
 
 
 def step_mask(step: PagedStep, device: torch.device) -> Tensor:
@@ -79,12 +63,10 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
             raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
         # [1, heads, T, head_dim] to [T, heads, head_dim]
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        reference.write_rows(key, value, step.kv_cache, layer, step.slot_rows)
-        output = reference.paged_attention(
+        step.write(key, value, layer)
+        output = step.attend(
             query,
-            step.kv_cache,
             layer,
-            step.metadata,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             sliding_window=sliding_window,
             softcap=softcap,

@@ -18,8 +18,6 @@ _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens
 
 # Settings of the published contract whose feature does not exist yet: asking for one raises instead of being ignored.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2"),
-    "attention_backend": ("triton",),
     "cuda_graphs": (True,),
 }
 DEFAULT_SWAP_SPACE_GIB = 4.0
@@ -47,8 +45,11 @@ class PagedConfig:
             `"swap"` moves it to CPU memory as long as that has room, `"auto"` takes for each what measured faster.
         swap_space_gib: CPU memory for swapped blocks, in GiB, taken at the first swap; never more than the pool itself.
             `None`: 4, or none under `preemption="recompute"`.
-        kv_cache_dtype: Element type of the pool; `"auto"` is the model's own.
-        attention_backend: `"torch"` (plain torch, vectorised), `"triton"`, or `"auto"`.
+        kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. `"fp8_e4m3"` and `"fp8_e5m2"` hold twice
+            the tokens of a half-precision pool and round each number to 3 or 2 bits behind the leading one: tokens then
+            differ from stock `generate()`.
+        attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
+            capability 8.0 on, and ROCm), or `"auto"`: Triton on a GPU that can, else torch.
         cuda_graphs: Capture decode steps in CUDA graphs; `None`: where they exist.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
     """

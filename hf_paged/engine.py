@@ -30,7 +30,7 @@ from hf_paged.forward_item import ForwardItem
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache
-from hf_paged.kv_pool import KVPool
+from hf_paged.kv_pool import KV_DTYPES, KVPool
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
 from hf_paged.request import Request, RequestOutput
@@ -330,7 +330,11 @@ class Engine:
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
             kv_cache = self.kv_cache.tensor
-            return reference.gather_slots(kv_cache, layer, torch.from_numpy(slots).to(kv_cache.device))
+            key, value = reference.gather_slots(kv_cache, layer, torch.from_numpy(slots).to(kv_cache.device))
+            if kv_cache.dtype in KV_DTYPES.values():
+                dtype = self.model.dtype
+                key, value = key.to(dtype), value.to(dtype)
+            return key, value
 
     def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
         table = np.asarray(self.manager.block_table(sequence.seq_id), dtype=np.int64)

@@ -12,7 +12,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from hf_paged.kernels import reference
+from hf_paged.kernels.backend import choose
+from hf_paged.kernels.reference import elements
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,27 @@ class KVCache:
     index `null_block` stays zero and pads block tables.
     """
 
-    def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        backend: str = "auto",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
 
+        Args:
+            geometry: Shape of one token.
+            num_blocks: Blocks that sequences can own.
+            block_size: Tokens in a block.
+            device: Where the model runs.
+            backend: `PagedConfig.attention_backend`.
+            compute_dtype: The model's; `None`: the geometry's.
+
         Raises:
-            ValueError: The device cannot hold it; the message names both sizes.
+            ValueError: The device cannot hold it, the message names both sizes; or the backend can't run there.
         """
         self.geometry = geometry
         self.block_size = block_size
@@ -76,12 +93,13 @@ class KVCache:
                 f"a pool of {num_blocks} blocks needs {size:,} bytes, which {device} does not have free; "
                 "lower num_blocks (or memory_fraction)"
             ) from error
+        self.compute_dtype = compute_dtype or geometry.dtype
+        self.backend = choose(backend, self.tensor, self.compute_dtype)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Executes copy-on-write pairs `(source, destination)`, all layers at once."""
         if copies:
-            pairs = torch.tensor(copies, dtype=torch.int64, device=self.tensor.device)
-            reference.copy_blocks(self.tensor, pairs[:, 0], pairs[:, 1])
+            self.backend.copy_blocks(copies)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]], num_swap_blocks: int) -> None:
         """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one.
@@ -114,7 +132,7 @@ class KVCache:
         of a failed request) must be gone.
         """
         if blocks:
-            self.tensor.index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=self.tensor.device), 0)
+            elements(self.tensor).index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=self.tensor.device), 0)
 
 
 def _swap_space(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 
+import torch
+
 from hf_paged.block_manager import BlockManager
 from hf_paged.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.errors import OutOfBlocksError
-from hf_paged.kv_cache import KVCache, num_blocks_for_memory
+from hf_paged.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
 from hf_paged.preemption import PreemptionCost
 from hf_paged.runner import ModelRunner, ModelTraits
 from hf_paged.scheduler import Scheduler, SchedulerOutput
 from hf_paged.sequence import SequenceGroup
+
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class KVPool:
@@ -50,7 +54,11 @@ class KVPool:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: keys and values of `block_size` tokens in all layers."""
-        return self.traits.geometry(self._runner.model.dtype).bytes_per_block(self.config.block_size)
+        return self._geometry.bytes_per_block(self.config.block_size)
+
+    @property
+    def _geometry(self) -> KVGeometry:
+        return self.traits.geometry(KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.model.dtype))
 
     @property
     def manager(self) -> BlockManager:
@@ -60,7 +68,7 @@ class KVPool:
                 text_config = self._runner.model.config.get_text_config(decoder=True)
                 max_context = getattr(text_config, "max_position_embeddings", None) or 8192
                 num_blocks = self.config.num_blocks or num_blocks_for_memory(
-                    self.traits.geometry(self._runner.model.dtype),
+                    self._geometry,
                     self.config.block_size,
                     self.config.memory_fraction,
                     self.config.max_num_seqs * max_context,
@@ -122,13 +130,21 @@ class KVPool:
         """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
         with self.lock:
             model = self._runner.model
-            geometry = self.traits.geometry(model.dtype)
+            geometry = self._geometry
             if self._kv_cache is not None:
-                if self._kv_cache.geometry == geometry and self._kv_cache.tensor.device == model.device:
+                held = self._kv_cache
+                if (held.geometry, held.compute_dtype, held.tensor.device) == (geometry, model.dtype, model.device):
                     return self._kv_cache
                 self.release()
             num_blocks = self.manager.pool.num_blocks
-            self._kv_cache = KVCache(geometry, num_blocks, self.config.block_size, model.device)
+            self._kv_cache = KVCache(
+                geometry,
+                num_blocks,
+                self.config.block_size,
+                model.device,
+                self.config.attention_backend,
+                model.dtype,
+            )
             return self._kv_cache
 
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:

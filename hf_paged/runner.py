@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_paged.attention import PagedStep, attention_configs, paged_attention_scope, step_mask
+from hf_paged.attention import attention_configs, paged_attention_scope, step_mask
 from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
@@ -158,7 +158,7 @@ class ModelRunner:
             output = self._forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
-                attention_mask=step_mask(PagedStep.make(metadata, kv_cache.tensor), device),
+                attention_mask=step_mask(kv_cache.backend.step(metadata), device),
                 past_key_values=StepCache(),
                 use_cache=True,
                 return_dict=True,

@@ -49,12 +49,17 @@ def attend_tiles(
     """Adds the tiles `[first_tile, last_tile)` to `(acc, row_max, row_sum)`."""
     columns = tl.arange(0, D)
     in_head = columns[None, :] < HEAD_DIM
+    # Past the end the last token is read again, which is always there, and its score masked. Blocks are looked up one
+    # tile ahead: what the keys' addresses wait for is there already.
+    present = tl.minimum(first_tile * TILE + tl.arange(0, TILE), last_position)
+    blocks = tl.load(table + present // BLOCK_SIZE)
     for tile in tl.range(first_tile, last_tile):
         tokens = tile * TILE + tl.arange(0, TILE)
-        # Past the end the last token is read again, which is always there, and its score masked.
         present = tl.minimum(tokens, last_position) if MASKED else tokens
-        blocks = tl.load(table + present // BLOCK_SIZE).to(tl.int64)
-        offsets = (blocks * stride_block + (present % BLOCK_SIZE) * HEAD_DIM)[:, None] + columns[None, :]  # [TILE, D]
+        next_present = tl.minimum(tokens + TILE, last_position)
+        next_blocks = tl.load(table + next_present // BLOCK_SIZE)
+        blocks64 = blocks.to(tl.int64)
+        offsets = (blocks64 * stride_block + (present % BLOCK_SIZE) * HEAD_DIM)[:, None] + columns[None, :]  # [TILE, D]
 
         key = load_states(key_base + offsets, in_head, FORMAT, NATIVE, query.dtype, HEAD_DIM != D)
         scores = dot(query, tl.trans(key))  # [M, TILE]
@@ -83,6 +88,7 @@ def attend_tiles(
         # Two levels: a tile is summed by itself and then added to the rest, so that the error of a long context does not
         # grow with every token.
         acc = acc * decay[:, None] + dot(weights.to(query.dtype), value)
+        blocks = next_blocks
     return acc, row_max, row_sum
 
 

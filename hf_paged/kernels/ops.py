@@ -248,8 +248,9 @@ def paged_attention(
                 longest = min(longest, sliding_window)
             # Sequences shorter than the longest leave processors idle, so they count as the parts of it that they are.
             num_full = min(num_decodes, -(-metadata.num_decode_tokens // longest))
-            num_programs = num_kv_heads * decode.group_tiling(group)[1]
-            num_tiles = -(-longest // decode.tiling(query.element_size(), padded_dim).tokens)
+            shape = decode.tiling(query.element_size(), padded_dim, group)
+            num_programs = num_kv_heads * -(-group // shape.rows)
+            num_tiles = -(-longest // shape.tokens)
             num_splits = decode.choose_num_splits(
                 num_full * num_programs, num_tiles, Device.of(query.device).num_processors
             )

@@ -20,7 +20,6 @@ from hf_paged.kernels.launch import LayerAttention, Tiling, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.tile_ops import LOG2_E
 
-MAX_GROUP_ROWS = 64  # query heads in one program; the tiles of larger groups read the KV from the L2 cache again
 MAX_SPLITS = 128
 MAX_SPLIT_PROGRAMS = 8192  # bounds the partial results, and so what is kept for them
 
@@ -114,7 +113,7 @@ def _decode_kernel(
         stride_block,
         first_tile,
         last_tile,
-        seq_len - 1,
+        tl.maximum(seq_len - 1, 0),
         score_scale,
         softcap * LOG2_E,
         window,
@@ -181,15 +180,22 @@ def _combine_kernel(
     tl.store(pointers, acc.to(output.dtype.element_ty), mask=columns < HEAD_DIM)
 
 
-def tiling(itemsize: int, padded_dim: int) -> Tiling:
-    """Tokens of a KV tile, warps and pipeline stages, by the bytes of a query element and the padded head dim.
+def tiling(itemsize: int, padded_dim: int, group: int) -> Tiling:
+    """Shape of a program's tile.
 
-    A stage holds a tile of keys and one of values, 32 KiB in half precision; three of them in flight on each of two
+    A stage holds a tile of keys and one of values, 32 KiB in half precision: two in flight on each of two or three
     programs a processor cover the latency of the memory.
+
+    Args:
+        itemsize: Bytes of a query element.
+        padded_dim: Head dim, up to the next power of two.
+        group: Query heads of a kv head; programs beyond one for these read the KV from the L2 cache again.
     """
     if itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers, the tile is small
-        return Tiling(rows=16, tokens=max(16, 2048 // padded_dim), num_warps=4, num_stages=2)
-    return Tiling(rows=16, tokens=max(16, min(128, 8192 // padded_dim)), num_warps=4, num_stages=3)
+        return Tiling(rows=16, tokens=16, num_warps=4, num_stages=2)
+    rows = max(16, next_power_of_two(min(group, 64)))
+    num_warps = 8 if rows * padded_dim > 8192 else 4
+    return Tiling(rows, tokens=max(16, min(128, 8192 // padded_dim)), num_warps=num_warps, num_stages=3)
 
 
 @lru_cache(maxsize=4096)
@@ -216,12 +222,6 @@ def choose_num_splits(num_programs: int, num_tiles: int, num_processors: int) ->
     return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
 
 
-def group_tiling(group: int) -> tuple[int, int, int]:
-    """Of a kv head's query heads: how many a program takes, how many programs that makes, rows of its tile."""
-    tile = min(group, MAX_GROUP_ROWS)
-    return tile, -(-group // tile), max(16, next_power_of_two(tile))
-
-
 def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> None:
     """Attends for the first `num_sequences` sequences, which have one new token each.
 
@@ -230,8 +230,9 @@ def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> N
         num_sequences: Also those with `seq_lens` 0, whose output is 0.
         num_splits: Programs a sequence is split between; 1: no second kernel is launched.
     """
-    group_tile, num_group_tiles, rows = group_tiling(call.group)
-    tiling_ = tiling(call.query.element_size(), call.padded_dim)
+    shape = tiling(call.query.element_size(), call.padded_dim, call.group)
+    group_tile = min(call.group, shape.rows)
+    num_group_tiles = -(-call.group // group_tile)
     _decode_kernel[(num_sequences, call.num_kv_heads * num_group_tiles, num_splits)](
         call.output,
         call.partials if num_splits > 1 else None,
@@ -251,9 +252,9 @@ def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> N
         NUM_KV_HEADS=call.num_kv_heads,
         GROUP=call.group,
         GROUP_TILE=group_tile,
-        M=rows,
+        M=shape.rows,
         BLOCK_SIZE=call.block_size,
-        TILE=tiling_.tokens,
+        TILE=shape.tokens,
         HEAD_DIM=call.head_dim,
         D=call.padded_dim,
         FORMAT=call.fp8_format,
@@ -261,8 +262,8 @@ def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> N
         HAS_WINDOW=call.window > 0,
         HAS_SOFTCAP=call.softcap > 0,
         IS_SPLIT=num_splits > 1,
-        num_warps=tiling_.num_warps,
-        num_stages=tiling_.num_stages,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
     if num_splits > 1:
         _combine_kernel[(num_sequences, call.num_heads)](

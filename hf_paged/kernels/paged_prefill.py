@@ -148,8 +148,10 @@ def _prefill_kernel(
 def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int) -> Tiling:
     """Shape of the tiles: as many rows as the longest query fills, up to 128 in half precision."""
     rows = longest_query * group
-    if itemsize == 4:  # without tensor cores everything is in registers
-        return Tiling(rows=16 if rows <= 16 else 32, tokens=32 if padded_dim <= 128 else 16, num_warps=4, num_stages=2)
+    if itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers, the tile is small
+        if rows <= 16:
+            return Tiling(rows=16, tokens=16, num_warps=4, num_stages=2)
+        return Tiling(rows=32, tokens=32 if padded_dim <= 64 else 16, num_warps=8, num_stages=2)
     tokens = max(32, min(128, 8192 // padded_dim))
     if rows <= 16:
         return Tiling(rows=16, tokens=tokens, num_warps=4, num_stages=3)

@@ -12,6 +12,21 @@ from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionGroup, AttentionMetadata
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def quantize(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts to the pool's dtype. In fp8 what is beyond the largest finite number becomes that number."""
+    if dtype in _FP8:
+        largest = torch.finfo(dtype).max
+        return states.clamp(-largest, largest).to(dtype)
+    return states.to(dtype)
+
+
+def elements(kv_cache: Tensor) -> Tensor:
+    """The pool with elements that torch can index: it can't index fp8, whose bytes it moves as well."""
+    return kv_cache.view(torch.uint8) if kv_cache.dtype in _FP8 else kv_cache
+
 
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """Writes the new keys and values of one layer into their slots.
@@ -49,10 +64,10 @@ def slot_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
 def write_rows(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, rows: Tensor) -> None:
     """`reshape_and_cache` with the slots' rows at hand: `rows` is `slot_rows(kv_cache, slot_mapping)`."""
     _, _, _, num_heads, block_size, head_dim = kv_cache.shape
-    flat = kv_cache.view(-1, head_dim)
+    flat = elements(kv_cache).view(-1, head_dim)
     rows = rows.reshape(-1) + layer * 2 * num_heads * block_size
-    flat.index_copy_(0, rows, key.reshape(-1, head_dim).to(kv_cache.dtype))
-    flat.index_copy_(0, rows + num_heads * block_size, value.reshape(-1, head_dim).to(kv_cache.dtype))
+    for part_rows, states in ((rows, key), (rows + num_heads * block_size, value)):
+        flat.index_copy_(0, part_rows, elements(quantize(states.reshape(-1, head_dim), kv_cache.dtype)))
 
 
 def gather_blocks(kv_cache: Tensor, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +103,9 @@ def block_rows(kv_cache: Tensor, block_table: Tensor) -> Tensor:
 def gather_rows(kv_cache: Tensor, layer: int, rows: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
     """`gather_blocks` with the table's rows at hand: `rows` is `block_rows(kv_cache, block_table)`."""
     _, _, _, num_heads, block_size, head_dim = kv_cache.shape
-    flat = kv_cache.view(-1, block_size * head_dim)
+    flat = elements(kv_cache).view(-1, block_size * head_dim)
     states = flat.index_select(0, rows + layer * 2 * num_heads).view(2, num_sequences, num_heads, -1, head_dim)
+    states = states.view(kv_cache.dtype)
     return states[0], states[1]
 
 
@@ -166,7 +182,8 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
         sources: `[P]` int64.
         destinations: `[P]` int64, each block once.
     """
-    kv_cache.index_copy_(0, destinations, kv_cache.index_select(0, sources))
+    blocks = elements(kv_cache)
+    blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
 
 
 def _pack_heads(query: Tensor, num_kv_heads: int) -> Tensor:
@@ -234,8 +251,8 @@ def gather_slots(kv_cache: Tensor, layer: int, slots: Tensor) -> tuple[Tensor, T
     _, _, _, num_heads, block_size, head_dim = kv_cache.shape
     batch, width = slots.shape
     rows = slot_rows(kv_cache, slots).transpose(1, 2).reshape(-1) + layer * 2 * num_heads * block_size
-    flat = kv_cache.view(-1, head_dim)
+    flat = elements(kv_cache).view(-1, head_dim)
     shape = (batch, num_heads, width, head_dim)
-    key = flat.index_select(0, rows).view(shape)
-    value = flat.index_select(0, rows + num_heads * block_size).view(shape)
+    key = flat.index_select(0, rows).view(kv_cache.dtype).view(shape)
+    value = flat.index_select(0, rows + num_heads * block_size).view(kv_cache.dtype).view(shape)
     return key, value

@@ -1,0 +1,192 @@
+"""Who carries out the paged operations of a step: plain torch (`reference.py`) or the Triton kernels (`ops.py`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_paged.attention_metadata import AttentionMetadata
+from hf_paged.kernels import reference
+
+if TYPE_CHECKING:  # Triton need not be installed for the other backend
+    from hf_paged.kernels.ops import Partials
+
+HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PagedStep(Protocol):
+    """One step's flat batch over one pool: what every attention layer of a forward calls."""
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Stores the new tokens' `[T, num_kv_heads, head_dim]` keys and values of one layer."""
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`[T, num_heads, head_dim]` of the new tokens' queries; arguments as in `reference.paged_attention`."""
+
+
+class Backend(Protocol):
+    """The operations over one KV tensor.
+
+    Attributes:
+        name: "torch" or "triton".
+    """
+
+    name: str
+
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        """The operations of one step."""
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, pairs `(source, destination)`; all sources are read before anything is written."""
+
+
+class TorchBackend:
+    """Plain torch, on any device."""
+
+    name = "torch"
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        self._kv_cache = kv_cache
+
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        return TorchStep(self._kv_cache, metadata)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, destinations = _to_device(copies, self._kv_cache.device)
+        reference.copy_blocks(self._kv_cache, sources, destinations)
+
+
+class TorchStep:
+    """A step by `reference.py`."""
+
+    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
+        self._kv_cache = kv_cache
+        self._metadata = metadata
+        # What all layers share is computed here, once.
+        self._slot_rows = reference.slot_rows(kv_cache, metadata.slot_mapping)
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        reference.write_rows(key, value, self._kv_cache, layer, self._slot_rows)
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return reference.paged_attention(
+            query, self._kv_cache, layer, self._metadata, scale, sliding_window, softcap, sinks
+        )
+
+
+class TritonBackend:
+    """The Triton kernels: on a GPU, or in Triton's interpreter on CPU."""
+
+    name = "triton"
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        from hf_paged.kernels import ops
+
+        self._copy_blocks = ops.copy_blocks
+        self._kv_cache = kv_cache
+        self._partials = ops.Partials()
+
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        return TritonStep(self._kv_cache, metadata, self._partials)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, destinations = _to_device(copies, self._kv_cache.device)
+        if {source for source, _ in copies}.isdisjoint(destination for _, destination in copies):
+            self._copy_blocks(self._kv_cache, sources, destinations)
+        else:  # a block that is copied from and then reused as the copy of another one: order matters
+            reference.copy_blocks(self._kv_cache, sources, destinations)
+
+
+class TritonStep:
+    """A step by `ops.py`."""
+
+    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials) -> None:
+        from hf_paged.kernels import ops
+
+        self._write = ops.reshape_and_cache
+        self._attend = ops.paged_attention
+        self._kv_cache = kv_cache
+        self._metadata = metadata
+        self._partials = partials
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        self._write(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):  # as the model's own attention would
+            query = query.to(torch.get_autocast_dtype(kind))
+        return self._attend(
+            query, self._kv_cache, layer, self._metadata, scale, sliding_window, softcap, sinks, partials=self._partials
+        )
+
+
+def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
+    """The backend for a pool.
+
+    Args:
+        name: "torch", "triton", or "auto": Triton where the device is a GPU that it can serve, else torch.
+        kv_cache: The KV tensor.
+        dtype: The model's.
+
+    Raises:
+        ValueError: `name` is "triton" and the kernels can't run here; the message says why.
+    """
+    # On CPU only who asks for Triton gets it: its interpreter is there to test with.
+    wants_triton = name == "triton" or (name == "auto" and kv_cache.device.type == "cuda")
+    reason = _no_triton(kv_cache, dtype) if wants_triton else None
+    if name == "triton" and reason:
+        raise ValueError(f'attention_backend="triton" {reason}; use "torch" or "auto"')
+    return TritonBackend(kv_cache) if wants_triton and not reason else TorchBackend(kv_cache)
+
+
+def _no_triton(kv_cache: Tensor, dtype: torch.dtype) -> str | None:
+    """Why the kernels can't serve this pool; `None` if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs the triton package (pip install hf-paged[gpu]), which is not installed"
+    device, head_dim = kv_cache.device, kv_cache.shape[5]
+    if device.type == "cuda":
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+            return f"needs a GPU of compute capability 8.0 or above, {torch.cuda.get_device_name(device)} has less"
+    else:
+        from hf_paged.kernels import launch
+
+        if device.type != "cpu" or not launch.is_interpreting():
+            return f"needs a CUDA or ROCm device, the model is on {device}"
+    if dtype not in HALF_OR_SINGLE:
+        return f"computes in float32 and half precision, the model is in {dtype}"
+    if head_dim > 256:
+        return f"takes head dims up to 256, the model has {head_dim}"
+    return None
+
+
+def _to_device(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    both = torch.tensor(pairs, dtype=torch.int64).T.contiguous().to(device)
+    return both[0], both[1]

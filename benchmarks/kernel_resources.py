@@ -1,8 +1,8 @@
 """Compiles every specialisation of the Triton kernels for GPUs that need not be there, and reports what it takes.
 
 No device is needed: Triton compiles for any target, and the assembler's own report says how many registers a thread
-takes, how many bytes it spills to local memory and how much shared memory a program takes. The disassembly says how wide
-the loads are and which matrix instructions are used.
+takes, how many bytes it spills to local memory and how much shared memory a program takes; the code says how wide the
+loads are and which matrix instructions are used.
 
     python benchmarks/kernel_resources.py                      # all, to benchmarks/results/kernel_resources.{json,md}
     python benchmarks/kernel_resources.py --target sm_90 --only decode
@@ -125,7 +125,17 @@ def on_meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launches(case: Case, has_native_fp8: bool) -> list[Launch]:
+def device_of(target: str) -> launch.Device:
+    """What the launchers would read off such a device."""
+    return launch.Device(
+        num_processors=132,
+        has_native_fp8=target in ("sm_89", "sm_90", "sm_100"),
+        shared_memory=SHARED_MEMORY_LIMIT[target],
+        reads_shared_factors=target in ("sm_90", "sm_100"),
+    )
+
+
+def launches(case: Case, target: str) -> list[Launch]:
     """The launches that this case makes."""
     recorders = {
         (module, name): Recorder(getattr(module, name))
@@ -139,7 +149,7 @@ def launches(case: Case, has_native_fp8: bool) -> list[Launch]:
     }
     dtype, kv_heads = DTYPES[case.dtype], 8
     pool = on_meta(NUM_BLOCKS, 32, 2, kv_heads, case.block_size, case.head_dim, dtype=POOLS[case.pool])
-    device = launch.Device(132, has_native_fp8)
+    device = device_of(target)
     original = launch.Device.of
     try:
         for (module, name), recorder in recorders.items():
@@ -185,8 +195,9 @@ def launches(case: Case, has_native_fp8: bool) -> list[Launch]:
     return [one for recorder in recorders.values() for one in recorder.launches]
 
 
-def cases(is_quick: bool) -> Iterator[Case]:
+def cases(target: str) -> Iterator[Case]:
     """All specialisations: features are compiled one at a time and all at once, not in all combinations."""
+    device = device_of(target)
     all_features = "window+softcap+sinks+alibi"
     features = ("", "window", "softcap", "sinks", "alibi", all_features)
     head_dims = (64, 80, 96, 112, 128, 192, 256)
@@ -198,7 +209,7 @@ def cases(is_quick: bool) -> Iterator[Case]:
         if kernel == "decode":
             sizes = {group: paged_decode.tiling(itemsize, padded, group).rows for group in (4, 64)}
         else:
-            sizes = {group: paged_prefill.tiling(itemsize, padded, group, 512).rows for group in (1, 4)}
+            sizes = {group: paged_prefill.tiling(itemsize, padded, group, 512, device).rows for group in (1, 4)}
         for group, rows in sizes.items():
             yield Case(kernel, dtype, pool, head_dim, 16, group, suffix.strip("+"), rows)
         if head_dim in (128, 256) and (dtype, pool) != ("fp16", "e5m2"):
@@ -277,9 +288,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     seen = set()
-    todo = [(case, target) for case in cases(False) if arguments.only in case.name for target in arguments.target]
+    todo = [(case, target) for target in arguments.target for case in cases(target) if arguments.only in case.name]
     for case, target in tqdm(todo, disable=not sys.stderr.isatty()):
-        for launch_ in launches(case, has_native_fp8=target in ("sm_89", "sm_90", "sm_100")):
+        for launch_ in launches(case, target):
             name = launch_.kernel.__name__.strip("_").removesuffix("_kernel")
             if name == "decode" and launch_.arguments["IS_SPLIT"]:
                 name = "decode, split"
@@ -296,13 +307,38 @@ def main() -> None:
                     f"{target:7} {name:13} {case.name:60} {row['registers']} registers, {row['spilled_bytes']} bytes "
                     f"spilled, {row['shared_memory']} of shared memory"
                 )
-    spilling = [row for row in rows if row["spilled_bytes"]]
-    print(f"{len(rows)} kernels; {len(spilling)} spill; {sum(not row['fits'] for row in rows)} take too much memory")
+    num_spilling = sum(row["spilled_bytes"] > 0 for row in rows)
+    print(f"{len(rows)} kernels; {num_spilling} spill; {sum(not row['fits'] for row in rows)} take too much memory")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        Path(arguments.out, "kernel_resources.json").write_text(
-            json.dumps({"triton": triton.__version__, "kernels": rows}, indent=0) + "\n"
-        )
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        text = f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n'
+        Path(arguments.out, "kernel_resources.json").write_text(text)
+        Path(arguments.out, "kernel_resources.md").write_text(table(rows, arguments.target))
+
+
+def table(rows: list[dict[str, Any]], targets: list[str]) -> str:
+    """The most that any variant of a kernel takes, by its types and head dim."""
+    lines = [
+        f"Triton {triton.__version__}. Registers of a thread / KiB of shared memory of a program / bytes spilled: the most",
+        "over all features (window, softcap, sinks, ALiBi), block sizes, GQA groups and tile sizes.",
+        "",
+        "| kernel | query | pool | head dim | variants | " + " | ".join(targets) + " |",
+        "|---" * (5 + len(targets)) + "|",
+    ]
+
+    def key(row: dict[str, Any]) -> tuple[str, str, str, int]:
+        return row["kernel"], row["dtype"], row["pool"], row["head_dim"]
+
+    for kernel in sorted({key(row) for row in rows}):
+        cells = []
+        for target in targets:
+            of = [row for row in rows if key(row) == kernel and row["target"] == target]
+            most = {name: max(row[name] for row in of) for name in ("registers", "shared_memory", "spilled_bytes")}
+            cells.append(f"{most['registers']} / {most['shared_memory'] / 1024:.0f} / {most['spilled_bytes']}")
+        num_variants = sum(key(row) == kernel for row in rows) // len(targets)
+        lines.append("| " + " | ".join([*map(str, kernel), str(num_variants), *cells]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -104,9 +104,13 @@ class TritonBackend:
         self._copy_blocks = ops.copy_blocks
         self._kv_cache = kv_cache
         self._partials = ops.Partials()
+        # fp8 numbers as they are; a model with outliers would want others.
+        layers, _, heads = kv_cache.shape[1:4]
+        is_fp8 = kv_cache.dtype in reference.FP8
+        self._scales = torch.ones(layers, 2, heads, device=kv_cache.device) if is_fp8 else None
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
-        return TritonStep(self._kv_cache, metadata, self._partials)
+        return TritonStep(self._kv_cache, metadata, self._partials, self._scales)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, destinations = _to_device(copies, self._kv_cache.device)
@@ -119,7 +123,9 @@ class TritonBackend:
 class TritonStep:
     """A step by `ops.py`."""
 
-    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials) -> None:
+    def __init__(
+        self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials, scales: Tensor | None
+    ) -> None:
         from hf_paged.kernels import ops
 
         self._write = ops.reshape_and_cache
@@ -127,9 +133,10 @@ class TritonStep:
         self._kv_cache = kv_cache
         self._metadata = metadata
         self._partials = partials
+        self._scales = scales
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        self._write(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+        self._write(key, value, self._kv_cache, layer, self._metadata.slot_mapping, self._scales)
 
     def attend(
         self,
@@ -144,7 +151,16 @@ class TritonStep:
         if torch.is_autocast_enabled(kind):  # as the model's own attention would
             query = query.to(torch.get_autocast_dtype(kind))
         return self._attend(
-            query, self._kv_cache, layer, self._metadata, scale, sliding_window, softcap, sinks, partials=self._partials
+            query,
+            self._kv_cache,
+            layer,
+            self._metadata,
+            scale,
+            sliding_window,
+            softcap,
+            sinks,
+            kv_scales=self._scales,
+            partials=self._partials,
         )
 
 

@@ -37,22 +37,29 @@ class Device:
     Attributes:
         num_processors: Streaming multiprocessors (compute units).
         has_native_fp8: Whether it converts e4m3 by itself.
+        shared_memory: Bytes of it that a program can have.
+        reads_shared_factors: Whether matrix instructions take factors from shared memory (`wgmma`, `tcgen05`);
+            elsewhere all of them pass through registers.
     """
 
     num_processors: int
     has_native_fp8: bool
+    shared_memory: int
+    reads_shared_factors: bool
 
     @staticmethod
     @lru_cache
     def of(device: torch.device) -> Device:
         """The device's; the interpreter's where there is none."""
         if device.type != "cuda":
-            return Device(num_processors=16, has_native_fp8=False)
+            return Device(num_processors=16, has_native_fp8=False, shared_memory=1 << 20, reads_shared_factors=True)
         properties = torch.cuda.get_device_properties(device)
         is_nvidia = torch.version.hip is None
         return Device(
             properties.multi_processor_count,
             has_native_fp8=is_nvidia and (properties.major, properties.minor) >= (8, 9),
+            shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block,
+            reads_shared_factors=is_nvidia and properties.major >= 9 and properties.major < 12,
         )
 
 
@@ -122,8 +129,18 @@ class LayerAttention:
         return FP8_FORMATS.get(self.kv_cache.dtype, "")
 
     @property
-    def has_native_fp8(self) -> bool:
-        return Device.of(self.kv_cache.device).has_native_fp8
+    def device(self) -> Device:
+        return Device.of(self.kv_cache.device)
+
+    def fit(self, tiling: Tiling) -> Tiling:
+        """The same tile with fewer stages, then with fewer tokens, until the device has the shared memory for it."""
+        tokens, num_stages = tiling.tokens, tiling.num_stages
+        limit = self.device.shared_memory - 8192  # for the scores, and for what changes its layout on the way
+        query_bytes = tiling.rows * self.padded_dim * self.query.element_size()
+        token_bytes = 2 * self.padded_dim * self.kv_cache.element_size()
+        while query_bytes + (num_stages - 1) * tokens * token_bytes > limit and (num_stages > 2 or tokens > 16):
+            num_stages, tokens = (num_stages - 1, tokens) if num_stages > 2 else (num_stages, tokens // 2)
+        return tiling._replace(tokens=tokens, num_stages=num_stages)
 
     @property
     def pool(self) -> Tensor:

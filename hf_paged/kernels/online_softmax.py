@@ -5,8 +5,8 @@ softmax, Milakov and Gimelshein 2018; FlashAttention):
 
     m_i = max_j s_ij        l_i = sum_j 2^(s_ij - m_i)        acc_i = sum_j 2^(s_ij - m_i) v_j
 
-with scores `s_ij` in units of log2, so that `exp2` serves. A tile of KV spans `TILE` tokens whatever the block size: the
-block of each token is looked up in the block table.
+with scores `s_ij` in units of log2, so that `exp2` serves. A tile of KV spans `TILE` tokens whatever the block size:
+the block of each token is looked up in the block table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.tile_ops import LOG2_E, dot, load_states, tanh
+from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, load_states, tanh
 
 
 @triton.jit
@@ -33,6 +33,7 @@ def attend_tiles(
     last_tile,
     last_position,  # of the sequence's tokens that any of these rows may see
     score_scale,
+    value_scale,  # what fp8 values are multiplied by
     softcap,
     window,
     BLOCK_SIZE: tl.constexpr,
@@ -85,9 +86,11 @@ def attend_tiles(
         row_max = new_max
 
         value = load_states(value_base + offsets, in_head, FORMAT, NATIVE, query.dtype, HEAD_DIM != D)
-        # Two levels: a tile is summed by itself and then added to the rest, so that the error of a long context does not
-        # grow with every token.
-        acc = acc * decay[:, None] + dot(weights.to(query.dtype), value)
+        if FORMAT != "":
+            # Two levels: each tile is summed by itself and scaled before it joins the rest.
+            acc = acc * decay[:, None] + dot(weights.to(query.dtype), value) * value_scale
+        else:
+            acc = dot_add(weights.to(query.dtype), value, acc * decay[:, None])
         blocks = next_blocks
     return acc, row_max, row_sum
 

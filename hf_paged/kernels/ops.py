@@ -258,7 +258,8 @@ def paged_attention(
     size = decode.partials_size(num_decodes, num_heads, head_dim, num_splits)
     query_tiles, rows = None, 0
     if num_decodes < metadata.seq_lens.shape[0]:
-        rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len).rows
+        device = Device.of(query.device)
+        rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len, device).rows
         query_tiles = metadata.query_tiles(prefill.query_tiling(group, rows)[0])
     return torch.ops.hf_paged.paged_attention(
         query,

@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hf_paged.kernels.launch import LayerAttention, Tiling, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
@@ -115,6 +114,7 @@ def _decode_kernel(
         last_tile,
         tl.maximum(seq_len - 1, 0),
         score_scale,
+        value_scale,
         softcap * LOG2_E,
         window,
         BLOCK_SIZE,
@@ -137,9 +137,9 @@ def _decode_kernel(
         tl.store(stats + 1, row_sum, mask=in_group)
         if (first_tile < last_tile) | (split == 0):  # of other splits that are empty no acc is read
             pointers = partials + partial_rows[:, None] * HEAD_DIM + columns[None, :]
-            tl.store(pointers, acc * value_scale, mask=stored)
+            tl.store(pointers, acc, mask=stored)
     else:
-        acc = acc * (value_scale / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         output_rows = (sequence.to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
         tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
 
@@ -230,7 +230,7 @@ def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> N
         num_sequences: Also those with `seq_lens` 0, whose output is 0.
         num_splits: Programs a sequence is split between; 1: no second kernel is launched.
     """
-    shape = tiling(call.query.element_size(), call.padded_dim, call.group)
+    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, call.group))
     group_tile = min(call.group, shape.rows)
     num_group_tiles = -(-call.group // group_tile)
     _decode_kernel[(num_sequences, call.num_kv_heads * num_group_tiles, num_splits)](
@@ -258,7 +258,7 @@ def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> N
         HEAD_DIM=call.head_dim,
         D=call.padded_dim,
         FORMAT=call.fp8_format,
-        NATIVE=call.has_native_fp8,
+        NATIVE=call.device.has_native_fp8,
         HAS_WINDOW=call.window > 0,
         HAS_SOFTCAP=call.softcap > 0,
         IS_SPLIT=num_splits > 1,

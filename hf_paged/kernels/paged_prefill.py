@@ -1,9 +1,9 @@
 """Paged attention of sequences with several new tokens: prompts, chunks of prompts behind what the pool holds, drafts.
 
 A program takes one (query tile, kv head): consecutive new tokens of one sequence times all query heads of the kv head,
-as the rows of one matrix tile. New token `t` of a sequence with `c` tokens before this step sits at position `c + t` and
-sees the positions up to its own, in the pool like all others. Tiles come from a table made once a step, the ones with
-the most to read first, so that none starts last and runs long.
+as the rows of one matrix tile. New token `t` of a sequence with `c` tokens before this step sits at position `c + t`
+and sees the positions up to its own, in the pool like all others. Tiles come from a table made once a step, the ones
+with the most to read first, so that none starts last and runs long.
 
 Of the KV tiles a program visits, those that all of its tokens see wholly need no mask: they are the middle of three
 loops.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import LayerAttention, Tiling, next_power_of_two
+from hf_paged.kernels.launch import Device, LayerAttention, Tiling, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.tile_ops import LOG2_E
 
@@ -126,6 +126,7 @@ def _prefill_kernel(
             first_full if part == 0 else last_full if part == 1 else last_tile,
             last_position,
             score_scale,
+            value_scale,
             softcap * LOG2_E,
             window,
             BLOCK_SIZE,
@@ -140,13 +141,21 @@ def _prefill_kernel(
             part != 1,
         )
 
-    acc = acc * (value_scale / row_sum)[:, None]  # every row has seen its own token
+    acc = acc / row_sum[:, None]  # every row has seen its own token
     output_rows = (token_rows * NUM_HEADS + heads) * HEAD_DIM
     tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
 
 
-def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int) -> Tiling:
-    """Shape of the tiles: as many rows as the longest query fills, up to 128 in half precision."""
+def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, device: Device) -> Tiling:
+    """Shape of a program's tile: as many rows as the longest query fills, up to what the registers hold.
+
+    Args:
+        itemsize: Bytes of a query element.
+        padded_dim: Head dim, up to the next power of two.
+        group: Query heads of a kv head.
+        longest_query: New tokens of the sequence that has most.
+        device: Where matrix instructions take no factors from shared memory, a tile has to be smaller.
+    """
     rows = longest_query * group
     if itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers, the tile is small
         if rows <= 16:
@@ -155,8 +164,12 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int) -> Ti
     tokens = max(32, min(128, 8192 // padded_dim))
     if rows <= 16:
         return Tiling(rows=16, tokens=tokens, num_warps=4, num_stages=3)
+    if not device.reads_shared_factors:
+        tokens = max(32, tokens // 2)
+        if padded_dim > 128:
+            return Tiling(rows=64, tokens=tokens, num_warps=8, num_stages=3)
     if rows <= 64:
-        return Tiling(rows=64, tokens=tokens, num_warps=4, num_stages=3)
+        return Tiling(rows=64, tokens=tokens, num_warps=8 if padded_dim > 128 else 4, num_stages=3)
     return Tiling(rows=128, tokens=tokens, num_warps=8, num_stages=3)
 
 
@@ -175,7 +188,7 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
         rows: Rows of a tile: `query_tiles` was made for `query_tiling(group, rows)[0]` tokens a tile.
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
-    shape = tiling(call.query.element_size(), call.padded_dim, 1, rows)
+    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device))
     _prefill_kernel[(query_tiles.shape[0], call.num_kv_heads * num_group_tiles)](
         call.output,
         call.query,
@@ -203,7 +216,7 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
         HEAD_DIM=call.head_dim,
         D=call.padded_dim,
         FORMAT=call.fp8_format,
-        NATIVE=call.has_native_fp8,
+        NATIVE=call.device.has_native_fp8,
         HAS_WINDOW=call.window > 0,
         HAS_SOFTCAP=call.softcap > 0,
         num_warps=shape.num_warps,

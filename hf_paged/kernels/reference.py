@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionGroup, AttentionMetadata
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts to the pool's dtype. In fp8 what is beyond the largest finite number becomes that number."""
-    if dtype in _FP8:
+    if dtype in FP8:
         largest = torch.finfo(dtype).max
         return states.clamp(-largest, largest).to(dtype)
     return states.to(dtype)
@@ -25,7 +25,7 @@ def quantize(states: Tensor, dtype: torch.dtype) -> Tensor:
 
 def elements(kv_cache: Tensor) -> Tensor:
     """The pool with elements that torch can index: it can't index fp8, whose bytes it moves as well."""
-    return kv_cache.view(torch.uint8) if kv_cache.dtype in _FP8 else kv_cache
+    return kv_cache.view(torch.uint8) if kv_cache.dtype in FP8 else kv_cache
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:

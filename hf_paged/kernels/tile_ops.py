@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The interpreter multiplies bfloat16 wrongly, so there tiles are cast before a dot product. Fixed when triton is imported.
+# The interpreter multiplies bfloat16 wrongly: there tiles are cast before a dot product. Fixed at Triton's import.
 INTERPRET: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -16,6 +16,14 @@ def dot(a, b):
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_add(a, b, acc):
+    """`a @ b + acc`, summed by the matrix units in place."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

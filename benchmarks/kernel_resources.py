@@ -320,8 +320,8 @@ def main() -> None:
 def table(rows: list[dict[str, Any]], targets: list[str]) -> str:
     """The most that any variant of a kernel takes, by its types and head dim."""
     lines = [
-        f"Triton {triton.__version__}. Registers of a thread / KiB of shared memory of a program / bytes spilled: the most",
-        "over all features (window, softcap, sinks, ALiBi), block sizes, GQA groups and tile sizes.",
+        f"Triton {triton.__version__}. Registers of a thread / KiB of shared memory of a program / bytes spilled:",
+        "the most over all features (window, softcap, sinks, ALiBi), block sizes, GQA groups and tile sizes.",
         "",
         "| kernel | query | pool | head dim | variants | " + " | ".join(targets) + " |",
         "|---" * (5 + len(targets)) + "|",

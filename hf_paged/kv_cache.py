@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from hf_paged.kernels.backend import choose
 from hf_paged.kernels.reference import elements
-
-logger = logging.getLogger(__name__)
+from hf_paged.swap_space import SwapSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class KVCache:
         """
         self.geometry = geometry
         self.block_size = block_size
-        self._swap_space: Tensor | None = None
+        self._swap_space: SwapSpace | None = None
         self.null_block = num_blocks
         shape = (num_blocks + 1, geometry.num_layers, 2, geometry.num_kv_heads, block_size, geometry.head_dim)
         try:
@@ -108,22 +106,18 @@ class KVCache:
             pairs: Which blocks, and where they go.
             num_swap_blocks: Size of the swap space, in blocks.
         """
-        if not pairs:
-            return
         if self._swap_space is None:
-            shape = (num_swap_blocks, *self.tensor.shape[1:])
-            self._swap_space = _swap_space(shape, self.tensor.dtype, is_pinned=self.tensor.device.type == "cuda")
-        source, destination = (torch.tensor(ids, dtype=torch.int64) for ids in zip(*pairs, strict=True))
-        blocks = self.tensor[source.to(self.tensor.device)]
-        self._swap_space[destination] = blocks.cpu()
+            self._swap_space = SwapSpace(self.tensor, num_swap_blocks)
+        self._swap_space.swap_out(pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks back, pairs `(CPU, device)`."""
-        if not pairs:
-            return
         assert self._swap_space is not None
-        source, destination = (torch.tensor(ids, dtype=torch.int64) for ids in zip(*pairs, strict=True))
-        self.tensor[destination.to(self.tensor.device)] = self._swap_space[source].to(self.tensor.device)
+        self._swap_space.swap_in(pairs)
+
+    def finished_swaps(self) -> list[tuple[int, float]]:
+        """Blocks and seconds of the copies one way that have ended since this was last asked."""
+        return self._swap_space.finished() if self._swap_space is not None else []
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks about to be filled.
@@ -133,18 +127,6 @@ class KVCache:
         """
         if blocks:
             elements(self.tensor).index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=self.tensor.device), 0)
-
-
-def _swap_space(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """CPU memory for swapped blocks: pinned if asked for and the system grants it, else ordinary, only slower."""
-    if is_pinned:
-        try:
-            with torch.inference_mode(False):
-                return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            # By now the block tables say that the blocks are there: a refusal must not lose them.
-            logger.warning("hf_paged: no pinned memory for swapped blocks, swapping will be slower: %s", error)
-    return _zeros(shape, dtype, torch.device("cpu"))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

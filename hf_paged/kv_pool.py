@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import torch
 
@@ -103,9 +102,9 @@ class KVPool:
         self.execute_swap_outs(step.swap_outs)
         kv_cache = self.kv_cache
         if step.swap_ins:
-            started = time.perf_counter()
             kv_cache.swap_in(step.swap_ins)
-            self.cost.note_swap(len(step.swap_ins), time.perf_counter() - started)
+        for num_blocks, seconds in kv_cache.finished_swaps():
+            self.cost.note_swap(num_blocks, seconds)
         kv_cache.copy_blocks(step.block_copies)
         kv_cache.zero_blocks(step.new_blocks)
 
@@ -113,9 +112,7 @@ class KVPool:
         """Moves blocks `(device, CPU)`."""
         if pairs:
             assert self.manager.swap_pool is not None
-            started = time.perf_counter()
             self.kv_cache.swap_out(pairs, self.manager.swap_pool.num_blocks)
-            self.cost.note_swap(len(pairs), time.perf_counter() - started)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -172,9 +172,6 @@ def test_swapping_needs_space() -> None:
 # What is not built yet
 
 NOT_BUILT: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("kv_cache_dtype", "fp8_e4m3", ("auto",)),
-    ("kv_cache_dtype", "fp8_e5m2", ("auto",)),
-    ("attention_backend", "triton", ("auto", "torch")),
     ("cuda_graphs", True, ("False", "None")),
 ]
 

@@ -11,6 +11,8 @@ import torch
 from models import build, random_ids
 
 import hf_paged
+from hf_paged.swap_space import SwapSpace
+from hf_paged.testing import compare_generations
 
 pytestmark = pytest.mark.gpu
 
@@ -108,3 +110,56 @@ def test_threads_share_steps() -> None:
     for number in range(8):
         assert torch.equal(results[number], stock.generate(ids[number], max_new_tokens=16, **arguments[number % 3]))
     assert paged.paged.stats().num_steps < 8 * 16
+
+
+def test_swapped_blocks_survive_what_follows_at_once() -> None:
+    """Breaks if the copy stream doesn't wait for the writes before it, or the writes after it not for the copies."""
+    pool = torch.zeros(64, 1 << 20, device="cuda")  # 4 MiB a block: copies take long enough to be overtaken
+    space = SwapSpace(pool, 64)
+    for turn in range(3):
+        torch.cuda._sleep(10_000_000)
+        pool.copy_(torch.arange(64.0, device="cuda")[:, None] + 100 * turn)
+        space.swap_out([(block, 63 - block) for block in range(64)])
+        pool.fill_(-1)
+        space.swap_in([(block, block) for block in range(64)])
+        expected = torch.arange(63.0, -1, -1, device="cuda")[:, None] + 100 * turn
+        assert bool((pool == expected).all())
+    torch.cuda.synchronize()
+    assert [blocks for blocks, _ in space.finished()] == [64] * 6
+    assert space.finished() == []
+
+
+def test_pinned_memory_is_used() -> None:
+    """Breaks if copies go through memory that the driver must stage, which makes them synchronous."""
+    space = SwapSpace(torch.zeros(2, 8, device="cuda"), 2)
+    assert space._blocks.is_pinned()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_auto_takes_the_kernels(name: str) -> None:
+    """Breaks if a GPU silently gets the gathering attention."""
+    model = hf_paged.patch(build(name).to("cuda"), num_blocks=64)
+    model.generate(random_ids(1, 5).to("cuda"), max_new_tokens=3)
+    assert model.paged.kv_cache.backend.name == "triton"
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_pools(kind: str) -> None:
+    """Breaks if the kernels and plain torch disagree about what fp8 holds."""
+    ids = random_ids(2, 11).to("cuda")
+    results = []
+    for backend in ("triton", "torch"):
+        model = hf_paged.patch(build("llama").to("cuda"), num_blocks=64, kv_cache_dtype=kind, attention_backend=backend)
+        results.append(model.generate(ids, max_new_tokens=8))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_up_to_near_ties(dtype: torch.dtype) -> None:
+    """Breaks if half precision differs from stock by more than its rounding."""
+    stock = build("llama").to("cuda", dtype)
+    paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=256)
+    ids = random_ids(3, 40).to("cuda")
+    ours, theirs = (model.generate(ids, max_new_tokens=24) for model in (paged, stock))
+    comparison = compare_generations(stock, ids, theirs, ours)
+    assert comparison, comparison.summary

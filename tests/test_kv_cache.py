@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_paged import kv_cache
 from hf_paged.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
 
 CPU = torch.device("cpu")
@@ -240,15 +239,3 @@ def test_blocks_are_contiguous_across_layers() -> None:
     cache = filled()
     block: Tensor = cache.tensor[3]
     assert block.is_contiguous() and block.nbytes == SMALL.bytes_per_block(2)
-
-
-def test_swap_space_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Would break: the content of swapped blocks, lost with the error; or the user's knowledge of why it is slow."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("cannot pin")
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    space = kv_cache._swap_space((2, 3), torch.float32, is_pinned=True)
-    assert space.shape == (2, 3) and space.dtype == torch.float32
-    assert "no pinned memory" in caplog.text and "cannot pin" in caplog.text

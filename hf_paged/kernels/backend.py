@@ -107,7 +107,7 @@ class TritonBackend:
         # fp8 numbers as they are; a model with outliers would want others.
         layers, _, heads = kv_cache.shape[1:4]
         is_fp8 = kv_cache.dtype in reference.FP8
-        self._scales = torch.ones(layers, 2, heads, device=kv_cache.device) if is_fp8 else None
+        self._scales = torch.ones(layers, 2, heads, dtype=torch.float32, device=kv_cache.device) if is_fp8 else None
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
         return TritonStep(self._kv_cache, metadata, self._partials, self._scales)
@@ -204,5 +204,5 @@ def _no_triton(kv_cache: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def _to_device(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    both = torch.tensor(pairs, dtype=torch.int64).T.contiguous().to(device)
+    both = torch.tensor(pairs, dtype=torch.int64, device=device).T.contiguous()
     return both[0], both[1]

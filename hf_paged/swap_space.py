@@ -1,0 +1,103 @@
+"""`SwapSpace`: CPU memory for the blocks of preempted sequences, and the copies there and back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class SwapSpace:
+    """Blocks in CPU memory, beside a pool. A block is one contiguous piece, and neighbours are moved as one.
+
+    On a GPU the copies go through pinned memory on a stream of their own: the host waits for none of them, the device's
+    other work waits where it must, which is before the blocks are used again.
+    """
+
+    def __init__(self, pool: Tensor, num_blocks: int) -> None:
+        """Allocates the memory.
+
+        Args:
+            pool: `[blocks, ...]`, contiguous.
+            num_blocks: Blocks of this space.
+        """
+        self._pool = pool
+        self._is_cuda = pool.device.type == "cuda"
+        self._blocks = _allocate((num_blocks, *pool.shape[1:]), pool.dtype, is_pinned=self._is_cuda)
+        self._stream = torch.cuda.Stream(pool.device) if self._is_cuda else None
+        self._unread: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._finished: list[tuple[int, float]] = []
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks here, pairs `(pool, here)`."""
+        with self._copying(len(pairs)):
+            for source, destination, length in runs(pairs):
+                self._blocks[destination : destination + length].copy_(
+                    self._pool[source : source + length], non_blocking=True
+                )
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks back, pairs `(here, pool)`."""
+        with self._copying(len(pairs)):
+            for source, destination, length in runs(pairs):
+                self._pool[destination : destination + length].copy_(
+                    self._blocks[source : source + length], non_blocking=True
+                )
+
+    def finished(self) -> list[tuple[int, float]]:
+        """Blocks and seconds of the copies that have ended since this was last asked. Waits for none."""
+        while self._unread and self._unread[0][2].query():
+            num_blocks, start, end = self._unread.popleft()
+            self._finished.append((num_blocks, start.elapsed_time(end) / 1000))
+        result, self._finished = self._finished, []
+        return result
+
+    @contextmanager
+    def _copying(self, num_blocks: int) -> Iterator[None]:
+        if self._stream is None:
+            started = time.perf_counter()
+            yield
+            self._finished.append((num_blocks, time.perf_counter() - started))
+            return
+        current = torch.cuda.current_stream(self._pool.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            start.record()
+            yield
+            end.record()
+        current.wait_stream(self._stream)
+        self._unread.append((num_blocks, start, end))
+
+
+def runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Pairs `(source, destination)` as few pieces `(source, destination, length)`: neighbours that stay neighbours."""
+    start, to, length = -1, -1, 0
+    for source, destination in sorted(pairs):
+        if length and (source, destination) == (start + length, to + length):
+            length += 1
+            continue
+        if length:
+            yield start, to, length
+        start, to, length = source, destination, 1
+    if length:
+        yield start, to, length
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
+    """CPU memory: pinned if asked for and the system grants it, else ordinary, only slower."""
+    with torch.inference_mode(False):
+        if is_pinned:
+            try:
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                # By now the block tables say that the blocks are there: a refusal must not lose them.
+                logger.warning("hf_paged: no pinned memory for swapped blocks, swapping will be slower: %s", error)
+        return torch.empty(shape, dtype=dtype, device="cpu")

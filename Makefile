@@ -22,8 +22,8 @@ T ?= tests
 # What the oldest supported transformers is tested with: everything except what drives the package from outside
 # (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
 NOT_CORE := tests/test_cli.py tests/test_examples.py tests/test_benchmarks.py tests/test_soak.py tests/test_config.py \
-    $(wildcard tests/test_block_*.py tests/test_scheduler*.py) tests/test_kernels_reference.py tests/test_kv_cache.py \
-    tests/test_attention_metadata.py
+    $(wildcard tests/test_block_*.py tests/test_scheduler*.py) $(wildcard tests/test_kernels_*.py) tests/test_kv_cache.py \
+    tests/test_swap_space.py tests/test_attention_metadata.py
 
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
@@ -112,6 +112,10 @@ bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
 	@mkdir -p $(RESULTS)
 	@for bench in $(sort $(wildcard benchmarks/cpu*.py)); do \
 	    echo; echo "== $$bench"; $(OFFLINE) $(PY) $$bench --out $(RESULTS); done
+
+.PHONY: kernel-table
+kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them
+	PYTHONPATH=. $(PY) benchmarks/kernel_resources.py --out $(RESULTS) $(ARGS)
 
 # For a machine with a GPU and a python3 that has torch, triton, transformers and pytest: no environment is made, nothing
 # is installed. Every step writes one file into RESULTS when it has succeeded, and only then: stopped anywhere, the same

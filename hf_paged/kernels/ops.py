@@ -6,6 +6,9 @@ layer of each step. On CPU tensors they run in Triton's interpreter, and only th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -112,13 +115,26 @@ def _paged_attention(
     return output
 
 
-for _name, _function in (
-    ("reshape_and_cache", _reshape_and_cache),
-    ("paged_attention", _paged_attention),
-    ("copy_blocks", copy_kernel.copy_blocks),
+def _on_its_device(function: Callable[..., Any], tensor_index: int) -> Callable[..., Any]:
+    """Triton launches on the thread's current device, which need not be the model's."""
+
+    def run(*args: Any) -> Any:
+        device = args[tensor_index].device
+        if device.index == torch.cuda.current_device():
+            return function(*args)
+        with torch.cuda.device(device):
+            return function(*args)
+
+    return run
+
+
+for _name, _function, _kv_cache_index in (
+    ("reshape_and_cache", _reshape_and_cache, 2),
+    ("paged_attention", _paged_attention, 1),
+    ("copy_blocks", copy_kernel.copy_blocks, 0),
 ):
-    for _key in ("CUDA", "CPU"):  # ROCm's key is CUDA, too
-        _LIBRARY.impl(_name, _function, _key)
+    _LIBRARY.impl(_name, _function, "CPU")
+    _LIBRARY.impl(_name, _on_its_device(_function, _kv_cache_index), "CUDA")  # ROCm's key, too
 
 
 @torch.library.register_fake("hf_paged::reshape_and_cache", lib=_LIBRARY)

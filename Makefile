@@ -119,13 +119,23 @@ kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels
 
 # For a machine with a GPU and a python3 that has torch, triton, transformers and pytest: no environment is made, nothing
 # is installed. Every step writes one file into RESULTS when it has succeeded, and only then: stopped anywhere, the same
-# command goes on where it was.
+# command goes on where it was. A step that fails leaves its output in FILE.tmp and keeps no other from running. Each has
+# a target of its own, for machines that are lent for minutes:
+#
+#   make gpu-tests gpu-kernels gpu-preemption gpu-sanitizer
 GPU_CODE := $(shell find hf_paged tests -name '*.py' 2>/dev/null)
-GPU_TESTS := $(sort $(shell grep -l mark.gpu tests/test_*.py)) # the others need more than is there
-GPU_BENCHES := $(sort $(wildcard benchmarks/gpu*.py))
+# All that are marked; the other files need more than is there.
+GPU_TESTS := $(sort $(wildcard tests/test_gpu.py tests/test_kernels_triton.py) $(shell grep -l mark.gpu tests/test_*.py))
 
 .PHONY: gpu
-gpu: $(RESULTS)/gpu-tests.txt $(RESULTS)/gpu-preemption.txt $(GPU_BENCHES:benchmarks/%.py=$(RESULTS)/%.txt) ## GPU tests and benchmarks, with the system's python3
+gpu: ## GPU tests and benchmarks, with the system's python3
+	$(MAKE) -j1 --keep-going gpu-tests gpu-kernels gpu-preemption gpu-sanitizer
+
+.PHONY: gpu-tests gpu-kernels gpu-preemption gpu-sanitizer
+gpu-tests: $(RESULTS)/gpu-tests.txt
+gpu-kernels: $(RESULTS)/gpu_kernels.txt
+gpu-preemption: $(RESULTS)/gpu-preemption.txt
+gpu-sanitizer: $(RESULTS)/gpu-sanitizer.txt
 
 # pytest's 5 is "nothing selected"
 $(RESULTS)/gpu-tests.txt: $(GPU_CODE)
@@ -135,6 +145,12 @@ $(RESULTS)/gpu-tests.txt: $(GPU_CODE)
 	    || { code=$$?; [ $$code = 5 ] || exit $$code; }
 	@mv $@.tmp $@
 
+# The program writes its own JSON, markdown and plot as it goes.
+$(RESULTS)/gpu_kernels.txt: benchmarks/gpu_kernels.py benchmarks/common.py $(GPU_CODE)
+	@mkdir -p $(RESULTS)
+	PYTHONPATH=. $(OFFLINE) python3 $< --out $(RESULTS) $(ARGS) 2>&1 | tee $@.tmp
+	@mv $@.tmp $@
+
 # The shape of Llama-3.1-8B
 $(RESULTS)/gpu-preemption.txt: benchmarks/preemption.py $(GPU_CODE)
 	@mkdir -p $(RESULTS)
@@ -142,10 +158,21 @@ $(RESULTS)/gpu-preemption.txt: benchmarks/preemption.py $(GPU_CODE)
 	    --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 --lengths 16 64 256 1024 4096 16384 2>&1 | tee $@.tmp
 	@mv $@.tmp $@
 
-$(RESULTS)/gpu%.txt: benchmarks/gpu%.py $(GPU_CODE)
+# Bad accesses and races in every kernel, on small shapes. Each tensor is an allocation of its own, so that what reads
+# past it is seen.
+SANITIZE := PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(OFFLINE) timeout 250
+$(RESULTS)/gpu-sanitizer.txt: benchmarks/gpu_kernels.py benchmarks/common.py $(GPU_CODE)
 	@mkdir -p $(RESULTS)
-	PYTHONPATH=. $(OFFLINE) python3 $< --out $(RESULTS) 2>&1 | tee $@.tmp
-	@mv $@.tmp $@
+	@tool=$$(PATH=$$PATH:/usr/local/cuda/bin command -v compute-sanitizer) \
+	    || { echo "compute-sanitizer is not on the PATH: nothing was checked" | tee $@; exit 0; }; \
+	out=$$(mktemp -d); \
+	{ status=0; \
+	for check in memcheck racecheck; do \
+	    echo "== $$check"; \
+	    $(SANITIZE) "$$tool" --tool $$check --error-exitcode 9 --print-limit 20 \
+	        python3 $< --quick --only sanitizer --in-process --out "$$out" 2>&1 || status=$$?; \
+	done; exit $$status; } | tee $@.tmp; \
+	mv $@.tmp $@
 
 .PHONY: clean
 clean: ## remove what the tools leave behind (not the environments)

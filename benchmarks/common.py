@@ -1,34 +1,35 @@
-"""What GPU benchmarks share: timing on cold memory, a report that is saved as it grows, tables, versions."""
+"""What GPU benchmarks share: timing on cold memory, a report that is saved as it grows, families of points, tables."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import triton
 from torch import Tensor
-
-import hf_paged
+from tqdm import tqdm
 
 Row = dict[str, Any]
 
 
 def versions() -> dict[str, str]:
     """Of everything that a number may depend on."""
+    import hf_paged
+
     return {
         "hf_paged": hf_paged.__version__,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda or "",
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda or "none",
+        **{name: importlib.metadata.version(name) for name in ("triton", "transformers")},
         "python": platform.python_version(),
     }
 
@@ -100,6 +101,7 @@ class Timer:
         self._device = device
         self._cold_bytes = cold_bytes
         self._num_samples = num_samples
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
 
     def time(self, call: Callable[[int], Any], bytes_a_call: int, sample_us: float = 2000.0) -> Times:
         """Microseconds of a call.
@@ -111,16 +113,15 @@ class Timer:
         """
         if self._device.type != "cuda":
             return self.wall(lambda: call(0))
-        call(0)  # compiles
-        estimate = self._events(lambda: [call(i) for i in range(3)], 1)[0] / 3
+        _each(call, 3)  # compiles
+        estimate = self._events(lambda: _each(call, 3), 1)[0] / 3
         by_bytes = math.ceil(self._cold_bytes / max(bytes_a_call, 1))
-        num_calls = min(256, max(1, by_bytes, round(sample_us / estimate)))
-        for i in range(num_calls):  # whatever is only made at a first call
-            call(i)
+        num_calls = min(256, max(1, by_bytes, round(sample_us / max(estimate, 0.1))))
+        _each(call, num_calls)  # whatever is only made at a first call
         graph = self._capture(call, num_calls)
-        run = graph.replay if graph else lambda: [call(i) for i in range(num_calls)]
+        run = graph.replay if graph else lambda: _each(call, num_calls)
         run()  # so that the host is ahead of the device from the first sample on
-        num_samples = max(3, min(self._num_samples, round(4e5 / (estimate * num_calls))))
+        num_samples = max(3, min(self._num_samples, round(4e5 / max(estimate * num_calls, 1.0))))
         samples = self._events(run, num_samples)
         return Times.of((us / num_calls for us in samples), "graph" if graph else "events")
 
@@ -143,8 +144,7 @@ class Timer:
         for _ in range(self._num_samples):
             self.synchronize()
             started = time.perf_counter()
-            for i in range(num_calls):
-                call(i)
+            _each(call, num_calls)
             samples.append((time.perf_counter() - started) * 1e6 / num_calls)
         self.synchronize()
         return Times.of(samples, "host")
@@ -167,14 +167,23 @@ class Timer:
         """The calls as a graph; `None` if one of them can't be captured."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                for i in range(num_calls):
-                    call(i)
-        except Exception:  # whatever a library says when it can't
-            torch.cuda.synchronize()
-            return None
+        # Not torch.cuda.graph(): it collects garbage each time, and after one failure fails for good.
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    _each(call, num_calls)
+                finally:
+                    graph.capture_end()
+            except Exception:  # whatever a library says when it can't
+                graph = None
+        torch.cuda.synchronize()
         return graph
+
+
+def _each(call: Callable[[int], Any], num_calls: int) -> None:
+    for i in range(num_calls):
+        call(i)  # no result is kept: all of them may be one piece of memory
 
 
 class Report:
@@ -200,15 +209,191 @@ class Report:
         return [row for row in self.data["rows"] if row["family"] == family and "error" not in row]
 
 
-def show(name: str, value: Any) -> str:
-    """A table's cell, by the column's name."""
+# ----------------------------------------------------------------------------------------------------------- families
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row to be: its name, what measures it, and what else it is called, also if that fails."""
+
+    case: str
+    measure: Callable[[], Row]
+    labels: Row = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Points that are compared with a reference together, before any is measured.
+
+    Attributes:
+        name: Of the rows in the report.
+        points: Given the benchmark's own object, which `check` gets as well.
+        check: The error, as an RMS ratio; raises if it is too large.
+        pivot: Two columns, for a table of microseconds over them instead of one of all columns.
+        is_default: Whether it is measured if nobody names it.
+    """
+
+    name: str
+    points: Callable[[Any], Iterable[Point]]
+    check: Callable[[Any], float] | None = None
+    pivot: tuple[str, str] | None = None
+    is_default: bool = True
+
+
+class DeviceLostError(Exception):
+    """Nothing more can be measured in this process."""
+
+
+def run_family(family: Family, bench: Any, report: Report, deadline: float) -> bool:
+    """Measures a family, whatever happens in it; every row is saved at once.
+
+    Args:
+        family: What to measure.
+        bench: For its points.
+        report: Where rows go.
+        deadline: `time.monotonic()` after which the rest is skipped.
+
+    Returns:
+        Whether the device still answers.
+    """
+    started = time.monotonic()
+    state = report.data["families"][family.name] = {"status": "running"}
+    report.save()
+    is_alive = True
+    try:
+        if started > deadline:
+            raise TimeoutError
+        if family.check:
+            state["rms"] = family.check(bench)
+        _run_points(family, bench, report, deadline)
+        state["status"] = "done"
+    except TimeoutError as error:
+        state["status"] = f"skipped: {str(error) or 'all'}, time limit"
+    except Exception as error:  # the other families go on
+        state["status"] = f"failed: {describe(error)}"
+        is_alive = not isinstance(error, DeviceLostError)
+    is_alive = is_alive and _answers()
+    state["seconds"] = round(time.monotonic() - started, 1)
+    report.save()
+    print(f"{family.name}: {state['status']}, {state['seconds']} s", flush=True)
+    return is_alive
+
+
+def _run_points(family: Family, bench: Any, report: Report, deadline: float) -> None:
+    points = list(family.points(bench))
+    for number, point in enumerate(tqdm(points, desc=family.name, leave=False, disable=not sys.stderr.isatty())):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(points) - number} of {len(points)} points")
+        row = {"family": family.name, "case": point.case} | point.labels
+        try:
+            row |= point.measure()
+        except Exception as error:  # too little shared memory, or a library's
+            row["error"] = describe(error)
+        report.data["rows"].append(row)
+        report.save()
+        if "error" in row and not _answers():
+            raise DeviceLostError(f"the device stopped answering at {point.case}: {row['error']}")
+
+
+def _answers() -> bool:
+    """Whether the device is still there. What memory of it is not in use is given back."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except Exception:
+        return False
+    return True
+
+
+def describe(error: Exception) -> str:
+    """One line."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def supervise(command: Sequence[str], report: Report, time_limit: float) -> None:
+    """Measures in a child process, and after a crash in another one, with the families that none has begun.
+
+    Args:
+        command: Measures what the report's file does not have yet.
+        report: Loaded again from its file after each child.
+        time_limit: Seconds; each child is given what is left of them, as `--time-limit`.
+    """
+    deadline = time.monotonic() + time_limit
+    begun = -1
+    while begun < len(report.data["families"]) and (left := deadline - time.monotonic()) > 0:
+        begun = len(report.data["families"])
+        try:
+            status = subprocess.run([*command, "--time-limit", str(left)], timeout=left + 45).returncode
+        except subprocess.TimeoutExpired:
+            print("the measuring process did not end in time and was killed", flush=True)
+            status = 0
+        report.data = Report.load(report.path).data
+        for state in report.data["families"].values():
+            if state["status"] == "running":
+                state["status"] = "failed: the process ended in it"
+        report.save()
+        if status == 0:
+            return
+        print(f"the measuring process ended with status {status}; going on with what is left", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All columns that some row has, in the order they appear; no nested ones."""
+    columns = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
+    columns = [name for name in columns if name != "family"]
+    return markdown_table(columns, [[_cell(name, row.get(name)) for name in columns] for row in rows])
+
+
+def pivot_table(rows: Sequence[Row], down: str, across: str) -> str:
+    """Microseconds over two columns: the least of each column bold, what is chosen by itself with an asterisk."""
+    rows = [row for row in rows if down in row and across in row]
+    names, heads = (list(dict.fromkeys(row[key] for row in rows)) for key in (down, across))
+    cells = {(row[down], row[across]): row for row in rows if "us" in row}
+    least = {head: min((row["us"] for (_, h), row in cells.items() if h == head), default=None) for head in heads}
+
+    def cell(name: Any, head: Any) -> str:
+        row = cells.get((name, head))
+        if row is None:
+            return "-"
+        text = f"**{row['us']:.1f}**" if row["us"] == least[head] else f"{row['us']:.1f}"
+        return text + ("*" if row.get("is_chosen") else "")
+
+    return markdown_table([down, *heads], [[str(name), *(cell(name, head) for head in heads)] for name in names])
+
+
+def render_families(families: Iterable[Family], report: Report) -> str:
+    """A section of markdown for each."""
+    parts = []
+    for family in families:
+        state = report.data["families"].get(family.name)
+        if state is None:
+            continue
+        rms = f"; RMS error {state['rms']:.1e}" if "rms" in state else ""
+        parts.append(f"## {family.name}\n\n{state['status']}, {state.get('seconds', '?')} s{rms}")
+        rows = [row for row in report.data["rows"] if row["family"] == family.name]
+        if good := report.rows(family.name):
+            parts.append(pivot_table(rows, *family.pivot) if family.pivot else table(good))
+        errors = [
+            f"- {', '.join(map(str, [v for k, v in row.items() if k not in ('family', 'error')]))}: {row['error']}"
+            for row in rows
+            if "error" in row
+        ]
+        if errors:
+            parts.append("\n".join(errors[:8] + ["- ..."] * (len(errors) > 8)))
+    return "\n\n".join(parts)
+
+
+def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if not isinstance(value, float):
-        return str(value)
-    if not math.isfinite(value):
+    if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if name.endswith("share"):
         return f"{value:.1%}"
@@ -219,7 +404,7 @@ def show(name: str, value: Any) -> str:
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns as wide as what is in them, so that it can be read unrendered."""
-    lines = [[str(column) for column in columns], *([str(cell) for cell in row] for row in rows)]
+    lines = [list(columns), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths)) + " |" for line in lines)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +25,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-replay, scheduler = load("replay"), load("scheduler")
+common, replay, scheduler = load("common"), load("replay"), load("scheduler")
 Request = replay.Request
 
 
@@ -217,3 +219,57 @@ class TestScheduler:
         assert [n for _, _, n in output.chunks[:16]] == [1] * 16
         assert output.chunks[-1].num_tokens > 900 and len(output.chunks) == 17
         case.manager.check_invariants()
+
+
+class TestGpuKernels:
+    def test_command(self, tmp_path: Path) -> None:
+        """All families in Triton's interpreter: what only a GPU runs is the timing itself."""
+        if importlib.util.find_spec("triton") is None:
+            pytest.skip("needs triton")
+        command = [sys.executable, str(FOLDER / "gpu_kernels.py"), "--quick", "--device", "cpu", "--in-process"]
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(FOLDER.parent)}
+        run = subprocess.run([*command, "--out", str(tmp_path)], env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+        report = json.loads((tmp_path / "gpu_kernels-quick.json").read_text())
+        assert {"torch", "triton", "transformers", "hf_paged"} <= report["versions"].keys()
+        assert len(report["families"]) == 14 and {s["status"] for s in report["families"].values()} == {"done"}
+        assert {row["family"] for row in report["rows"]} == set(report["families"])
+        assert all(row.get("us", 0) > 0 and "error" not in row for row in report["rows"])
+        assert 0 < report["families"]["decode"]["rms"] < 1e-2 and report["limits"]["copy_gb_s"] > 0
+        assert len(report["bars"]) == 7 and all(bar["passed"] is None for bar in report["bars"])
+        assert (tmp_path / "gpu_kernels-quick.md").read_text() in run.stdout
+        assert str(tmp_path) not in run.stdout
+
+    def test_a_crash_costs_one_family(self, tmp_path: Path) -> None:
+        report = common.Report(tmp_path / "x.json", {"families": {}, "rows": []})
+        report.save()
+        child = (
+            "import json, os, sys; path = sys.argv[1]; data = json.load(open(path)); families = data['families']\n"
+            "name, status = ('b', 'done') if families else ('a', 'running'); families[name] = {'status': status}\n"
+            "json.dump(data, open(path, 'w')); os._exit(len(families) == 1)"
+        )
+        common.supervise([sys.executable, "-c", child, str(report.path)], report, 60.0)
+        states = {name: state["status"] for name, state in report.data["families"].items()}
+        assert states == {"a": "failed: the process ended in it", "b": "done"}
+
+    def test_a_child_that_can_not_begin_is_not_started_again(self, tmp_path: Path) -> None:
+        report = common.Report(tmp_path / "x.json", {"families": {}, "rows": []})
+        report.save()
+        child = "import sys; open(sys.argv[1] + '.log', 'a').write('x'); sys.exit(1)"
+        common.supervise([sys.executable, "-c", child, str(report.path)], report, 60.0)
+        assert Path(f"{report.path}.log").read_text() == "x" and not report.data["families"]
+
+    def test_errors_are_rows_and_the_time_limit_is_said(self, tmp_path: Path) -> None:
+        def fail() -> dict[str, Any]:
+            raise MemoryError("too little\nof it")
+
+        report = common.Report(tmp_path / "x.json", {"families": {}, "rows": []})
+        points = [common.Point("one", lambda: {"us": 2.0}, {"n": 1}), common.Point("two", fail, {"n": 1})]
+        family = common.Family("f", lambda _: points, pivot=("n", "case"))
+        assert common.run_family(family, None, report, deadline=float("inf"))
+        assert common.run_family(common.Family("late", lambda _: points), None, report, deadline=0.0)
+        saved = json.loads(report.path.read_text())
+        assert [row.get("error") for row in saved["rows"]] == [None, "MemoryError: too little"]
+        assert saved["families"]["late"]["status"] == "skipped: all, time limit"
+        text = common.render_families([family], report)
+        assert "| 1 | **2.0** | -   |" in text and "- two, 1: MemoryError: too little" in text

@@ -23,7 +23,7 @@ MAX_SPLITS = 128
 MAX_SPLIT_PROGRAMS = 8192  # bounds the partial results, and so what is kept for them
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=["layer", "window", "stride_table"])
 def _decode_kernel(
     output,  # [T, H, HEAD_DIM], contiguous
     partials,  # [S, H, splits, HEAD_DIM] float32, then [S, H, splits, 2]: m and l
@@ -144,7 +144,7 @@ def _decode_kernel(
         tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     output,  # [T, H, HEAD_DIM], contiguous
     partials,

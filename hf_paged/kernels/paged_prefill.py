@@ -20,7 +20,7 @@ from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.tile_ops import LOG2_E
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=["layer", "window", "stride_table"])
 def _prefill_kernel(
     output,  # [T, H, HEAD_DIM], contiguous
     query,  # [T, H, HEAD_DIM]

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -280,33 +281,43 @@ def measure(launch_: Launch, target: str) -> dict[str, Any]:
     return result
 
 
+def measure_case(case: Case, target: str) -> list[dict[str, Any]]:
+    """A row for each launch of a case."""
+    rows = []
+    for launch_ in launches(case, target):
+        name = launch_.kernel.__name__.strip("_").removesuffix("_kernel")
+        if name == "decode" and launch_.arguments["IS_SPLIT"]:
+            name = "decode, split"
+        row = asdict(case) | {"kernel": name, "target": target} | measure(launch_, target)
+        rows.append(row | {"fits": row["shared_memory"] <= SHARED_MEMORY_LIMIT[target]})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--out", type=Path, help="folder for kernel_resources.json and .md")
     arguments = parser.parse_args()
-    rows = []
-    seen = set()
     todo = [(case, target) for target in arguments.target for case in cases(target) if arguments.only in case.name]
-    for case, target in tqdm(todo, disable=not sys.stderr.isatty()):
-        for launch_ in launches(case, target):
-            name = launch_.kernel.__name__.strip("_").removesuffix("_kernel")
-            if name == "decode" and launch_.arguments["IS_SPLIT"]:
-                name = "decode, split"
-            key = (name, case.dtype, case.pool, case.head_dim, target) if name in ("combine", "copy_blocks") else None
-            if key in seen:
-                continue
-            if key:
+    rows: list[dict[str, Any]] = []
+    seen = set()
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        results = pool.map(measure_case, *zip(*todo), chunksize=4)
+        for (case, target), measured in zip(todo, tqdm(results, total=len(todo), mininterval=5)):
+            for row in measured:
+                # The same kernel for many cases.
+                key = (row["kernel"], row["dtype"], row["pool"], row["head_dim"], target)
+                if row["kernel"] in ("combine", "copy_blocks") and key in seen:
+                    continue
                 seen.add(key)
-            row = asdict(case) | {"kernel": name, "target": target} | measure(launch_, target)
-            row["fits"] = row["shared_memory"] <= SHARED_MEMORY_LIMIT[target]
-            rows.append(row)
-            if row["spilled_bytes"] or not row["fits"]:
-                tqdm.write(
-                    f"{target:7} {name:13} {case.name:60} {row['registers']} registers, {row['spilled_bytes']} bytes "
-                    f"spilled, {row['shared_memory']} of shared memory"
-                )
+                rows.append(row)
+                if row["spilled_bytes"] or not row["fits"]:
+                    tqdm.write(
+                        f"{target:7} {row['kernel']:13} {case.name:60} {row['registers']} registers, "
+                        f"{row['spilled_bytes']} bytes spilled, {row['shared_memory']} of shared memory"
+                    )
     num_spilling = sum(row["spilled_bytes"] > 0 for row in rows)
     print(f"{len(rows)} kernels; {num_spilling} spill; {sum(not row['fits'] for row in rows)} take too much memory")
     if arguments.out:

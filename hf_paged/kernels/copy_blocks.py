@@ -14,12 +14,12 @@ from torch import Tensor
 PART = 4096  # words of a program
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@triton.jit
 def _copy_blocks_kernel(
     blocks,  # [num_blocks, words]
     sources,  # [P] int64
     destinations,  # [P] int64
-    num_words,
+    num_words,  # a multiple of 16 for nearly all models, which lets four words move at once
     stride_block,
     PART: tl.constexpr,
 ):

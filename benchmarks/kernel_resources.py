@@ -53,6 +53,7 @@ POINTERS = {
     torch.int64: "*i64",
 }
 NUM_BLOCKS = 4096
+MOST = ("registers", "shared_memory", "spilled_bytes", "spills_in_loops")
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,22 @@ def assembler_report(ptx: str, arch: str) -> tuple[int, int]:
     return registers, spilled
 
 
+def spills_in_loops(cubin: bytes) -> int:
+    """Loads from and stores to local memory inside a loop, in the machine code: the spills that cost time."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(r"\s*(\.L_x_\d+):", line))}
+    inside: set[int] = set()
+    for number, line in enumerate(lines):
+        match = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if match and labels[match[1]] < number:
+            inside.update(range(labels[match[1]], number))
+    return sum(bool(re.search(r"\b(LDL|STL)\b", lines[number])) for number in inside)
+
+
 def instructions(compiled: Any) -> dict[str, int]:
     """Loads by width, and matrix instructions."""
     ptx = compiled.asm["ptx"]
@@ -269,11 +286,13 @@ def measure(launch_: Launch, target: str) -> dict[str, Any]:
     result: dict[str, Any] = {"shared_memory": compiled.metadata.shared}
     if target.startswith("sm_"):
         result["registers"], result["spilled_bytes"] = assembler_report(compiled.asm["ptx"], target)
+        result["spills_in_loops"] = spills_in_loops(compiled.asm["cubin"]) if result["spilled_bytes"] else 0
         result["instructions"] = instructions(compiled)
     else:
         text = compiled.asm["amdgcn"]
         result["registers"] = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
         result["spilled_bytes"] = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
+        result["spills_in_loops"] = result["spilled_bytes"] // 4  # where they are is not looked up
         widths = re.findall(r"(?:global|buffer)_load_(dwordx4|dwordx2|dword|ushort|ubyte)", text)
         result["instructions"] = {f"load {width}": widths.count(width) for width in sorted(set(widths))} | {
             "mfma": len(re.findall(r"v_mfma", text))
@@ -321,14 +340,19 @@ def main() -> None:
                 if row["spilled_bytes"] or not row["fits"]:
                     tqdm.write(
                         f"{target:7} {row['kernel']:13} {case.name:60} {row['registers']} registers, "
-                        f"{row['spilled_bytes']} bytes spilled, {row['shared_memory']} of shared memory"
+                        f"{row['spilled_bytes']} bytes spilled ({row['spills_in_loops']} times in loops), "
+                        f"{row['shared_memory']} bytes of shared memory"
                     )
             if arguments.out and case.kernel == "copy":  # the last ones of a target
                 save(rows, arguments.out)
     if arguments.out:
         save(rows, arguments.out)
     num_spilling = sum(row["spilled_bytes"] > 0 for row in rows)
-    print(f"{len(rows)} kernels; {num_spilling} spill; {sum(not row['fits'] for row in rows)} take too much memory")
+    num_in_loops = sum(row["spills_in_loops"] > 0 for row in rows)
+    print(
+        f"{len(rows)} kernels; {num_spilling} spill, {num_in_loops} of them in loops; "
+        f"{sum(not row['fits'] for row in rows)} take too much memory"
+    )
 
 
 def save(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -344,8 +368,9 @@ def save(rows: list[dict[str, Any]], folder: Path) -> None:
 def table(rows: list[dict[str, Any]], targets: list[str]) -> str:
     """The most that any variant of a kernel takes, by its types and head dim."""
     lines = [
-        f"Triton {triton.__version__}. Registers of a thread / KiB of shared memory of a program / bytes spilled:",
-        "the most over all features (window, softcap, sinks, ALiBi), block sizes, GQA groups and tile sizes.",
+        f"Triton {triton.__version__}. Registers of a thread / KiB of shared memory of a program / bytes spilled /",
+        "spill instructions inside loops: the most over all features (window, softcap, sinks, ALiBi), block sizes, GQA",
+        "groups and tile sizes.",
         "",
         "| kernel | query | pool | head dim | variants | " + " | ".join(targets) + " |",
         "|---" * (5 + len(targets)) + "|",
@@ -358,8 +383,8 @@ def table(rows: list[dict[str, Any]], targets: list[str]) -> str:
         cells = []
         for target in targets:
             of = [row for row in rows if key(row) == kernel and row["target"] == target]
-            most = {name: max(row[name] for row in of) for name in ("registers", "shared_memory", "spilled_bytes")}
-            cells.append(f"{most['registers']} / {most['shared_memory'] / 1024:.0f} / {most['spilled_bytes']}")
+            most = {name: max(row[name] for row in of) for name in MOST}
+            cells.append(" / ".join(str(most[name] // (1024 if name == "shared_memory" else 1)) for name in MOST))
         num_variants = sum(key(row) == kernel for row in rows) // len(targets)
         lines.append("| " + " | ".join([*map(str, kernel), str(num_variants), *cells]) + " |")
     return "\n".join(lines) + "\n"

@@ -51,7 +51,7 @@ def _reshape_and_cache(
             f"got {list(key.shape)} and {list(value.shape)}"
         )
     _check_scales(kv_cache, kv_scales)
-    write_kernel.reshape_and_cache(key, value, kv_cache, layer, slot_mapping, kv_scales)
+    write_kernel.reshape_and_cache(key, value, kv_cache, layer, slot_mapping.contiguous(), kv_scales)
 
 
 def _paged_attention(
@@ -97,22 +97,26 @@ def _paged_attention(
         query,
         kv_cache,
         layer,
-        block_tables,
-        seq_lens,
-        query_start_loc,
+        block_tables if block_tables.stride(1) == 1 else block_tables.contiguous(),
+        seq_lens.contiguous(),
+        query_start_loc.contiguous(),
         scale,
         window,
         softcap,
-        sinks,
-        alibi_slopes,
+        sinks.contiguous() if sinks is not None else None,
+        alibi_slopes.contiguous() if alibi_slopes is not None else None,
         kv_scales,
         partials,
     )
     if num_decodes:
         decode.paged_decode(call, num_decodes, num_splits)
     if query_tiles is not None and query_tiles.shape[0]:
-        prefill.paged_prefill(call, query_tiles, query_rows)
+        prefill.paged_prefill(call, query_tiles.contiguous(), query_rows)
     return output
+
+
+def _copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    copy_kernel.copy_blocks(kv_cache, sources.contiguous(), destinations.contiguous())
 
 
 def _on_its_device(function: Callable[..., Any], tensor_index: int) -> Callable[..., Any]:
@@ -131,7 +135,7 @@ def _on_its_device(function: Callable[..., Any], tensor_index: int) -> Callable[
 for _name, _function, _kv_cache_index in (
     ("reshape_and_cache", _reshape_and_cache, 2),
     ("paged_attention", _paged_attention, 1),
-    ("copy_blocks", copy_kernel.copy_blocks, 0),
+    ("copy_blocks", _copy_blocks, 0),
 ):
     _LIBRARY.impl(_name, _function, "CPU")
     _LIBRARY.impl(_name, _on_its_device(_function, _kv_cache_index), "CUDA")  # ROCm's key, too

@@ -15,8 +15,13 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
 import torch
+
+# Fixed when triton is first imported, which transformers or hf_paged may do: without a GPU its kernels run interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
 from models import build, watch_tokens
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel

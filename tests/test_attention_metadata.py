@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -59,8 +60,9 @@ class Batch:
         """Everything that does not depend on a layer."""
         metadata, size = self.metadata, self.block_size
         assert (metadata.block_size, metadata.null_block) == (size, self.null_block)
-        for tensor in (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc):
-            assert tensor.dtype == torch.int64 and tensor.device == CPU
+        assert metadata.slot_mapping.dtype == torch.int64 and metadata.slot_mapping.device == CPU
+        for tensor in (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc):
+            assert tensor.dtype == torch.int32 and tensor.device == CPU
         slots = [
             table[position // size] * size + position % size
             for table, (query, length) in zip(self.tables, self.shapes)
@@ -179,6 +181,48 @@ def test_any_step(
     batch.check()
     for group in batch.metadata.groups:
         batch.check_view(group, window)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_decodes=st.integers(0, 5),
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=6),
+    tile=st.sampled_from([1, 2, 3, 8, 16, 64]),
+    seed=st.integers(0, 100),
+)
+def test_query_tiles(num_decodes: int, shapes: list[tuple[int, int]], tile: int, seed: int) -> None:
+    """Breaks if a new token's attention is computed by two programs or by none, or the longest one starts last."""
+    rng = random.Random(seed)
+    shapes = [(1, rng.randint(1, 70)) for _ in range(num_decodes)] + [(q, q + before) for q, before in shapes]
+    if not shapes:
+        shapes = [(1, 1)]
+    metadata = Batch(shapes, seed=seed).metadata
+    decodes = list(itertools.takewhile(lambda shape: shape[0] == 1, shapes))
+    assert metadata.num_decodes == len(decodes)
+    assert metadata.max_decode_len == max((length for _, length in decodes), default=0)
+    assert metadata.num_decode_tokens == sum(length for _, length in decodes)
+    assert metadata.max_query_len == max(query for query, _ in shapes)
+
+    tiles = metadata.query_tiles(tile)
+    assert tiles.dtype == torch.int32 and tiles.device == CPU and tiles.is_contiguous() and tiles.shape[1] == 2
+    pieces = [(row, range(first, min(first + tile, shapes[row][0]))) for row, first in tiles.tolist()]
+    assert all(piece for _, piece in pieces), "a tile of nothing"
+    covered = [(row, token) for row, piece in pieces for token in piece]
+    assert sorted(covered) == [
+        (row, token) for row in range(len(decodes), len(shapes)) for token in range(shapes[row][0])
+    ]
+    starts = [shapes[row][1] - shapes[row][0] + piece.start for row, piece in pieces]
+    assert starts == sorted(starts, reverse=True), "a tile with more to read comes later"
+    assert metadata.query_tiles(tile) is tiles, "made once for all layers"
+    assert metadata.query_tiles(tile + 1) is not tiles
+
+
+def test_query_tiles_by_hand() -> None:
+    shapes = [(1, 9), (5, 7), (1, 30), (3, 3)]
+    metadata = Batch(shapes).metadata
+    assert metadata.query_tiles(2).tolist() == [[2, 0], [1, 4], [1, 2], [1, 0], [3, 2], [3, 0]]
+    assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (1, 9, 5)
+    assert Batch([(1, 9), (1, 3)]).metadata.query_tiles(16).shape == (0, 2)
 
 
 def test_an_example_by_hand() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
 from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionMetadata
@@ -39,39 +40,11 @@ def rms_ratio(found: Tensor, expected: np.ndarray) -> float:
     return math.sqrt(np.square(error).mean() / max(np.square(expected).mean(), 1e-300))
 
 
-def random_tensor(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def nan_pool(num_blocks: int, num_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     return torch.full((num_blocks, NUM_LAYERS, 2, num_heads, block_size, head_dim), float("nan"), dtype=dtype)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal, NaN included."""
-    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
-
-
 # reshape_and_cache
-
-
-def strided(how: str, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """`[T, num_heads, head_dim]` as different callers bring it."""
-    if how == "contiguous":
-        return random_tensor(num_tokens, num_heads, head_dim, dtype=dtype, seed=seed)
-    if how == "transposed":  # the model's [1, heads, T, head_dim]
-        return random_tensor(1, num_heads, num_tokens, head_dim, dtype=dtype, seed=seed)[0].transpose(0, 1)
-    if how == "part of qkv":
-        return random_tensor(num_tokens, 3 * num_heads, head_dim, dtype=dtype, seed=seed)[:, num_heads : 2 * num_heads]
-    if how == "every other":
-        return random_tensor(2 * num_tokens, num_heads, 2 * head_dim, dtype=dtype, seed=seed)[::2, :, ::2]
-    if how == "one head for all":
-        return random_tensor(num_tokens, 1, head_dim, dtype=dtype, seed=seed).expand(-1, num_heads, -1)
-    assert how == "dims swapped"
-    return random_tensor(head_dim, num_heads, num_tokens, dtype=dtype, seed=seed).permute(2, 1, 0)
-
-
-LAYOUTS = ("contiguous", "transposed", "part of qkv", "every other", "one head for all", "dims swapped")
 
 
 def check_write(
@@ -245,33 +218,6 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Few choices, so that every two values of two axes meet in one of them. Greedy, always the same."""
-    names, rng = list(axes), random.Random(0)
-
-    def pairs_of(choice: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-        return {(a, choice[a], b, choice[b]) for a, b in itertools.combinations(range(len(names)), 2)}
-
-    sizes = [len(axes[name]) for name in names]
-    missing = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(range(len(names)), 2)
-        for i, j in itertools.product(range(sizes[a]), range(sizes[b]))
-    }
-    choices = []
-    while missing:
-        a, i, b, j = min(missing)
-        candidates = []
-        for _ in range(60):
-            choice = [rng.randrange(size) for size in sizes]
-            choice[a], choice[b] = i, j
-            candidates.append(tuple(choice))
-        best = max(candidates, key=lambda choice: len(pairs_of(choice) & missing))
-        missing -= pairs_of(best)
-        choices.append({name: axes[name][index] for name, index in zip(names, best)})
-    return choices
-
-
 def shapes_of(mix: str, block_size: int) -> list[Shape]:
     size = block_size
     return {
@@ -379,14 +325,8 @@ _rng = random.Random(1)
 ANY = [{name: _rng.choice(values) for name, values in AXES.items()} for _ in range(50)]
 
 
-def describe(choice: dict[str, Any]) -> str:
-    return "-".join(str(value).removeprefix("torch.").replace(" ", "_") for value in choice.values())
-
-
 def test_pairwise_is_complete() -> None:
-    for (a, values_a), (b, values_b) in itertools.combinations(AXES.items(), 2):
-        met = {(choice[a], choice[b]) for choice in PAIRWISE}
-        assert met == set(itertools.product(values_a, values_b)), (a, b)
+    assert_pairwise(AXES, PAIRWISE)
     assert len(PAIRWISE) < 80
 
 

@@ -52,7 +52,8 @@ def decode_fp8(code, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
             return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         wide = code.to(tl.uint16)
         moved = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        return moved.to(tl.float16, bitcast=True) * 256.0
+        number = moved.to(tl.float16, bitcast=True) * 256.0
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), number)  # the one code that is none
     else:
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
 

@@ -1,0 +1,119 @@
+"""What the tests of the kernels share: tensors, choices from a grid, and an interpreter of Triton fit for them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+# Tensors
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal, NaN included."""
+    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
+
+
+def strided(how: str, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """`[T, num_heads, head_dim]` as different callers bring it."""
+    if how == "contiguous":
+        return random_tensor(num_tokens, num_heads, head_dim, dtype=dtype, seed=seed)
+    if how == "transposed":  # the model's [1, heads, T, head_dim]
+        return random_tensor(1, num_heads, num_tokens, head_dim, dtype=dtype, seed=seed)[0].transpose(0, 1)
+    if how == "part of qkv":
+        return random_tensor(num_tokens, 3 * num_heads, head_dim, dtype=dtype, seed=seed)[:, num_heads : 2 * num_heads]
+    if how == "every other":
+        return random_tensor(2 * num_tokens, num_heads, 2 * head_dim, dtype=dtype, seed=seed)[::2, :, ::2]
+    if how == "one head for all":
+        return random_tensor(num_tokens, 1, head_dim, dtype=dtype, seed=seed).expand(-1, num_heads, -1)
+    assert how == "dims swapped"
+    return random_tensor(head_dim, num_heads, num_tokens, dtype=dtype, seed=seed).permute(2, 1, 0)
+
+
+LAYOUTS = ("contiguous", "transposed", "part of qkv", "every other", "one head for all", "dims swapped")
+
+
+# Choices from a grid
+
+
+def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Few choices, so that every two values of two axes meet in one of them. Greedy, always the same."""
+    names, rng = list(axes), random.Random(0)
+
+    def pairs_of(choice: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+        return {(a, choice[a], b, choice[b]) for a, b in itertools.combinations(range(len(names)), 2)}
+
+    sizes = [len(axes[name]) for name in names]
+    missing = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for i, j in itertools.product(range(sizes[a]), range(sizes[b]))
+    }
+    choices = []
+    while missing:
+        a, i, b, j = min(missing)
+        candidates = []
+        for _ in range(60):
+            choice = [rng.randrange(size) for size in sizes]
+            choice[a], choice[b] = i, j
+            candidates.append(tuple(choice))
+        best = max(candidates, key=lambda choice: len(pairs_of(choice) & missing))
+        missing -= pairs_of(best)
+        choices.append({name: axes[name][index] for name, index in zip(names, best)})
+    return choices
+
+
+def assert_pairwise(axes: dict[str, tuple[Any, ...]], choices: list[dict[str, Any]]) -> None:
+    """Asserts that every two values of two axes meet in some choice."""
+    for (a, values_a), (b, values_b) in itertools.combinations(axes.items(), 2):
+        met = {(choice[a], choice[b]) for choice in choices}
+        assert met == set(itertools.product(values_a, values_b)), (a, b)
+
+
+def describe(choice: dict[str, Any]) -> str:
+    """A test id."""
+    return "-".join(str(value).removeprefix("torch.").replace(" ", "_") for value in choice.values())
+
+
+# Triton's interpreter
+
+
+@contextmanager
+def repaired_interpreter() -> Iterator[None]:
+    """Within it, Triton's interpreter rounds to bfloat16 as GPUs do, and takes half the time.
+
+    By itself it cuts the bits off, which triples the error of every bfloat16 result; and it patches `triton.language`
+    anew at each call of a function inside a kernel, where the launch has done so already.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert, patch = interpreter._convert_float, interpreter._patch_lang
+
+    def convert_float(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if (given, wanted) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(numbers.copy()).to(torch.bfloat16)
+            return rounded.view(torch.uint16).numpy()
+        return convert(numbers, given, wanted, rounding)
+
+    def patch_once(function: Any) -> Any:
+        modules = [module for module in function.__globals__.values() if module is tl or module is tl.core]
+        if modules and not any(tl.core.is_builtin(module.load) for module in modules):
+            return interpreter._LangPatchScope()  # nothing to restore
+        return patch(function)
+
+    with (
+        mock.patch.object(interpreter, "_convert_float", convert_float),
+        mock.patch.object(interpreter, "_patch_lang", patch_once),
+    ):
+        yield

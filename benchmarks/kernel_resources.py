@@ -358,10 +358,9 @@ def main() -> None:
 def save(rows: list[dict[str, Any]], folder: Path) -> None:
     """Writes what there is."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    Path(folder, "kernel_resources.json").write_text(
-        f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n'
-    )
+    lines = ",\n".join(json.dumps(list(row.values())) for row in rows)
+    head = f'"triton": "{triton.__version__}", "columns": {json.dumps(list(rows[0]) if rows else [])}'
+    Path(folder, "kernel_resources.json").write_text(f'{{{head}, "kernels": [\n{lines}\n]}}\n')
     Path(folder, "kernel_resources.md").write_text(table(rows, list(dict.fromkeys(row["target"] for row in rows))))
 
 

@@ -39,8 +39,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         timeout=240,
     )
     assert result.returncode == 0, result.stderr
-    rows: list[dict[str, Any]] = json.loads((out / "kernel_resources.json").read_text())["kernels"]
-    return rows
+    report = json.loads((out / "kernel_resources.json").read_text())
+    return [dict(zip(report["columns"], row)) for row in report["kernels"]]
 
 
 def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> None:

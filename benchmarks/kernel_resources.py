@@ -211,7 +211,8 @@ def cases(target: str) -> Iterator[Case]:
         if kernel == "decode":
             sizes = {group: paged_decode.tiling(itemsize, padded, group).rows for group in (4, 64)}
         else:
-            sizes = {group: paged_prefill.tiling(itemsize, padded, group, 512, device).rows for group in (1, 4)}
+            is_fp8 = pool not in DTYPES
+            sizes = {group: paged_prefill.tiling(itemsize, padded, group, 512, device, is_fp8).rows for group in (1, 4)}
         for group, rows in sizes.items():
             yield Case(kernel, dtype, pool, head_dim, 16, group, suffix.strip("+"), rows)
         if head_dim in (128, 256) and (dtype, pool) != ("fp16", "e5m2"):

@@ -430,19 +430,21 @@ def _run_loop(
         arguments = (input_ids, processors, criteria, generation_config)
         if not isinstance(cache, PagedCache):
             return loop(*arguments, **kwargs, **more)
-        try:
-            with engine.calling(cache), _private_draws(engine, states, processors, criteria, generation_config):
-                result = loop(*arguments, **kwargs | more)
-        except BaseException:
-            if cache.owned_by_call:
+        with engine.calling(cache):
+            # The blocks go back while the call still counts as one that will return some: who waits for room would
+            # otherwise find, for a moment, no room and nobody to wait for.
+            try:
+                with _private_draws(engine, states, processors, criteria, generation_config):
+                    result = loop(*arguments, **kwargs | more)
+            except BaseException:
+                if cache.owned_by_call:
+                    cache.reset()
+                raise
+            if cache.owned_by_call and isinstance(result, Tensor):
                 cache.reset()
-            raise
         sequences = result if isinstance(result, Tensor) else result.sequences
         engine.count_generated(_num_generated(sequences, input_ids, generation_config))
-        if cache.owned_by_call:
-            if isinstance(result, Tensor):
-                cache.reset()
-            cache.owned_by_call = False  # returned to the caller, whose it now is
+        cache.owned_by_call = False  # if it is returned to the caller, it is now theirs
         return result
 
     if engine.capture is None:

@@ -28,6 +28,7 @@ from test_generate_modes import BEAMS, MODES, NEW, SAMPLE, Mode, NextToken, assi
 from torch import Tensor
 from transformers import LogitsProcessor, TextIteratorStreamer
 
+from hf_paged import PagedCache
 from hf_paged.draws import DRAWS
 
 MakePair = Callable[..., Pair]
@@ -756,6 +757,32 @@ def test_what_cannot_be_computed_again_goes_first_where_only_one_fits(make_pair:
         assert older.result(PATIENCE).token_ids == pair.stock.generate(prompt, **length)[0, 10:].tolist()
     assert_same(pair.stock.generate(**embeds, **length), results[0])
     assert delta["num_preemptions"] == 1
+
+
+def test_a_call_gives_its_blocks_back_before_it_counts_as_gone(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would break: who finds no room in the moment between the end of a call and the return of its blocks."""
+    pair = make_pair(stock(), num_blocks=9, preemption="recompute")
+    given = stock().get_input_embeddings()(random_ids(1, 12)).detach()
+    prompt, length = random_ids(1, 10, seed=1), {"max_new_tokens": 12, "eos_token_id": None}
+    reset = PagedCache.reset
+
+    def slow_reset(cache: PagedCache) -> None:
+        time.sleep(0.3)
+        reset(cache)
+
+    monkeypatch.setattr(PagedCache, "reset", slow_reset)
+    # User code keeps it a call of its own, whose prompt of embeddings can't be computed again.
+    call = threading.Thread(
+        target=lambda: pair.paged.generate(inputs_embeds=given, logits_processor=[lambda ids, scores: scores], **length)
+    )
+    call.start()
+    while pair.engine.stats().num_steps < 8:
+        time.sleep(0.001)
+    found = pair.engine.submit(prompt, **length).result(PATIENCE)
+    call.join(PATIENCE)
+    assert found.token_ids == pair.stock.generate(prompt, **length)[0, 10:].tolist()
 
 
 # At random

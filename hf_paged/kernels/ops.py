@@ -279,7 +279,8 @@ def paged_attention(
     query_tiles, rows = None, 0
     if num_decodes < metadata.seq_lens.shape[0]:
         device = Device.of(query.device)
-        rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len, device).rows
+        is_fp8 = kv_cache.dtype in FP8_FORMATS
+        rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len, device, is_fp8).rows
         query_tiles = metadata.query_tiles(prefill.query_tiling(group, rows)[0])
     return torch.ops.hf_paged.paged_attention(
         query,

@@ -146,7 +146,7 @@ def _prefill_kernel(
     tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
 
 
-def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, device: Device) -> Tiling:
+def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, device: Device, is_fp8: bool) -> Tiling:
     """Shape of a program's tile: as many rows as the longest query fills, up to what the registers hold.
 
     Args:
@@ -155,6 +155,7 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, devic
         group: Query heads of a kv head.
         longest_query: New tokens of the sequence that has most.
         device: Where matrix instructions take no factors from shared memory, a tile has to be smaller.
+        is_fp8: Whether the pool holds fp8, whose tiles are summed apart: a second sum in registers.
     """
     rows = longest_query * group
     if itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers, the tile is small
@@ -166,9 +167,7 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, devic
         return Tiling(rows=16, tokens=tokens, num_warps=4, num_stages=3)
     if not device.reads_shared_factors:
         tokens = max(32, tokens // 2)
-        if padded_dim > 128:
-            return Tiling(rows=64, tokens=tokens, num_warps=8, num_stages=3)
-    if rows <= 64:
+    if rows <= 64 or (padded_dim > 128 and (is_fp8 or not device.reads_shared_factors)):
         return Tiling(rows=64, tokens=tokens, num_warps=8 if padded_dim > 128 else 4, num_stages=3)
     return Tiling(rows=128, tokens=tokens, num_warps=8, num_stages=3)
 
@@ -188,7 +187,7 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
         rows: Rows of a tile: `query_tiles` was made for `query_tiling(group, rows)[0]` tokens a tile.
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
-    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device))
+    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device, bool(call.fp8_format)))
     _prefill_kernel[(query_tiles.shape[0], call.num_kv_heads * num_group_tiles)](
         call.output,
         call.query,

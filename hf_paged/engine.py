@@ -36,7 +36,7 @@ from hf_paged.model_state import ModelState
 from hf_paged.request import Request, RequestOutput
 from hf_paged.runner import ModelRunner, ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall, SampleRun
-from hf_paged.scheduler import Scheduler
+from hf_paged.scheduler import Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import take_snapshot
 from hf_paged.submission import Capture, Submissions
@@ -291,14 +291,12 @@ class Engine:
                 copies = manager.append(requests)
             except OutOfBlocksError as error:
                 raise self._pool.out_of_blocks(error) from None
-            self.kv_cache.copy_blocks(copies)
-            self.kv_cache.zero_blocks(
-                [
-                    block
-                    for sequence, count in zip(sequences, held, strict=True)
-                    for block in manager.block_table(sequence.seq_id)[count:]
-                ]
-            )
+            new_blocks = [
+                block
+                for sequence, count in zip(sequences, held, strict=True)
+                for block in manager.block_table(sequence.seq_id)[count:]
+            ]
+            self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
             for sequence in sequences:
                 sequence.token_ids = None
                 scheduler.extend_computed(sequence, num_tokens)
@@ -312,6 +310,7 @@ class Engine:
                 [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
             )
             kv_cache = self.kv_cache.tensor
+            self._pool.flush_copies()
             reference.reshape_and_cache(
                 key.detach().transpose(1, 2).flatten(0, 1),
                 value.detach().transpose(1, 2).flatten(0, 1),
@@ -330,6 +329,7 @@ class Engine:
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
             kv_cache = self.kv_cache.tensor
+            self._pool.flush_copies()
             key, value = reference.gather_slots(kv_cache, layer, torch.from_numpy(slots).to(kv_cache.device))
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self.model.dtype

@@ -37,6 +37,7 @@ from hf_paged.errors import UnsupportedCallError
 from hf_paged.forward_call import ForwardCall
 from hf_paged.runner import ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall
+from hf_paged.streams import steps_stream
 from hf_paged.submission import LoopResult
 
 logger = logging.get_logger(__name__)
@@ -133,7 +134,8 @@ class PagedGenerationMixin:
     @functools.wraps(GenerationMixin.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         devices = {torch.device("cpu"), self.device}
-        with DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda")):
+        entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
+        with steps_stream(self.device), entering:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin._sample)
@@ -224,7 +226,8 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 given[name] = True  # asked for by the config
         # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
         call.others = {name: value for name, value in given.items() if value is not None and value is not False}
-        output = self.paged.forward(cache, call)
+        with steps_stream(self.device):
+            output = self.paged.forward(cache, call)
         wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
         return output.to_tuple() if wants_tuple else output
 

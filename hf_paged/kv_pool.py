@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,6 +43,7 @@ class KVPool:
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
+        self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._runner = runner
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
@@ -99,20 +103,37 @@ class KVPool:
 
     def execute_copies(self, step: SchedulerOutput) -> None:
         """Swaps, copies and clears blocks before a step."""
-        self.execute_swap_outs(step.swap_outs)
-        kv_cache = self.kv_cache
-        if step.swap_ins:
-            kv_cache.swap_in(step.swap_ins)
-        for num_blocks, seconds in kv_cache.finished_swaps():
+        self._queue_swap_outs(step.swap_outs)
+        self._pending += [
+            (KVCache.swap_in, (step.swap_ins,)),
+            (KVCache.copy_blocks, (step.block_copies,)),
+            (KVCache.zero_blocks, (step.new_blocks,)),
+        ]
+        self.flush_copies()
+        for num_blocks, seconds in self.kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
-        kv_cache.copy_blocks(step.block_copies)
-        kv_cache.zero_blocks(step.new_blocks)
 
     def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         """Moves blocks `(device, CPU)`."""
+        self._queue_swap_outs(pairs)
+        self.flush_copies()
+
+    def _queue_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
             assert self.manager.swap_pool is not None
-            self.kv_cache.swap_out(pairs, self.manager.swap_pool.num_blocks)
+            self._pending.append((KVCache.swap_out, (pairs, self.manager.swap_pool.num_blocks)))
+
+    def flush_copies(self) -> None:
+        """Carries out what the block tables say has been copied. Called before anything reads or writes blocks.
+
+        What raises (out of memory, say) stays to be done: the tables name the new places already.
+        """
+        kv_cache = self.kv_cache
+        while self._pending:
+            copy, arguments = self._pending[0]
+            if arguments[0]:
+                copy(kv_cache, *arguments)
+            self._pending.popleft()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -180,6 +201,7 @@ class KVPool:
                     "reset() or drop those caches first"
                 )
             self._manager.reset_prefix_cache()
+            self._pending.clear()
             self._kv_cache = None
 
     def record_peak(self) -> None:

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class SwapSpace:
     """Blocks in CPU memory, beside a pool. A block is one contiguous piece, and neighbours are moved as one.
 
-    On a GPU the copies go through pinned memory on a stream of their own: the host waits for none of them, the device's
-    other work waits where it must, which is before the blocks are used again.
+    On a GPU the copies go through pinned memory on a stream of their own, between what was queued before and what is
+    queued next: the blocks were written there, and are used again there. The calls themselves don't wait.
     """
 
     def __init__(self, pool: Tensor, num_blocks: int) -> None:
@@ -69,11 +69,13 @@ class SwapSpace:
         current = torch.cuda.current_stream(self._pool.device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            start.record()
-            yield
-            end.record()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                start.record()
+                yield
+                end.record()
+        finally:
+            current.wait_stream(self._stream)
         self._unread.append((num_blocks, start, end))
 
 

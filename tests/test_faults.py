@@ -47,6 +47,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.flat_forward import FlatForward
+from hf_paged.kv_cache import KVCache
 from hf_paged.sample_run import SampleRun
 
 MakePair = Callable[..., Pair]
@@ -467,6 +468,40 @@ def test_out_of_memory_again_fails_the_smallest(pair: Pair) -> None:
     for request, ids in zip(requests, prompts):
         assert request.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=20, **ENDLESS)
     assert first.result(PATIENCE) and memory.num_failures >= 2
+    settle(pair)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["copy_blocks", "swap_out", "swap_in", "zero_blocks"])
+@pytest.mark.parametrize("error", [Boom, torch.OutOfMemoryError], ids=lambda error: error.__name__)
+def test_copies_that_fail_are_made_later(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception]
+) -> None:
+    """Would break: blocks that the tables name and nobody has filled, which is other tokens and no error."""
+    pair = make_pair(build("llama"), num_blocks=24, block_size=2, preemption="swap", enable_prefix_caching=False)
+    copies, calls = getattr(KVCache, kind), []
+
+    def fails_at_times(cache: KVCache, items: Any, *more: Any) -> None:
+        if items:
+            calls.append(len(items))
+            if len(calls) % 3 == 1:
+                raise error("no memory")
+        copies(cache, items, *more)
+
+    monkeypatch.setattr(KVCache, kind, fails_at_times)
+    given: dict[str, Any] = {"max_new_tokens": 14, "num_beams": 3} | ENDLESS
+    prompts = [prompt(seed, 5) for seed in range(6)]
+    requests = [pair.engine.submit(ids, **given) for ids in prompts]
+    num_right = 0
+    for request, ids in zip(requests, prompts):
+        try:
+            sequences = request.result(PATIENCE).sequences
+        except error:
+            continue  # its step failed, and nobody else's
+        assert sequences == stock_rows(pair.stock, ids, **given)
+        num_right += 1
+    assert len(calls) > 3 and num_right > 0
+    monkeypatch.undo()
     settle(pair)
 
 

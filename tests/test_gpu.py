@@ -100,7 +100,16 @@ def test_threads_share_steps() -> None:
     arguments: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"logits_processor": [lambda ids, scores: scores]}]
 
     def call(number: int) -> None:
-        results[number] = paged.generate(ids[number], max_new_tokens=16, **arguments[number % 3])
+        # Half of them on a stream of their own, on which the prompt is made late.
+        stream = torch.cuda.Stream() if number % 2 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            prompt = ids[number] * 0
+            torch.cuda._sleep(50_000_000)
+            prompt += ids[number]
+            generate(number, prompt)
+
+    def generate(number: int, prompt: torch.Tensor) -> None:
+        results[number] = paged.generate(prompt, max_new_tokens=16, **arguments[number % 3]).cpu()
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -108,7 +117,9 @@ def test_threads_share_steps() -> None:
     for thread in threads:
         thread.join()
     for number in range(8):
-        assert torch.equal(results[number], stock.generate(ids[number], max_new_tokens=16, **arguments[number % 3]))
+        assert torch.equal(
+            results[number].cuda(), stock.generate(ids[number], max_new_tokens=16, **arguments[number % 3])
+        )
     assert paged.paged.stats().num_steps < 8 * 16
 
 

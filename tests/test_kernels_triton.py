@@ -670,9 +670,13 @@ def test_choose_num_splits() -> None:
                     """Share of the processors that all waves of programs keep busy on average."""
                     return num_programs * num_splits / (of * math.ceil(num_programs * num_splits / of))
 
-                enough = 0.85 * max(fullness(number) for number in range(1, most + 1))
-                assert fullness(found) >= enough, where
-                assert all(fullness(fewer) < enough for fewer in range(1, found)), where
+                def tiles(num_splits: int, of: int = num_tiles) -> int:
+                    return math.ceil(of / num_splits)
+
+                useful = [n for n in range(1, most + 1) if n == 1 or tiles(n) < tiles(n - 1)]
+                enough = 0.85 * max(fullness(number) for number in useful)
+                assert found in useful and fullness(found) >= enough, where
+                assert all(fullness(fewer) < enough for fewer in useful if fewer < found), where
                 chosen.add(found)
     assert len(chosen) > 20, "hardly anything was split"
 
@@ -680,13 +684,14 @@ def test_choose_num_splits() -> None:
 @pytest.mark.parametrize(
     ("num_programs", "num_tiles", "num_processors", "expected"),
     [
-        (1, 100, 16, 14),  # 14 of 16 busy is within 85 %
+        (1, 100, 16, 13),  # 8 tiles each, as 14 splits would read; 15 and 16 read 7
         (8, 100, 16, 2),
         (12, 100, 16, 4),  # three waves, all full; 2 would leave a quarter idle, 3 as much as 1
         (13, 100, 16, 1),
         (1, 4, 16, 1),
-        (1, 9, 132, 8),
-        (1, 1000, 132, 109),  # of 128 at most
+        (1, 9, 132, 9),  # a tile each; 5 to 8 would all read 2
+        (8, 16, 132, 16),
+        (1, 1000, 132, 112),  # of 128 at most
     ],
 )
 def test_choose_num_splits_by_hand(num_programs: int, num_tiles: int, num_processors: int, expected: int) -> None:
@@ -1336,6 +1341,8 @@ CHOICES = [
     ("auto", fake_pool("cuda"), HALF, {"capability": (7, 5)}, "torch"),
     ("auto", fake_pool("cuda"), HALF, {"installed": False}, "torch"),
     ("auto", fake_pool("mps"), HALF, {}, "torch"),
+    ("auto", fake_pool("cuda"), HALF, {"failure": "can't compile"}, "torch"),
+    ("triton", fake_pool("cuda"), HALF, {"failure": "can't compile"}, "can't compile"),
     ("triton", fake_pool("cuda"), torch.bfloat16, {}, "triton"),
     ("triton", fake_pool("cuda"), HALF, {"capability": (7, 5), "hip": "6.2"}, "triton"),
     ("triton", fake_pool("cpu"), HALF, {}, "triton"),
@@ -1370,6 +1377,7 @@ def test_choose(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     monkeypatch.setattr(torch.version, "hip", world.get("hip"))
     monkeypatch.setattr(launch, "is_interpreting", lambda: world.get("interpreting", True))
+    monkeypatch.setattr(backend, "_launch_failure", lambda device: world.get("failure"))
     if not world.get("installed", True):
         monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     if expected in ("torch", "triton"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,6 +15,8 @@ from hf_paged.kernels import reference
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backend
     from hf_paged.kernels.ops import Partials
+
+logger = logging.getLogger(__name__)
 
 HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -180,6 +184,8 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
     reason = _no_triton(kv_cache, dtype) if wants_triton else None
     if name == "triton" and reason:
         raise ValueError(f'attention_backend="triton" {reason}; use "torch" or "auto"')
+    if reason:
+        logger.info("hf_paged: plain torch attends on %s, since Triton %s", kv_cache.device, reason)
     return TritonBackend(kv_cache) if wants_triton and not reason else TorchBackend(kv_cache)
 
 
@@ -200,7 +206,21 @@ def _no_triton(kv_cache: Tensor, dtype: torch.dtype) -> str | None:
         return f"computes in float32 and half precision, the model is in {dtype}"
     if head_dim > 256:
         return f"takes head dims up to 256, the model has {head_dim}"
-    return None
+    return _launch_failure(device) if device.type == "cuda" else None
+
+
+@lru_cache
+def _launch_failure(device: torch.device) -> str | None:
+    """Why not even a small kernel runs there: Triton needs a C compiler and Python's headers to launch any."""
+    try:
+        from hf_paged.kernels import ops
+
+        with torch.inference_mode(False):
+            blocks = torch.arange(2.0, device=device)[:, None].expand(2, 16).reshape(2, 1, 1, 1, 1, 16).clone()
+            ops.copy_blocks(blocks, *_to_device([(1, 0)], device))
+            return None if bool((blocks == 1).all()) else "copies wrongly on this device"
+    except Exception as error:
+        return f"can't compile or launch kernels here ({type(error).__name__}: {error})"
 
 
 def _to_device(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

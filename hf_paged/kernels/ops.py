@@ -246,8 +246,9 @@ def paged_attention(
         alibi_slopes: `[num_heads]` slopes.
         kv_scales: `[num_layers, 2, num_kv_heads]` float32, what fp8 keys and values are multiplied by.
         partials: Scratch, the same at every call.
-        num_splits: Programs a decoding sequence is split between; `None`: chosen from the lengths, which are rounded
-            up to a power of two, so that a launch recorded in a CUDA graph serves many steps.
+        num_splits: Programs a decoding sequence is split between; any number is right for any lengths, so that a
+            launch recorded in a CUDA graph serves other steps, too. `None`: chosen from the lengths, the longest of
+            them rounded up to a power of two.
 
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype.

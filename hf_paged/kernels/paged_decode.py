@@ -82,7 +82,7 @@ def _decode_kernel(
         first_tile = first_tile + split * per_split
         last_tile = tl.minimum(first_tile + per_split, last_tile)
 
-    query_rows = sequence.to(tl.int64) * stride_query_token + heads * stride_query_head
+    query_rows = sequence.to(tl.int64) * stride_query_token + heads.to(tl.int64) * stride_query_head
     q = tl.load(query + query_rows[:, None] + columns[None, :], mask=stored, other=0.0)
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
     if sinks is not None:  # counted once
@@ -202,8 +202,9 @@ def tiling(itemsize: int, padded_dim: int, group: int) -> Tiling:
 def choose_num_splits(num_programs: int, num_tiles: int, num_processors: int) -> int:
     """Programs to split each sequence between.
 
-    None where the programs nearly fill the processors already or there is little to split; else the fewest whose last
-    wave of programs is within 85 % as full as the best choice's (FlashAttention's rule).
+    None where the programs nearly fill the processors already or there is little to split; else, of the counts that
+    leave each split fewer tiles than one split less would, the smallest that keeps processors within 85 % as busy as
+    the best of them (FlashAttention's rule).
 
     Args:
         num_programs: Without splitting; sequences much shorter than the longest count as fractions.
@@ -218,8 +219,9 @@ def choose_num_splits(num_programs: int, num_tiles: int, num_processors: int) ->
         waves = num_programs * num_splits / num_processors
         return waves / -(-num_programs * num_splits // num_processors)
 
-    best = max(efficiency(num_splits) for num_splits in range(1, most + 1))
-    return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
+    counts = [n for n in range(1, most + 1) if n == 1 or -(-num_tiles // n) < -(-num_tiles // (n - 1))]
+    best = max(efficiency(num_splits) for num_splits in counts)
+    return next(n for n in counts if efficiency(n) >= 0.85 * best)
 
 
 def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> None:

@@ -94,7 +94,7 @@ def _prefill_kernel(
         first_full = 0
 
     token_rows = (start + queries).to(tl.int64)
-    query_rows = token_rows * stride_query_token + heads * stride_query_head
+    query_rows = token_rows * stride_query_token + heads.to(tl.int64) * stride_query_head
     q = tl.load(query + query_rows[:, None] + columns[None, :], mask=stored, other=0.0)
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
     row_slopes = tl.zeros([M], tl.float32)
@@ -188,6 +188,8 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
     shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device, bool(call.fp8_format)))
+    if shape.rows < rows:
+        raise ValueError(f"a tile has {shape.rows} rows at most for these tensors, got {rows}")
     _prefill_kernel[(query_tiles.shape[0], call.num_kv_heads * num_group_tiles)](
         call.output,
         call.query,

@@ -63,6 +63,12 @@ class Device:
         )
 
 
+@torch.compiler.assume_constant_result  # a device doesn't change, and its properties are not for a graph
+def device_of(device: torch.device) -> Device:
+    """`Device.of`, also where `torch.compile` traces the caller."""
+    return Device.of(device)
+
+
 @dataclass(slots=True)
 class LayerAttention:
     """One layer's paged attention over a flat batch.
@@ -130,7 +136,7 @@ class LayerAttention:
 
     @property
     def device(self) -> Device:
-        return Device.of(self.kv_cache.device)
+        return device_of(self.kv_cache.device)
 
     def fit(self, tiling: Tiling) -> Tiling:
         """The same tile with fewer stages, then with fewer tokens, until the device has the shared memory for it."""

@@ -17,7 +17,7 @@ from hf_paged.kernels import copy_blocks as copy_kernel
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kernels import reshape_and_cache as write_kernel
-from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, check_kv_cache, next_power_of_two
+from hf_paged.kernels.launch import FP8_FORMATS, LayerAttention, check_kv_cache, device_of, next_power_of_two
 
 _LIBRARY = torch.library.Library("hf_paged", "DEF")
 
@@ -273,13 +273,13 @@ def paged_attention(
             num_programs = num_kv_heads * -(-group // shape.rows)
             num_tiles = -(-longest // shape.tokens)
             num_splits = decode.choose_num_splits(
-                num_full * num_programs, num_tiles, Device.of(query.device).num_processors
+                num_full * num_programs, num_tiles, device_of(query.device).num_processors
             )
             num_splits = max(1, min(num_splits, decode.MAX_SPLIT_PROGRAMS // (num_decodes * num_programs)))
     size = decode.partials_size(num_decodes, num_heads, head_dim, num_splits)
     query_tiles, rows = None, 0
     if num_decodes < metadata.seq_lens.shape[0]:
-        device = Device.of(query.device)
+        device = device_of(query.device)
         is_fp8 = kv_cache.dtype in FP8_FORMATS
         rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len, device, is_fp8).rows
         query_tiles = metadata.query_tiles(prefill.query_tiling(group, rows)[0])

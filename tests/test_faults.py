@@ -484,7 +484,7 @@ def test_copies_that_fail_are_made_later(
     def fails_at_times(cache: KVCache, items: Any, *more: Any) -> None:
         if items:
             calls.append(len(items))
-            if len(calls) % 3 == 1:
+            if len(calls) in (1, 3):  # each costs one request at most
                 raise error("no memory")
         copies(cache, items, *more)
 
@@ -500,7 +500,7 @@ def test_copies_that_fail_are_made_later(
             continue  # its step failed, and nobody else's
         assert sequences == stock_rows(pair.stock, ids, **given)
         num_right += 1
-    assert len(calls) > 3 and num_right > 0
+    assert len(calls) >= 3 and num_right >= 4
     monkeypatch.undo()
     settle(pair)
 

@@ -310,7 +310,6 @@ class Engine:
                 [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
             )
             kv_cache = self.kv_cache.tensor
-            self._pool.flush_copies()
             reference.reshape_and_cache(
                 key.detach().transpose(1, 2).flatten(0, 1),
                 value.detach().transpose(1, 2).flatten(0, 1),

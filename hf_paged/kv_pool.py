@@ -124,7 +124,7 @@ class KVPool:
             self._pending.append((KVCache.swap_out, (pairs, self.manager.swap_pool.num_blocks)))
 
     def flush_copies(self) -> None:
-        """Carries out what the block tables say has been copied. Called before anything reads or writes blocks.
+        """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
 
         What raises (out of memory, say) stays to be done: the tables name the new places already.
         """

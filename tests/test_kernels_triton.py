@@ -1392,6 +1392,28 @@ def test_choose(
             backend.choose(name, pool, dtype)
 
 
+def test_a_small_kernel_is_tried_first(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Breaks if a GPU without a compiler fails every request or is slow in silence, or for good after one OOM."""
+    probe = backend._launch_failure.__wrapped__
+    assert probe(device) is None and not caplog.text
+
+    def fail(error: Exception) -> Callable[..., None]:
+        def copy_blocks(*args: Any) -> None:
+            raise error
+
+        return copy_blocks
+
+    monkeypatch.setattr(ops, "copy_blocks", fail(RuntimeError("no C compiler")))
+    assert "no C compiler" in probe(device) and "no C compiler" in caplog.text
+    monkeypatch.setattr(ops, "copy_blocks", lambda *args: None)
+    assert probe(device) == "copies wrongly on this device"
+    monkeypatch.setattr(ops, "copy_blocks", fail(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        probe(device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3, E5M2], ids=str)
 def test_a_step_of_both_backends(dtype: torch.dtype, device: torch.device) -> None:
     """Breaks if one of them ignores an argument, or rounds to fp8 otherwise."""

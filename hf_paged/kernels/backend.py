@@ -219,8 +219,13 @@ def _launch_failure(device: torch.device) -> str | None:
             blocks = torch.arange(2.0, device=device)[:, None].expand(2, 16).reshape(2, 1, 1, 1, 1, 16).clone()
             ops.copy_blocks(blocks, *_to_device([(1, 0)], device))
             return None if bool((blocks == 1).all()) else "copies wrongly on this device"
+    except torch.OutOfMemoryError:  # says nothing about Triton, and must not be remembered as if it did
+        raise
     except Exception as error:
-        return f"can't compile or launch kernels here ({type(error).__name__}: {error})"
+        # Once a process: a GPU without the kernels works and is slow, which nobody would look for here.
+        reason = f"can't compile or launch kernels here ({type(error).__name__}: {error})"
+        logger.warning("hf_paged: the Triton backend %s", reason)
+        return reason
 
 
 def _to_device(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -200,10 +200,20 @@ class AttentionMetadata:
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """The sequences grouped for the padded attention of the torch backend."""
+        return self._group(0)
+
+    @cached_property
+    def prefill_groups(self) -> list[AttentionGroup]:
+        """The same, without the first `num_decodes` sequences."""
+        return self._group(self.num_decodes)
+
+    def _group(self, first: int) -> list[AttentionGroup]:
         num_blocks = -(-self._seq_lens // self.block_size)
         return [
-            _group(rows, self._tables, self._query_lens, self._seq_lens, num_blocks, self._start_loc, self._device)
-            for rows in _bucket(self._query_lens, num_blocks)
+            _group(
+                first + rows, self._tables, self._query_lens, self._seq_lens, num_blocks, self._start_loc, self._device
+            )
+            for rows in _bucket(self._query_lens[first:], num_blocks[first:])
         ]
 
 

@@ -12,7 +12,7 @@ ENV_PREFIX = "HF_PAGED_"
 _CHOICES: dict[str, tuple[str, ...]] = {
     "preemption": ("auto", "recompute", "swap"),
     "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
-    "attention_backend": ("auto", "triton", "torch"),
+    "attention_backend": ("auto", "triton", "cpu", "torch"),
 }
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
 
@@ -49,7 +49,8 @@ class PagedConfig:
             the tokens of a half-precision pool and round each number to 3 or 2 bits behind the leading one: tokens then
             differ from stock `generate()`.
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
-            capability 8.0 on, and ROCm), or `"auto"`: Triton on a GPU that can, else torch.
+            capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
+            compiler), or `"auto"`: whichever kernels the device can run, else torch.
         cuda_graphs: Capture decode steps in CUDA graphs; `None`: where they exist.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
     """

@@ -33,6 +33,8 @@ from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KV_DTYPES, KVPool
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
+from hf_paged.openmp import rest_threads
+from hf_paged.packed_linears import PackedLinears
 from hf_paged.request import Request, RequestOutput
 from hf_paged.runner import ModelRunner, ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall, SampleRun
@@ -68,9 +70,10 @@ class Engine:
         """
         self.config = config
         self.traits = traits
-        self._runner = ModelRunner(model, forward, model._supports_logits_to_keep())
+        self._linears = PackedLinears(model, config.memory_fraction)
+        self._runner = ModelRunner(model, forward, model._supports_logits_to_keep(), self._linears)
         self._pool = KVPool(config, traits, self._runner)
-        self._model_state = ModelState(model)
+        self._model_state = ModelState(model, self._linears)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
         self._worker = StepWorker(self._pool, self._runner, self._collect_abandoned)
         self._submissions = Submissions(self)
@@ -152,6 +155,7 @@ class Engine:
         with self._worker.exclusive(), self.transaction():
             self._collect_abandoned()
             self._pool.release()
+            self._linears.forget()
 
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""
@@ -594,6 +598,8 @@ class Engine:
                 state_key, batch_key = self._model_state.key(), self._batch_key()
                 run = SampleRun(call, self._pool, self._worker, state_key, batch_key, on_token, end)
                 self._runs.add(run)
+            if not self._worker.is_mine:
+                rest_threads()
             return run
         except BaseException:
             if run is not None:

@@ -11,18 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hf_paged.packed_linears import PackedLinears
+
 
 class ModelState:
     """Notices that a model's weights, adapters or hooks changed since it was last asked.
 
     In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
     steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
-    `.data = ...` show in identity and address. Writes into `.data` leave no trace: call
-    `engine.reset_prefix_cache()` after them.
+    `.data = ...` show in identity and address. Writes into `.data` leave no trace but in the values, which are compared
+    where somebody holds copies of them; elsewhere call `engine.reset_prefix_cache()` after them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, linears: PackedLinears | None = None) -> None:
+        """Of `model`; `linears` hold copies of its weights, which are dropped when they change."""
         self._model = weakref.ref(model)
+        self._linears = linears
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: list[tuple[int, int]] = []
         self._epoch = 0
@@ -42,11 +46,14 @@ class ModelState:
             and versions == self._versions
             # Identity, not id(): a new parameter may lie where an old one was.
             and all(seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True))
+            and not (self._linears is not None and self._linears.is_outdated())
         )
         if not is_same:
             self._epoch += 1
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
             self._was_stepped = False
+            if self._linears is not None:
+                self._linears.forget()
         device = tensors[0].device.type if tensors else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None

@@ -17,6 +17,7 @@ from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
 from hf_paged.kv_cache import KVCache, KVGeometry
+from hf_paged.packed_linears import PackedLinears
 from hf_paged.scheduler import SchedulerOutput
 
 
@@ -90,17 +91,25 @@ class TokenInputs:
 class ModelRunner:
     """Runs flat batches `[1, T]` of real tokens. Holds the model weakly: the model owns the engine, not the reverse."""
 
-    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any], supports_logits_to_keep: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        supports_logits_to_keep: bool,
+        linears: PackedLinears,
+    ) -> None:
         """Binds to a model.
 
         Args:
             model: The patched model.
             forward: The forward function of its class before patching, unbound.
             supports_logits_to_keep: Whether that forward can compute the logits of chosen rows only.
+            linears: How its linear layers are computed.
         """
         self._model = weakref.ref(model)
         self._forward = forward
         self._supports_logits_to_keep = supports_logits_to_keep
+        self._linears = linears
         self.configs = attention_configs(model)
 
     @property
@@ -154,7 +163,7 @@ class ModelRunner:
             inputs["inputs_embeds"] = tokens.inputs_embeds[None]
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = rows
-        with paged_attention_scope(self.configs):
+        with paged_attention_scope(self.configs), self._linears.scope():
             output = self._forward(
                 self.model,
                 position_ids=tokens.position_ids[None],

@@ -17,10 +17,12 @@ from torch import Tensor
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kv_pool import KVPool
+from hf_paged.openmp import rest_threads
 from hf_paged.runner import ModelRunner, TokenInputs
 from hf_paged.scheduler import SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 
+REST_SECONDS = 0.05  # without work, after which a worker's helping threads end
 IDLE_SECONDS = 2.0  # a worker without work ends after this; the next call starts another
 EXIT_SECONDS = 1.0  # at the interpreter's end, for loops to reach their next forward and stay there
 ARRIVAL_GAP = 0.005  # seconds without any caller coming back after which a step starts without the missing ones
@@ -232,6 +234,7 @@ class StepWorker:
     def wait(self, sink: LogitsSink, done: threading.Event) -> None:
         """Blocks until the worker has set `done`. The thread that runs steps runs them meanwhile."""
         if not self.is_mine:
+            rest_threads()
             done.wait()
             return
         # At the interpreter's end only its own: a daemon thread that got logits would go on into torch's code.
@@ -553,7 +556,10 @@ class StepWorker:
 
 def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:
     while True:
-        is_woken = woken.wait(IDLE_SECONDS)
+        is_woken = woken.wait(REST_SECONDS)
+        if not is_woken:
+            rest_threads()
+            is_woken = woken.wait(IDLE_SECONDS)
         woken.clear()
         worker = reference()
         if worker is None or not worker.serve(is_woken):

@@ -1,17 +1,17 @@
-"""Who carries out the paged operations of a step: plain torch (`reference.py`) or the Triton kernels (`ops.py`)."""
+"""Who carries out a step's paged operations: plain torch (`reference.py`), C on CPU (`cpu.py`) or Triton (`ops.py`)."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionMetadata
-from hf_paged.kernels import reference
+from hf_paged.kernels import cpu, reference
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backend
     from hf_paged.kernels.ops import Partials
@@ -43,7 +43,7 @@ class Backend(Protocol):
     """The operations over one KV tensor.
 
     Attributes:
-        name: "torch" or "triton".
+        name: "torch", "cpu" or "triton".
     """
 
     name: str
@@ -77,8 +77,11 @@ class TorchStep:
     def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self._kv_cache = kv_cache
         self._metadata = metadata
-        # What all layers share is computed here, once.
-        self._slot_rows = reference.slot_rows(kv_cache, metadata.slot_mapping)
+
+    @cached_property
+    def _slot_rows(self) -> Tensor:
+        """The same for all layers."""
+        return reference.slot_rows(self._kv_cache, self._metadata.slot_mapping)
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         reference.write_rows(key, value, self._kv_cache, layer, self._slot_rows)
@@ -95,6 +98,57 @@ class TorchStep:
         return reference.paged_attention(
             query, self._kv_cache, layer, self._metadata, scale, sliding_window, softcap, sinks
         )
+
+
+class CPUBackend(TorchBackend):
+    """The kernels in C for new keys and for decoding; plain torch, whose matrix products are good, for prompts."""
+
+    name = "cpu"
+
+    def __init__(self, kv_cache: Tensor, kernels: cpu.CPUKernels) -> None:
+        super().__init__(kv_cache)
+        self._kernels = kernels
+
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        return CPUStep(self._kv_cache, metadata, self._kernels)
+
+
+class CPUStep(TorchStep):
+    """A step by `cpu.py`, of states in the pool's dtype; of others (autocast makes some) by `reference.py`."""
+
+    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, kernels: cpu.CPUKernels) -> None:
+        super().__init__(kv_cache, metadata)
+        self._kernels = kernels
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        if not (self._takes(key) and self._takes(value)):
+            return super().write(key, value, layer)
+        self._kernels.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        metadata = self._metadata
+        if not metadata.num_decodes or not self._takes(query) or torch.is_autocast_enabled("cpu"):
+            return super().attend(query, layer, scale, sliding_window, softcap, sinks)
+        output = query.new_empty(query.shape)
+        self._kernels.paged_decode(
+            query, output, self._kv_cache, layer, metadata, scale, sliding_window, softcap, sinks
+        )
+        if metadata.num_decodes < len(query):
+            reference.paged_attention(
+                query, self._kv_cache, layer, metadata, scale, sliding_window, softcap, sinks, output=output
+            )
+        return output
+
+    def _takes(self, states: Tensor) -> bool:
+        return states.dtype is self._kv_cache.dtype and states.stride(-1) == 1
 
 
 class TritonBackend:
@@ -172,13 +226,22 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
     """The backend for a pool.
 
     Args:
-        name: "torch", "triton", or "auto": Triton where the device is a GPU that it can serve, else torch.
+        name: "torch", "triton", "cpu", or "auto": Triton where the device is a GPU that it can serve, the kernels in C
+            on CPU where they can be compiled, else torch.
         kv_cache: The KV tensor.
         dtype: The model's.
 
     Raises:
-        ValueError: `name` is "triton" and the kernels can't run here; the message says why.
+        ValueError: `name` is "triton" or "cpu" and those kernels can't run here; the message says why.
     """
+    if name == "cpu" or (name == "auto" and kv_cache.device.type == "cpu"):
+        kernels = _cpu_kernels(kv_cache, dtype)
+        if not isinstance(kernels, str):
+            return CPUBackend(kv_cache, kernels)
+        if name == "cpu":
+            raise ValueError(f'attention_backend="cpu" {kernels}; use "torch" or "auto"')
+        logger.info("hf_paged: plain torch attends on CPU, since the kernels in C %s", kernels)
+        return TorchBackend(kv_cache)
     # On CPU only who asks for Triton gets it: its interpreter is there to test with.
     wants_triton = name == "triton" or (name == "auto" and kv_cache.device.type == "cuda")
     reason = _no_triton(kv_cache, dtype) if wants_triton else None
@@ -187,6 +250,15 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
     if reason:
         logger.info("hf_paged: plain torch attends on %s, since Triton %s", kv_cache.device, reason)
     return TritonBackend(kv_cache) if wants_triton and not reason else TorchBackend(kv_cache)
+
+
+def _cpu_kernels(kv_cache: Tensor, dtype: torch.dtype) -> cpu.CPUKernels | str:
+    """The kernels in C for this pool, or why they can't serve it."""
+    if kv_cache.device.type != "cpu":
+        return f"needs a model on CPU, this one is on {kv_cache.device}"
+    if kv_cache.dtype != dtype:
+        return f"needs a pool in the model's own dtype, this one is in {kv_cache.dtype}"
+    return cpu.load(dtype, kv_cache.shape[5])
 
 
 def _no_triton(kv_cache: Tensor, dtype: torch.dtype) -> str | None:

@@ -119,6 +119,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the flat batch over block tables: prefill, chunked prefill and decode in one.
 
@@ -136,10 +137,13 @@ def paged_attention(
         softcap: Bound of the scores; `None`: none.
         sinks: `[num_heads]` logits.
         alibi_slopes: `[num_heads]` slopes of linear position biases.
+        output: `[T, num_heads, head_dim]`, where the first `metadata.num_decodes` tokens are done: the others are
+            written to it. `None`: all tokens, to a new tensor.
 
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
     """
+    groups = metadata.groups if output is None else metadata.prefill_groups
 
     def attend(rows: Tensor, group: AttentionGroup) -> Tensor:
         view = group.view(sliding_window, metadata.block_size, metadata.null_block, query.dtype)
@@ -157,12 +161,11 @@ def paged_attention(
             )
         return _unpack_heads(result, rows.shape[1])
 
-    first = metadata.groups[0]
-    if len(metadata.groups) == 1 and first.is_real is None:
+    first = groups[0]
+    if output is None and len(groups) == 1 and first.is_real is None:
         # One group without padding is the whole batch in order: nothing to pick out and put back.
         return attend(query.view(*first.token_index.shape, *query.shape[1:]), first).flatten(0, 1)
-    output: Tensor | None = None
-    for group in metadata.groups:  # a few buckets of similar length, not sequences
+    for group in groups:  # a few buckets of similar length, not sequences
         result = attend(query[group.token_index], group)
         if output is None:
             output = result.new_empty(query.shape)  # under autocast the result has another dtype than the query

@@ -1,0 +1,154 @@
+/* The paged operations on CPU: new keys and values to their slots, and attention of decode rows over block tables.
+
+   Compiled at first use by cpu.py, which defines HEAD_DIM and IS_BFLOAT16 and holds the same structs. The pool is
+   [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]; offsets and strides count elements. Linked against
+   no OpenMP runtime: torch has loaded one, whose threads these loops share. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define TILE 16 /* tokens between two looks at the running maximum */
+
+#if IS_BFLOAT16
+typedef uint16_t element;
+
+static inline float to_float(element x) {
+  union { uint32_t bits; float value; } number = {(uint32_t)x << 16};
+  return number.value;
+}
+
+/* Rounds to the nearest, ties to even; a NaN stays one. */
+static inline element from_float(float x) {
+  union { float value; uint32_t bits; } number = {x};
+  if ((number.bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return (element)((number.bits + 0x7fff + ((number.bits >> 16) & 1)) >> 16);
+}
+#else
+typedef float element;
+
+static inline float to_float(element x) { return x; }
+static inline element from_float(float x) { return x; }
+#endif
+
+/* exp(x) for x <= 0 or NaN, within 2 ulp down to -87, where it stops: the polynomial and the two parts of log(2) are
+   Cephes' (expf.c). Written out so that loops over it are vectorised. */
+static inline float exp_negative(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  const float n = rintf(x * 1.44269504088896341f);
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+  return p * power.value;
+}
+
+struct write {
+  const element *key, *value; /* [num_tokens, num_kv_heads, HEAD_DIM], any strides of the first two */
+  element *pool;              /* at its first block's keys of the layer */
+  const int64_t *slots;       /* [num_tokens]; below 0: not written */
+  int64_t num_tokens, num_kv_heads, block_size, block_stride;
+  int64_t key_token, key_head, value_token, value_head;
+  int64_t num_threads;
+};
+
+void hf_paged_write(const struct write *w) {
+  const int64_t head_stride = w->block_size * HEAD_DIM;
+#pragma omp parallel for num_threads(w->num_threads) if (w->num_tokens > 64)
+  for (int64_t t = 0; t < w->num_tokens; t++) {
+    const int64_t slot = w->slots[t];
+    if (slot < 0) continue;
+    element *to = w->pool + slot / w->block_size * w->block_stride + slot % w->block_size * HEAD_DIM;
+    for (int64_t h = 0; h < w->num_kv_heads; h++, to += head_stride) {
+      memcpy(to, w->key + t * w->key_token + h * w->key_head, HEAD_DIM * sizeof(element));
+      memcpy(to + w->num_kv_heads * head_stride, w->value + t * w->value_token + h * w->value_head,
+             HEAD_DIM * sizeof(element));
+    }
+  }
+}
+
+struct decode {
+  const element *query;         /* [num_seqs, heads, HEAD_DIM], any strides of the first two */
+  element *output;              /* [num_seqs, heads, HEAD_DIM] */
+  const element *pool;          /* at its first block's keys of the layer */
+  const int32_t *tables;        /* [num_seqs, table_width] */
+  const int32_t *seq_lens;      /* [num_seqs], at least 1 */
+  const float *sinks;           /* [heads], or NULL */
+  int64_t query_token, query_head;
+  int64_t num_seqs, num_kv_heads, heads_per_kv, block_size, table_width, block_stride;
+  int64_t window;               /* tokens a query sees, itself included; 0: all */
+  int64_t num_threads;
+  float scale, softcap;         /* softcap 0: none */
+};
+
+/* One sequence and one key/value head: online softmax over tiles of the sequence's blocks, in float32. */
+static void attend(const struct decode *a, int64_t sequence, int64_t kv_head) {
+  const int64_t heads = a->heads_per_kv, block_size = a->block_size, first_head = kv_head * heads;
+  float query[heads][HEAD_DIM], sum[heads][HEAD_DIM], scores[heads][TILE], largest[heads], total[heads];
+  for (int64_t h = 0; h < heads; h++) {
+    const element *from = a->query + sequence * a->query_token + (first_head + h) * a->query_head;
+    for (int d = 0; d < HEAD_DIM; d++) query[h][d] = to_float(from[d]) * a->scale;
+    memset(sum[h], 0, sizeof sum[h]);
+    /* A sink is a score without a value. */
+    largest[h] = a->sinks ? a->sinks[first_head + h] : -INFINITY;
+    total[h] = a->sinks ? 1.0f : 0.0f;
+  }
+  const int32_t *table = a->tables + sequence * a->table_width;
+  const int64_t end = a->seq_lens[sequence];
+  int64_t start = a->window > 0 && end > a->window ? end - a->window : 0;
+  for (int64_t next; start < end; start = next) {
+    const int64_t offset = start % block_size;
+    next = start + (block_size - offset < TILE ? block_size - offset : TILE);
+    if (next > end) next = end;
+    const int count = (int)(next - start);
+    const element *keys = a->pool + table[start / block_size] * a->block_stride;
+    keys += (kv_head * block_size + offset) * HEAD_DIM;
+    const element *values = keys + a->num_kv_heads * block_size * HEAD_DIM;
+    for (int t = 0; t < count; t++) {
+      float key[HEAD_DIM];
+      for (int d = 0; d < HEAD_DIM; d++) key[d] = to_float(keys[t * HEAD_DIM + d]);
+      for (int64_t h = 0; h < heads; h++) {
+        float product = 0;
+#pragma omp simd reduction(+ : product)
+        for (int d = 0; d < HEAD_DIM; d++) product += query[h][d] * key[d];
+        scores[h][t] = product;
+      }
+    }
+    for (int64_t h = 0; h < heads; h++) {
+      float *row = scores[h], top = largest[h], added = 0;
+      if (a->softcap > 0)
+        for (int t = 0; t < count; t++) row[t] = tanhf(row[t] / a->softcap) * a->softcap;
+      for (int t = 0; t < count; t++) top = row[t] > top || row[t] != row[t] ? row[t] : top;
+      for (int t = count; t < TILE; t++) row[t] = top; /* full tiles only, so that the loop is vectorised */
+      for (int t = 0; t < TILE; t++) row[t] = exp_negative(row[t] - top);
+      for (int t = 0; t < count; t++) added += row[t];
+      const float factor = largest[h] == -INFINITY ? 0.0f : exp_negative(largest[h] - top);
+      largest[h] = top;
+      total[h] = total[h] * factor + added;
+      if (factor != 1.0f)
+        for (int d = 0; d < HEAD_DIM; d++) sum[h][d] *= factor;
+    }
+    for (int t = 0; t < count; t++) {
+      float value[HEAD_DIM];
+      for (int d = 0; d < HEAD_DIM; d++) value[d] = to_float(values[t * HEAD_DIM + d]);
+      for (int64_t h = 0; h < heads; h++) {
+        const float weight = scores[h][t];
+        for (int d = 0; d < HEAD_DIM; d++) sum[h][d] += weight * value[d];
+      }
+    }
+  }
+  for (int64_t h = 0; h < heads; h++) {
+    element *to = a->output + (sequence * a->num_kv_heads * heads + first_head + h) * HEAD_DIM;
+    for (int d = 0; d < HEAD_DIM; d++) to[d] = from_float(sum[h][d] / total[h]);
+  }
+}
+
+void hf_paged_decode(const struct decode *a) {
+  const int64_t num_tasks = a->num_seqs * a->num_kv_heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads)
+  for (int64_t task = 0; task < num_tasks; task++) attend(a, task / a->num_kv_heads, task % a->num_kv_heads);
+}

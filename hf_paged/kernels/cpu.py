@@ -1,0 +1,235 @@
+"""The kernels of `cpu.c`: compiled once a machine with its C compiler, checked, and called without torch in between."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.attention_metadata import AttentionMetadata
+from hf_paged.kernels import reference
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16)
+MAX_HEAD_DIM = 512
+COMPILE_SECONDS = 60
+_SOURCE = Path(__file__).with_suffix(".c")
+# By what torch found (and ATEN_CPU_CAPABILITY may lower); for others, the compiler's default.
+_INSTRUCTIONS = {
+    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+}
+# Sums may be reordered, which is what makes them vectors; infinities and NaN keep their meaning. Not -ffast-math: in a
+# library it makes denormals zero in the whole process.
+_MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math")
+
+
+class _Write(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("key", "value", "pool", "slots")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_kv_heads", "block_size", "block_stride")),
+        *((name, ctypes.c_int64) for name in ("key_token", "key_head", "value_token", "value_head")),
+        ("num_threads", ctypes.c_int64),
+    ]
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "output", "pool", "tables", "seq_lens", "sinks")),
+        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "num_seqs", "num_kv_heads", "heads_per_kv")),
+        *((name, ctypes.c_int64) for name in ("block_size", "table_width", "block_stride", "window", "num_threads")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    ]
+
+
+class CPUKernels:
+    """The compiled kernels for one element type and head dim."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._write = library.hf_paged_write
+        self._decode = library.hf_paged_decode
+        for function in (self._write, self._decode):
+            function.argtypes, function.restype = [ctypes.c_void_p], None
+
+    def reshape_and_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        """Writes the new keys and values of one layer into their slots.
+
+        Args:
+            key: `[T, num_kv_heads, head_dim]` in the pool's dtype, the last dimension contiguous.
+            value: Like `key`.
+            kv_cache: The KV tensor, changed in place.
+            layer: Layer index.
+            slot_mapping: `[T]` int64; tokens with a slot below 0 are skipped.
+        """
+        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
+        arguments = _Write(
+            key.data_ptr(),
+            value.data_ptr(),
+            kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
+            slot_mapping.data_ptr(),
+            len(key),
+            key.shape[1],
+            kv_cache.shape[4],
+            block_stride,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            torch.get_num_threads(),
+        )
+        self._write(ctypes.addressof(arguments))
+
+    def paged_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        kv_cache: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attention of the sequences with one new token each that the batch begins with.
+
+        Args:
+            query: `[T, num_heads, head_dim]` in the pool's dtype, the last dimension contiguous; the first
+                `metadata.num_decodes` tokens are read.
+            output: `[T, num_heads, head_dim]`, contiguous; those tokens are written.
+            kv_cache: The KV tensor.
+            layer: Layer index.
+            metadata: The step's metadata.
+            scale: Factor on the scores.
+            sliding_window: Tokens a query sees, itself included; `None`: all before it.
+            softcap: Bound of the scores; `None`: none.
+            sinks: `[num_heads]` logits.
+        """
+        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
+        num_kv_heads, block_size = kv_cache.shape[3:5]
+        tables = metadata.block_tables
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+        arguments = _Decode(
+            query.data_ptr(),
+            output.data_ptr(),
+            kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
+            tables.data_ptr(),
+            metadata.seq_lens.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            *query.stride()[:2],
+            metadata.num_decodes,
+            num_kv_heads,
+            query.shape[1] // num_kv_heads,
+            block_size,
+            tables.shape[1],
+            block_stride,
+            sliding_window or 0,
+            torch.get_num_threads(),
+            scale,
+            softcap or 0.0,
+        )
+        self._decode(ctypes.addressof(arguments))
+
+
+@lru_cache
+def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
+    """The kernels for pools of this type and head dim, or why there are none. Compiles where no earlier process has.
+
+    Args:
+        dtype: Of pool and model.
+        head_dim: Elements of one head.
+    """
+    try:
+        if dtype not in DTYPES:
+            return f"takes {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
+        if head_dim > MAX_HEAD_DIM:
+            return f"takes head dims up to {MAX_HEAD_DIM}, the model has {head_dim}"
+        kernels = CPUKernels(ctypes.CDLL(str(_compile(dtype, head_dim))))
+        error = _error(kernels, dtype, head_dim)
+        # Of a rounding more or less; what is wrong is wrong by half.
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        return kernels if error < tolerance else f"gives wrong results on this machine (error {error:.1e})"
+    except subprocess.CalledProcessError as error:
+        return f"does not compile here: {(error.stderr or '').strip()[:300]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"can't be compiled here ({type(error).__name__}: {error})"
+
+
+def _compile(dtype: torch.dtype, head_dim: int) -> Path:
+    """Path of the shared library."""
+    compiler = shlex.split(os.environ.get("CC", "")) or [
+        next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "cc")
+    ]
+    flags = (
+        *("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *_MATH),
+        *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
+        *(f"-DHEAD_DIM={head_dim}", f"-DIS_BFLOAT16={int(dtype is torch.bfloat16)}"),
+    )
+    key = hashlib.sha256(repr((_SOURCE.read_text(), compiler, flags)).encode()).hexdigest()[:20]
+    folder = _cache_folder()
+    library = folder / f"cpu-{key}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=folder) as build:
+        compiled, linked = Path(build, "cpu.o"), Path(build, "cpu.so")
+        # Two steps: asked to link with -fopenmp, the compiler would bring an OpenMP runtime of its own.
+        for command in (
+            [*compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled)],
+            [*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"],
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        os.replace(linked, library)  # whole at any moment, whoever compiles beside us
+    return library
+
+
+def _cache_folder() -> Path:
+    """Where compiled kernels are kept; only for this process, if there is no such place."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_paged")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError as error:
+        logger.info("hf_paged: compiled kernels are not kept: %s", error)
+    return _temporary_folder()
+
+
+@lru_cache
+def _temporary_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="hf_paged"))
+
+
+def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int) -> float:
+    """How far the kernels are from plain torch, on two small sequences: size of the error over size of the truth."""
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+
+        pool = random(5, 1, 2, 2, 16, head_dim)
+        tables = np.array([[3, 0], [2, 4]])
+        metadata = AttentionMetadata(
+            tables, np.array([1, 1]), np.array([21, 7]), 16, null_block=4, device=torch.device("cpu")
+        )
+        key, value, query = random(2, 2, head_dim), random(2, 2, head_dim), random(2, 4, head_dim)
+        truth = pool.double()
+        reference.reshape_and_cache(key.double(), value.double(), truth, 0, metadata.slot_mapping)
+        kernels.reshape_and_cache(key, value, pool, 0, metadata.slot_mapping)
+        if not torch.equal(pool.double(), truth):
+            return float("inf")
+        expected = reference.paged_attention(query.double(), truth, 0, metadata, head_dim**-0.5)
+        result = torch.empty_like(query)
+        kernels.paged_decode(query, result, pool, 0, metadata, head_dim**-0.5)
+        return float((result.double() - expected).norm() / expected.norm())

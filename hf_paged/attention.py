@@ -18,6 +18,7 @@ from hf_paged.kernels.backend import PagedStep
 
 NAME_PREFIX = "hf_paged_"
 
+_REGISTERED: dict[str, str] = {}
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -89,12 +90,15 @@ def paged_name(base_name: str) -> str:
 
     transformers treats every name with "flash" in it as Flash Attention, so the name says "fa" instead.
     """
+    if base_name in _REGISTERED:
+        return _REGISTERED[base_name]
     name = NAME_PREFIX + base_name.replace("flash", "fa")
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, _make_paged_attention(base_name))
         # Without a mask function of that name every mask would silently become None.
         if base_name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base_name])
+    _REGISTERED[base_name] = name
     return name
 
 
@@ -104,8 +108,9 @@ def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-# Configs inside a scope right now: how many deep, and the implementation to go back to. Process-wide, since models of
-# different threads may share a config object.
+_IMPLEMENTATION = "_attn_implementation_internal"
+# The attributes of configs inside a scope right now: how many deep, and the implementation to go back to. Process-wide,
+# since models of different threads may share a config object.
 _SCOPES: dict[int, tuple[int, str | None]] = {}
 _SCOPE_LOCK = threading.Lock()
 
@@ -117,19 +122,20 @@ def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]
     Outside, the config names the implementation the user chose. Should another thread run the model meanwhile, it finds
     no step and gets exactly that implementation.
     """
-    configs = list(configs)
+    # Behind the back of the configs' own attribute access, which looks every name up in several tables.
+    attributes = [vars(config) for config in configs]
     with _SCOPE_LOCK:
-        for config in configs:
-            depth, base_name = _SCOPES.get(id(config), (0, config._attn_implementation))
-            _SCOPES[id(config)] = (depth + 1, base_name)
-            config._attn_implementation_internal = paged_name(base_name or "eager")
+        for own in attributes:
+            depth, base_name = _SCOPES.get(id(own), (0, own[_IMPLEMENTATION]))
+            _SCOPES[id(own)] = (depth + 1, base_name)
+            own[_IMPLEMENTATION] = paged_name(base_name or "eager")
     try:
         yield
     finally:
         with _SCOPE_LOCK:
-            for config in configs:
-                depth, base_name = _SCOPES.pop(id(config))
+            for own in attributes:
+                depth, base_name = _SCOPES.pop(id(own))
                 if depth > 1:
-                    _SCOPES[id(config)] = (depth - 1, base_name)
+                    _SCOPES[id(own)] = (depth - 1, base_name)
                 else:
-                    config._attn_implementation_internal = base_name
+                    own[_IMPLEMENTATION] = base_name

@@ -111,21 +111,19 @@ class AttentionMetadata:
         """
         self._tables, self._query_lens, self._seq_lens = tables, query_lens, seq_lens
         self._device = device
-        self._start_loc = np.concatenate(([0], np.cumsum(query_lens)))
-        row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
-        offset_in_query = np.arange(self._start_loc[-1]) - self._start_loc[row_of_token]
-        positions = (seq_lens - query_lens)[row_of_token] + offset_in_query
-        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
-
         self.block_size = block_size
         self.null_block = null_block
-        self.slot_mapping = self._to_device(slots)
-        is_longer = query_lens > 1
-        self.num_decodes = int(is_longer.argmax()) if is_longer.any() else len(query_lens)
-        decode_lens = seq_lens[: self.num_decodes]
-        self.max_decode_len = int(decode_lens.max(initial=0))
-        self.num_decode_tokens = int(decode_lens.sum())
         self.max_query_len = int(query_lens.max())
+        if self.max_query_len == 1:  # the usual step
+            self.num_decodes = len(query_lens)
+            row_of_token, positions = np.arange(len(query_lens)), seq_lens - 1
+        else:
+            self.num_decodes = int((query_lens > 1).argmax())
+            row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
+            offset_in_query = np.arange(len(row_of_token)) - self._start_loc[row_of_token]
+            positions = (seq_lens - query_lens)[row_of_token] + offset_in_query
+        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+        self.slot_mapping = self._to_device(slots)
         self._query_tiles: dict[int, Tensor] = {}
 
     @classmethod
@@ -160,7 +158,21 @@ class AttentionMetadata:
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
-    # Each backend reads its own half of what follows; the other half is never made.
+    # Each backend reads its own part of what follows; the rest is never made.
+
+    @cached_property
+    def _start_loc(self) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(self._query_lens)))
+
+    @cached_property
+    def max_decode_len(self) -> int:
+        """See the class."""
+        return int(self._seq_lens[: self.num_decodes].max(initial=0))
+
+    @cached_property
+    def num_decode_tokens(self) -> int:
+        """See the class."""
+        return int(self._seq_lens[: self.num_decodes].sum())
 
     @cached_property
     def block_tables(self) -> Tensor:

@@ -160,12 +160,21 @@ class StepNoise:
         """
         if not bool((probs.max() < float("inf")) & (probs.min() >= 0)):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        noise = self._noise(step, probs)
+        return (probs / self.rows(step, rows, probs, oldest_step)).argmax(dim=-1)
+
+    def rows(self, step: int, rows: list[int], like: Tensor, oldest_step: int) -> Tensor:
+        """`[len(rows), vocab_size]`, the noise of these rows at a step of the call.
+
+        Args:
+            step: The step.
+            rows: Rows of the batch.
+            like: `[..., vocab_size]`, of the dtype and on the device to be.
+            oldest_step: No row will ask for an earlier step any more.
+        """
+        noise = self._noise(step, like)
         for passed in [kept for kept in self._states if kept < oldest_step]:
             del self._states[passed]
-        if len(rows) < self._num_rows:
-            noise = noise[torch.tensor(rows, device=noise.device)]
-        return (probs / noise).argmax(dim=-1)
+        return noise if len(rows) == self._num_rows else noise[torch.tensor(rows, device=noise.device)]
 
     def _noise(self, step: int, probs: Tensor) -> Tensor:
         if self._latest is not None and self._latest[0] == step:

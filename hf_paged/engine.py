@@ -71,9 +71,16 @@ class Engine:
         self.config = config
         self.traits = traits
         self._linears = PackedLinears(model, config.memory_fraction)
-        self._runner = ModelRunner(model, forward, model._supports_logits_to_keep(), self._linears)
+        self._model_state = state = ModelState(model, self._linears)
+        # What hooks see is theirs to keep, and must be ordinary tensors.
+        self._runner = ModelRunner(
+            model,
+            forward,
+            model._supports_logits_to_keep(),
+            self._linears,
+            may_infer=lambda: traits.allows_inference_mode and not state.has_hooks,
+        )
         self._pool = KVPool(config, traits, self._runner)
-        self._model_state = ModelState(model, self._linears)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
         self._worker = StepWorker(self._pool, self._runner, self._collect_abandoned)
         self._submissions = Submissions(self)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
+from hf_paged.sampler import Choice, RowSampler
 from hf_paged.sequence import Sequence
 from hf_paged.worker import CallCancelledError, Caller, StepWorker
 
@@ -21,7 +22,7 @@ class ForwardItem:
         output: `[rows, K, vocab_size]` when done, `None` if K is 0.
     """
 
-    takes_argmax = False
+    sampler: RowSampler | None = None
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class ForwardItem:
         tensors, bases = self._inputs
         return tensors.part(bases[row] + start, num_tokens)
 
+    @torch.no_grad()
     def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> None:
         if rows:
             places = [self._places[row] for row in rows]
@@ -129,7 +131,8 @@ class ForwardItem:
             first = int(source[0])
             if len(target) == self._wanted.size and (target == source - first).all():
                 # The usual step: everything at once, in order, side by side.
-                self.output = logits[first : first + len(target)].view(*self._wanted.shape, vocab_size)
+                # A copy: the caller may write to it, and the step's logits may be an inference tensor.
+                self.output = logits[first : first + len(target)].clone().view(*self._wanted.shape, vocab_size)
             else:
                 if self.output is None:
                     self.output = logits.new_zeros(*self._wanted.shape, vocab_size)
@@ -141,6 +144,9 @@ class ForwardItem:
                 self._worker.remove(sequence)
         if not any(sequence.is_wanted for sequence in self._sequences):
             self._finish()
+
+    def choices(self, rows: list[int], starts: list[int]) -> list[Choice]:
+        raise NotImplementedError("a forward wants logits")
 
     def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
         raise NotImplementedError("a forward wants logits")

@@ -16,8 +16,11 @@ def deferred_interrupt() -> Iterator[None]:
     Python delivers signals to the main thread only; on others, and where no Python handler is installed, nothing is
     done.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if not callable(handler):
         yield
         return
     received: list[tuple[Any, ...]] = []

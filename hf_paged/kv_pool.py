@@ -101,17 +101,18 @@ class KVPool:
         num_blocks = self.manager.swap_in_need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_copies(self, step: SchedulerOutput) -> None:
-        """Swaps, copies and clears blocks before a step."""
+    def execute_copies(self, step: SchedulerOutput) -> KVCache:
+        """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over."""
         self._queue_swap_outs(step.swap_outs)
         self._pending += [
             (KVCache.swap_in, (step.swap_ins,)),
             (KVCache.copy_blocks, (step.block_copies,)),
             (KVCache.zero_blocks, (step.new_blocks,)),
         ]
-        self.flush_copies()
-        for num_blocks, seconds in self.kv_cache.finished_swaps():
+        kv_cache = self.flush_copies()
+        for num_blocks, seconds in kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
+        return kv_cache
 
     def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         """Moves blocks `(device, CPU)`."""
@@ -123,7 +124,7 @@ class KVPool:
             assert self.manager.swap_pool is not None
             self._pending.append((KVCache.swap_out, (pairs, self.manager.swap_pool.num_blocks)))
 
-    def flush_copies(self) -> None:
+    def flush_copies(self) -> KVCache:
         """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
 
         What raises (out of memory, say) stays to be done: the tables name the new places already.
@@ -134,6 +135,7 @@ class KVPool:
             if arguments[0]:
                 copy(kv_cache, *arguments)
             self._pending.popleft()
+        return kv_cache
 
     @property
     def scheduler(self) -> Scheduler:

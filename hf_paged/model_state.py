@@ -21,12 +21,16 @@ class ModelState:
     steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
     `.data = ...` show in identity and address. Writes into `.data` leave no trace but in the values, which are compared
     where somebody holds copies of them; elsewhere call `engine.reset_prefix_cache()` after them.
+
+    Attributes:
+        has_hooks: Whether modules of the model had forward hooks when the state was last asked for.
     """
 
     def __init__(self, model: nn.Module, linears: PackedLinears | None = None) -> None:
         """Of `model`; `linears` hold copies of its weights, which are dropped when they change."""
         self._model = weakref.ref(model)
         self._linears = linears
+        self.has_hooks = False
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: list[tuple[int, int]] = []
         self._epoch = 0
@@ -57,7 +61,9 @@ class ModelState:
         device = tensors[0].device.type if tensors else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
-        return (self._epoch, _active_adapters(model), _forward_hooks(model), autocast)
+        hooks = _forward_hooks(model)
+        self.has_hooks = bool(hooks)
+        return (self._epoch, _active_adapters(model), hooks, autocast)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""
@@ -79,7 +85,7 @@ class _StepHook:
             state.note_step(optimizer)
 
 
-def _forward_hooks(model: nn.Module) -> Hashable:
+def _forward_hooks(model: nn.Module) -> tuple[int, ...]:
     """Ids of all forward hooks, unique in the process: what one adds to a hidden state must not outlive it.
 
     Those that transformers installs to collect outputs only look.

@@ -117,6 +117,7 @@ class PackedLinears:
         """Drops the copies; the next `scope` makes new ones."""
         self._layers = None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _make(self) -> list[_Layer]:
         model = self._model()

@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from hf_paged.draws import StepNoise
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
+from hf_paged.sampler import Choice, RowSampler
 from hf_paged.sequence import Sequence
 from hf_paged.worker import StepWorker
 
@@ -110,10 +111,10 @@ class SampleRun:
         self.rows = [_Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._read_criteria()
-        self.takes_argmax = not call.do_sample and not call.processors and self._other_criteria is None
         self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
+        self.sampler = RowSampler.of(call.processors, self._noise) if self._other_criteria is None else None
         # Prompt and generated tokens, for processors and criteria: what transformers would hand them.
-        self._ids: Tensor | None = None if self.takes_argmax else call.input_ids.long()
+        self._ids: Tensor | None = None if self.sampler is not None else call.input_ids.long()
         ids = call.input_ids.tolist()
         pending: list[tuple[int, Sequence]] = []
         salt = () if call.cache_salt is None else (call.cache_salt,)
@@ -201,23 +202,38 @@ class SampleRun:
     def renew_locks(self) -> None:
         self._done = threading.Event()
 
+    def choices(self, rows: list[int], starts: list[int]) -> list[Choice]:
+        assert self.sampler is not None
+        oldest = self._oldest_step()
+        return [
+            Choice(self.sampler, samples, step, sources, oldest)
+            for step, samples, sources in self._at_step(rows, starts)
+        ]
+
     def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
         for row, token in zip(rows, tokens, strict=True):
-            samples = range(row, row + self._split(row))
-            for sample in samples:
-                self._append(sample, token, None)
+            self._append(row, token, None)
 
+    @torch.inference_mode()
     def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> None:
-        if not rows:
-            return
-        # Rows side by side whose result has the same length are processed at once: usually all of them.
-        at_step: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for step, samples, sources in self._at_step(rows, starts):
+            self._sample(step, samples, logits[torch.tensor(sources, device=logits.device)])
+
+    def _at_step(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
+        """Rows whose result has the same length, and where their logits are: usually all rows."""
+        at_step: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for row, start in zip(rows, starts, strict=True):
             for sample in range(row, row + self._split(row)):
-                at_step[len(self.rows[sample].tokens)].append((sample, start))
-        for step, members in sorted(at_step.items()):
-            samples = [sample for sample, _ in members]
-            self._sample(step, samples, logits[torch.tensor([start for _, start in members], device=logits.device)])
+                samples, sources = at_step[len(self.rows[sample].tokens)]
+                samples.append(sample)
+                sources.append(start)
+        return [(step, *at_step[step]) for step in sorted(at_step)]
+
+    def _oldest_step(self) -> int:
+        """The step of the open row that is furthest behind."""
+        if len(self.rows) == 1:
+            return len(self.rows[0].tokens)
+        return min(len(row.tokens) for row in self.rows if row.finish_reason is None)
 
     def _split(self, row: int) -> int:
         """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
@@ -244,8 +260,7 @@ class SampleRun:
             tokens = scores.argmax(dim=-1)
         else:
             probs = nn.functional.softmax(scores, dim=-1)
-            oldest = min(len(row.tokens) for row in self.rows if row.finish_reason is None)
-            tokens = self._noise.draw(step, rows, probs, oldest)
+            tokens = self._noise.draw(step, rows, probs, self._oldest_step())
         own[:, length] = tokens
         ids[index, length] = tokens
         stops: list[bool] | None = None
@@ -256,6 +271,8 @@ class SampleRun:
             self._append(row, token, stops[position] if stops is not None else None)
 
     def _append(self, index: int, token: int, stops: bool | None) -> None:
+        if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         row = self.rows[index]
         row.tokens.append(token)
         if index == 0 and self._on_token is not None:

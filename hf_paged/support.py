@@ -137,24 +137,36 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     rows_independent = not _rope_types(getattr(model.config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
     # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
     may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
-    for runs_flat in (True, False) if may_run_flat else (False,):
+    ways = [(True, True), (True, False), (False, False)] if may_run_flat else [(False, False)]
+    for runs_flat, in_inference_mode in ways:
+        modes = (runs_flat, rows_independent, in_inference_mode)
         try:
-            attach(
-                tiny, PagedConfig(num_blocks=64, block_size=4), ModelTraits(*tiny_shape, runs_flat, rows_independent)
-            )
+            attach(tiny, PagedConfig(num_blocks=64, block_size=4), ModelTraits(*tiny_shape, *modes))
             cache = PagedCache(tiny)
             found = _probe_logits(tiny, cache)
             error_size = float((found - expected).abs().max() / expected.abs().max())
-            if error_size < _TOLERANCE and cache.is_opaque is not runs_flat:
-                return SupportReport(True, (), ModelTraits(*shape, runs_flat, rows_independent))
+            if error_size < _TOLERANCE and cache.is_opaque is not runs_flat and not _keeps_inference_tensors(tiny):
+                return SupportReport(True, (), ModelTraits(*shape, *modes))
             failure = f"logits differ by {error_size:.1%}"
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         finally:
             detach(tiny)
+        if _keeps_inference_tensors(tiny):
+            tiny = _build(base, tiny.config)
     return SupportReport(
         False,
         (f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})",),
+    )
+
+
+def _keeps_inference_tensors(model: PreTrainedModel) -> bool:
+    """Whether a module keeps something that a forward in inference mode made."""
+    return any(
+        isinstance(value, Tensor) and value.is_inference()
+        for module in model.modules()
+        for values in (vars(module), module._buffers)
+        for value in values.values()
     )
 
 

@@ -19,6 +19,7 @@ from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kv_pool import KVPool
 from hf_paged.openmp import rest_threads
 from hf_paged.runner import ModelRunner, TokenInputs
+from hf_paged.sampler import Choice, RowSampler, choose_tokens
 from hf_paged.scheduler import SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 
@@ -34,10 +35,11 @@ class LogitsSink(Protocol):
     """Who waits for the pending tokens of sequences: a caller's forward, or rows that the engine samples.
 
     Attributes:
-        takes_argmax: Only the likeliest token of each row matters: `take_tokens` is called instead of `take`.
+        sampler: How its rows' tokens follow from their logits alone: then `choices` and `take_tokens` are called
+            instead of `take`.
     """
 
-    takes_argmax: bool
+    sampler: RowSampler | None
 
     def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
         """Of a row's tokens `[start, start + num_tokens)`, those (counted from `start`) whose logits are wanted.
@@ -54,8 +56,11 @@ class LogitsSink(Protocol):
         The pool's lock is held. Without rows: a chunk was computed of which no logits are wanted.
         """
 
+    def choices(self, rows: list[int], starts: list[int]) -> list[Choice]:
+        """What is to be chosen from the logits of these rows, which are at `starts`. The pool's lock is held."""
+
     def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
-        """Receives the likeliest token of each row. The pool's lock is held."""
+        """Receives tokens chosen for rows (-1: its probabilities are none). The pool's lock is held."""
 
     def fail(self, error: BaseException) -> None:
         """Ends with an error. The pool's lock is held."""
@@ -424,12 +429,12 @@ class StepWorker:
         self._running.append(step)
         started = time.perf_counter()
         try:
-            pool.execute_copies(step)
-            inputs, logit_rows, targets = self._lay_out(step)
+            kv_cache = pool.execute_copies(step)
+            inputs, logit_rows, targets = self._lay_out(step, kv_cache.tensor.device)
             with _autocast(step.chunks[0].sequence.group.batch_key):
                 # A model that can choose rows still computes at least one.
                 asked = np.asarray(logit_rows or [0], dtype=np.int64)
-                logits = self._runner.run(step, pool.manager, pool.kv_cache, inputs, asked)
+                logits = self._runner.run(step, pool.manager, kv_cache, inputs, asked)
         except BaseException:
             with pool.lock:
                 self._running.remove(step)
@@ -449,7 +454,9 @@ class StepWorker:
         if num_tokens > 4 * len(step.chunks):
             pool.cost.note_prefill(num_tokens, time.perf_counter() - started)
 
-    def _lay_out(self, step: SchedulerOutput) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
+    def _lay_out(
+        self, step: SchedulerOutput, device: torch.device
+    ) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
         """The flat batch, the rows of it whose logits are wanted, and who wants how many of them for which row."""
         ids: list[int] = []
         positions: list[int] = []
@@ -457,7 +464,6 @@ class StepWorker:
         logit_rows: list[int] = []
         targets: list[tuple[LogitsSink, int, int]] = []
         flat_start = 0
-        device = self._runner.model.device
 
         def known() -> TokenInputs:
             made = TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device))
@@ -502,15 +508,29 @@ class StepWorker:
         for sequence, _, _ in step.chunks:
             sink, _ = self._sinks[sequence.seq_id]
             by_sink.setdefault(id(sink), (sink, [], []))  # a chunk of which no logits are wanted
-        # One host read for all greedy rows of the step, whosever they are.
-        is_greedy = any(sink.takes_argmax and rows for sink, rows, _ in by_sink.values())
-        likeliest = logits.float().argmax(dim=-1).tolist() if is_greedy else []
+        choices: list[Choice] = []
+        choosers: list[LogitsSink] = []
         for sink, rows, starts in by_sink.values():
             try:
-                if sink.takes_argmax:
-                    sink.take_tokens(rows, [likeliest[index] for index in starts])
-                else:
+                if sink.sampler is None:
                     sink.take(rows, logits, starts)
+                elif rows:
+                    own = sink.choices(rows, starts)
+                    choices += own
+                    choosers += [sink] * len(own)
+            except Exception as error:
+                sink.fail(error)
+        if not choices:
+            return
+        try:
+            tokens = choose_tokens(choices, logits)
+        except Exception as error:
+            for sink in choosers:
+                sink.fail(error)
+            return
+        for sink, choice, chosen in zip(choosers, choices, tokens, strict=True):
+            try:
+                sink.take_tokens(choice.rows, chosen)
             except Exception as error:
                 sink.fail(error)
 

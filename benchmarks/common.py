@@ -1,11 +1,13 @@
-"""What GPU benchmarks share: timing on cold memory, a report that is saved as it grows, families of points, tables."""
+"""What benchmarks share: timing on cold memory, a report that is saved as it grows, families of points, tables."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import math
+import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -29,15 +31,23 @@ def versions() -> dict[str, str]:
         "hf_paged": hf_paged.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        **{name: importlib.metadata.version(name) for name in ("triton", "transformers")},
+        **{name: _version(name) for name in ("triton", "transformers")},
         "python": platform.python_version(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
     """Name and size of the device."""
     if device.type != "cuda":
-        return {"name": platform.processor() or platform.machine()}
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        return {"name": names[0] if names else platform.processor() or platform.machine(), "cores": os.cpu_count()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,

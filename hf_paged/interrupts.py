@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 
+_is_deferred = False  # by the main thread; whoever is further in, or another thread, has nothing to do
+
+
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
     """Holds back SIGINT until the block ends, at most one forward later, so that it can't tear block tables apart.
@@ -16,7 +19,8 @@ def deferred_interrupt() -> Iterator[None]:
     Python delivers signals to the main thread only; on others, and where no Python handler is installed, nothing is
     done.
     """
-    if threading.current_thread() is not threading.main_thread():
+    global _is_deferred
+    if _is_deferred or threading.current_thread() is not threading.main_thread():
         yield
         return
     handler = signal.getsignal(signal.SIGINT)
@@ -25,9 +29,11 @@ def deferred_interrupt() -> Iterator[None]:
         return
     received: list[tuple[Any, ...]] = []
     signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    _is_deferred = True
     try:
         yield
     finally:
+        _is_deferred = False
         signal.signal(signal.SIGINT, handler)
         if received:
             handler(*received[0])

@@ -190,4 +190,5 @@ class ModelRunner:
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""
-        return self._forward(self.model, *args, **kwargs)
+        with self._linears.scope():
+            return self._forward(self.model, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -273,3 +275,66 @@ class TestGpuKernels:
         assert saved["families"]["late"]["status"] == "skipped: all, time limit"
         text = common.render_families([family], report)
         assert "| 1 | **2.0** | -   |" in text and "- two, 1: MemoryError: too little" in text
+
+
+# ------------------------------------------------------------------------------------------------------- whole calls
+
+generate = load("generate")
+
+
+def test_workloads_are_the_same_each_time_and_of_the_sizes_they_say() -> None:
+    given = {"dtype": torch.float32, "prompts": None, "limit": 12}
+    a, b, c, d = (generate.WORKLOADS[name](**given) for name in "ABCD")
+    assert len(a.requests) == 32
+    assert all(16 <= len(prompt) <= 256 and 16 <= count <= 128 for prompt, count in a.requests)
+    assert len(b.requests) == len(c.requests) == 12 and all(1 <= count <= 256 for _, count in b.requests)
+    shared = c.requests[0][0][:512]
+    assert [prompt for prompt, _ in c.requests] == [shared + prompt for prompt, _ in b.requests]
+    assert {count for _, count in d.requests} == {64} and d.options["num_beams"] == 4
+    assert generate.WORKLOADS["B"](**given).requests == b.requests
+
+
+def test_batches_hold_every_request_once_and_sorted_ones_are_alike() -> None:
+    requests = [([1] * length, count) for length, count in [(3, 9), (8, 2), (5, 9), (1, 2), (2, 5)]]
+    plain = generate._batches(requests, 2, is_sorted=False)
+    by_length = generate._batches(requests, 2, is_sorted=True)
+    assert [indices for indices, _ in plain] == [[0, 1], [2, 3], [4]]
+    assert [indices for indices, _ in by_length] == [[3, 1], [4, 0], [2]]
+    for indices, batch in (*plain, *by_length):
+        assert batch == [requests[index] for index in indices]
+
+
+def test_whole_calls_are_measured_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = generate.WORKLOADS["D"]
+
+    def small(**given: Any) -> Any:
+        workload = full(**given)
+        requests = [(prompt[: 4 + 3 * index], 3 + index) for index, (prompt, _) in enumerate(workload.requests)]
+        return dataclasses.replace(workload, requests=requests, batch_sizes=(2,), options={"do_sample": False})
+
+    monkeypatch.setitem(generate.WORKLOADS, "D", small)
+    command = [
+        "generate.py",
+        "--workload",
+        "D",
+        "--limit",
+        "4",
+        "--reps",
+        "1",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr(sys, "argv", [*command, "--engines", "hf_paged", "stock"])
+    generate.main()
+    written = json.loads((tmp_path / "generate-D-float32.json").read_text())
+    result = written["results"]["D"]
+    assert (tmp_path / "generate-D-float32.png").stat().st_size > 1000
+    assert result["num_new_tokens"] == 3 + 4 + 5 + 6 and written["versions"]["torch"] == torch.__version__
+    assert {name: row["identical_requests"] for name, row in result["engines"].items()} == {
+        "hf_paged": 4,
+        "stock": 4,
+    }
+    assert all(row["seconds"] > 0 for row in result["engines"].values())
+    assert result["engines"]["hf_paged"]["peak_kv_bytes"] > 0

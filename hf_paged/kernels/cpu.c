@@ -85,9 +85,17 @@ struct decode {
   float scale, softcap;         /* softcap 0: none */
 };
 
-/* One sequence and one key/value head: online softmax over tiles of the sequence's blocks, in float32. */
-static void attend(const struct decode *a, int64_t sequence, int64_t kv_head) {
-  const int64_t heads = a->heads_per_kv, block_size = a->block_size, first_head = kv_head * heads;
+/* Brings a token's row of the next tile into the second-level cache while this one is computed: blocks lie anywhere, no
+   processor foresees the next. */
+static inline void fetch(const element *row) {
+  for (int d = 0; d < HEAD_DIM; d += 64 / (int)sizeof(element)) __builtin_prefetch(row + d, 0, 2);
+}
+
+/* One sequence and one key/value head: online softmax over tiles of the sequence's blocks, in float32. `heads` query
+   heads share the key/value head; always inlined, so that a constant number of them unrolls the loops. */
+static inline __attribute__((always_inline)) void attend(const struct decode *a, int64_t sequence, int64_t kv_head,
+                                                         const int64_t heads) {
+  const int64_t block_size = a->block_size, first_head = kv_head * heads;
   float query[heads][HEAD_DIM], sum[heads][HEAD_DIM], scores[heads][TILE], largest[heads], total[heads];
   for (int64_t h = 0; h < heads; h++) {
     const element *from = a->query + sequence * a->query_token + (first_head + h) * a->query_head;
@@ -108,7 +116,12 @@ static void attend(const struct decode *a, int64_t sequence, int64_t kv_head) {
     const element *keys = a->pool + table[start / block_size] * a->block_stride;
     keys += (kv_head * block_size + offset) * HEAD_DIM;
     const element *values = keys + a->num_kv_heads * block_size * HEAD_DIM;
+    const int64_t ahead = next < end ? next : start;
+    const element *next_keys = a->pool + table[ahead / block_size] * a->block_stride;
+    next_keys += (kv_head * block_size + ahead % block_size) * HEAD_DIM;
+    const element *next_values = next_keys + a->num_kv_heads * block_size * HEAD_DIM;
     for (int t = 0; t < count; t++) {
+      fetch(next_keys + t * HEAD_DIM);
       float key[HEAD_DIM];
       for (int d = 0; d < HEAD_DIM; d++) key[d] = to_float(keys[t * HEAD_DIM + d]);
       for (int64_t h = 0; h < heads; h++) {
@@ -133,6 +146,7 @@ static void attend(const struct decode *a, int64_t sequence, int64_t kv_head) {
         for (int d = 0; d < HEAD_DIM; d++) sum[h][d] *= factor;
     }
     for (int t = 0; t < count; t++) {
+      fetch(next_values + t * HEAD_DIM);
       float value[HEAD_DIM];
       for (int d = 0; d < HEAD_DIM; d++) value[d] = to_float(values[t * HEAD_DIM + d]);
       for (int64_t h = 0; h < heads; h++) {
@@ -150,5 +164,15 @@ static void attend(const struct decode *a, int64_t sequence, int64_t kv_head) {
 void hf_paged_decode(const struct decode *a) {
   const int64_t num_tasks = a->num_seqs * a->num_kv_heads;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads)
-  for (int64_t task = 0; task < num_tasks; task++) attend(a, task / a->num_kv_heads, task % a->num_kv_heads);
+  for (int64_t task = 0; task < num_tasks; task++) {
+    const int64_t sequence = task / a->num_kv_heads, kv_head = task % a->num_kv_heads;
+    switch (a->heads_per_kv) {
+      case 1: attend(a, sequence, kv_head, 1); break;
+      case 2: attend(a, sequence, kv_head, 2); break;
+      case 3: attend(a, sequence, kv_head, 3); break;
+      case 4: attend(a, sequence, kv_head, 4); break;
+      case 8: attend(a, sequence, kv_head, 8); break;
+      default: attend(a, sequence, kv_head, a->heads_per_kv);
+    }
+  }
 }

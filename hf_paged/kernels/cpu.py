@@ -32,8 +32,9 @@ _INSTRUCTIONS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
 }
 # Sums may be reordered, which is what makes them vectors; infinities and NaN keep their meaning. Not -ffast-math: in a
-# library it makes denormals zero in the whole process.
+# library it makes denormals zero in the whole process. And short loops that copy stay loops, not calls of memcpy.
 _MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math")
+_LOOPS = ("-fno-tree-loop-distribute-patterns",)
 
 
 class _Write(ctypes.Structure):
@@ -169,10 +170,10 @@ def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
 def _compile(dtype: torch.dtype, head_dim: int) -> Path:
     """Path of the shared library."""
     compiler = shlex.split(os.environ.get("CC", "")) or [
-        next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "cc")
+        next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), "cc")
     ]
     flags = (
-        *("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *_MATH),
+        *("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *_MATH, *_LOOPS),
         *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
         *(f"-DHEAD_DIM={head_dim}", f"-DIS_BFLOAT16={int(dtype is torch.bfloat16)}"),
     )

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-
 _is_deferred = False  # by the main thread; whoever is further in, or another thread, has nothing to do
 
 

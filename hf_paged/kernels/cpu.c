@@ -136,6 +136,10 @@ static inline __attribute__((always_inline)) void attend(const struct decode *a,
       if (a->softcap > 0)
         for (int t = 0; t < count; t++) row[t] = tanhf(row[t] / a->softcap) * a->softcap;
       for (int t = 0; t < count; t++) top = row[t] > top || row[t] != row[t] ? row[t] : top;
+      if (top == -INFINITY) { /* nothing to see yet; -inf less -inf would be NaN */
+        for (int t = 0; t < count; t++) row[t] = 0;
+        continue;
+      }
       for (int t = count; t < TILE; t++) row[t] = top; /* full tiles only, so that the loop is vectorised */
       for (int t = 0; t < TILE; t++) row[t] = exp_negative(row[t] - top);
       for (int t = 0; t < count; t++) added += row[t];

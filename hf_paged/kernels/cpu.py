@@ -156,15 +156,24 @@ def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
             return f"takes {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
         if head_dim > MAX_HEAD_DIM:
             return f"takes head dims up to {MAX_HEAD_DIM}, the model has {head_dim}"
-        kernels = CPUKernels(ctypes.CDLL(str(_compile(dtype, head_dim))))
+        kernels = CPUKernels(_library(dtype, head_dim))
         error = _error(kernels, dtype, head_dim)
         # Of a rounding more or less; what is wrong is wrong by half.
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2
         return kernels if error < tolerance else f"gives wrong results on this machine (error {error:.1e})"
     except subprocess.CalledProcessError as error:
         return f"does not compile here: {(error.stderr or '').strip()[:300]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return f"can't be compiled here ({type(error).__name__}: {error})"
+
+
+def _library(dtype: torch.dtype, head_dim: int) -> ctypes.CDLL:
+    path = _compile(dtype, head_dim)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # cut off by a full disk, or from another system
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_compile(dtype, head_dim)))
 
 
 def _compile(dtype: torch.dtype, head_dim: int) -> Path:
@@ -189,19 +198,21 @@ def _compile(dtype: torch.dtype, head_dim: int) -> Path:
             [*compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled)],
             [*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"],
         ):
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
+            )
         os.replace(linked, library)  # whole at any moment, whoever compiles beside us
     return library
 
 
 def _cache_folder() -> Path:
     """Where compiled kernels are kept; only for this process, if there is no such place."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_paged")
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_paged")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter where there is no home
         logger.info("hf_paged: compiled kernels are not kept: %s", error)
     return _temporary_folder()
 

@@ -174,7 +174,8 @@ class StepNoise:
         noise = self._noise(step, like)
         for passed in [kept for kept in self._states if kept < oldest_step]:
             del self._states[passed]
-        return noise if len(rows) == self._num_rows else noise[torch.tensor(rows, device=noise.device)]
+        is_whole = rows == list(range(self._num_rows))
+        return noise if is_whole else noise[torch.tensor(rows, device=noise.device)]
 
     def _noise(self, step: int, probs: Tensor) -> Tensor:
         if self._latest is not None and self._latest[0] == step:

@@ -72,13 +72,13 @@ class Engine:
         self.traits = traits
         self._linears = PackedLinears(model, config.memory_fraction)
         self._model_state = state = ModelState(model, self._linears)
-        # What hooks see is theirs to keep, and must be ordinary tensors.
+        # What a user's own code sees is its to keep, and must be ordinary tensors.
         self._runner = ModelRunner(
             model,
             forward,
             model._supports_logits_to_keep(),
             self._linears,
-            may_infer=lambda: traits.allows_inference_mode and not state.has_hooks,
+            may_infer=lambda: traits.allows_inference_mode and state.is_plain,
         )
         self._pool = KVPool(config, traits, self._runner)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
@@ -146,11 +146,12 @@ class Engine:
         self._pool.check_fits(num_tokens, prompt_tokens, new_tokens)
 
     def reset_prefix_cache(self) -> int:
-        """Forgets the contents kept for prefix hits; returns how many blocks that were. Sequences keep theirs.
+        """Forgets the contents kept for prefix hits, and copies of weights; returns how many blocks that were.
 
         Needed after weights were written through `.data`, which leaves no trace; other changes are noticed.
         """
         with self.transaction():
+            self._linears.forget()
             return self.manager.reset_prefix_cache() if self._pool.is_made else 0
 
     def release(self) -> None:

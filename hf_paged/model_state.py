@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
+from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_paged.packed_linears import PackedLinears
 
@@ -21,22 +26,20 @@ class ModelState:
     steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
     `.data = ...` show in identity and address. Writes into `.data` leave no trace but in the values, which are compared
     where somebody holds copies of them; elsewhere call `engine.reset_prefix_cache()` after them.
-
-    Attributes:
-        has_hooks: Whether modules of the model had forward hooks when the state was last asked for.
     """
 
     def __init__(self, model: nn.Module, linears: PackedLinears | None = None) -> None:
         """Of `model`; `linears` hold copies of its weights, which are dropped when they change."""
         self._model = weakref.ref(model)
         self._linears = linears
-        self.has_hooks = False
+        self._is_plain: tuple[int, bool] | None = None  # and how many hooks the process had seen by then
         self._tensors: list[weakref.ref[Tensor]] = []
-        self._versions: list[tuple[int, int]] = []
+        self._versions: Sequence[tuple[object, ...]] = []
         self._epoch = 0
         self._was_stepped = False
-        handle = register_optimizer_step_post_hook(_StepHook(self))  # type: ignore[no-untyped-call]
-        weakref.finalize(self, handle.remove).atexit = False
+        _watch_optimizers()
+        with _STATES_LOCK:
+            _STATES.add(self)
 
     def key(self) -> tuple[Hashable, ...]:
         """The current state: a weights epoch that never returns to an earlier value, adapters, hooks, autocast."""
@@ -44,7 +47,7 @@ class ModelState:
         if model is None:
             raise RuntimeError("the patched model no longer exists")
         tensors = list(chain(model.parameters(), model.buffers()))
-        versions = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
+        versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
         is_same = (
             not self._was_stepped
             and versions == self._versions
@@ -61,9 +64,21 @@ class ModelState:
         device = tensors[0].device.type if tensors else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
-        hooks = _forward_hooks(model)
-        self.has_hooks = bool(hooks)
-        return (self._epoch, _active_adapters(model), hooks, autocast)
+        self._is_plain = None
+        return (self._epoch, _active_adapters(model), _forward_hooks(model), autocast)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but torch's and transformers' own code runs in the model's forward.
+
+        Modules are looked at when the state was asked for since, or a hook was registered anywhere.
+        """
+        num_hooks = RemovableHandle.next_id
+        if self._is_plain is None or self._is_plain[0] != num_hooks:
+            model = self._model()
+            is_plain = model is not None and not _GLOBAL_HOOKS and not _GLOBAL_PRE_HOOKS and not _forward_hooks(model)
+            self._is_plain = (num_hooks, is_plain and model is not None and all(map(_is_known, model.modules())))
+        return self._is_plain[1]
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""
@@ -73,16 +88,26 @@ class ModelState:
             self._was_stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-class _StepHook:
-    """Forwards optimizer steps without keeping the state, and with it the model, alive."""
+_STATES: weakref.WeakSet[ModelState] = weakref.WeakSet()
+_STATES_LOCK = threading.Lock()
 
-    def __init__(self, state: ModelState) -> None:
-        self._state = weakref.ref(state)
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        state = self._state()
-        if state is not None:
-            state.note_step(optimizer)
+@lru_cache
+def _watch_optimizers() -> None:
+    """One hook for the process, never removed: torch iterates over its hooks while a finalizer might remove one."""
+    register_optimizer_step_post_hook(_note_step)  # type: ignore[no-untyped-call]
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    with _STATES_LOCK:
+        states = list(_STATES)
+    for state in states:
+        state.note_step(optimizer)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether its code is torch's or transformers'."""
+    return type(module).__module__.partition(".")[0] in ("torch", "transformers") and "forward" not in vars(module)
 
 
 def _forward_hooks(model: nn.Module) -> tuple[int, ...]:

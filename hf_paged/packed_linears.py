@@ -16,9 +16,14 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
+from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
 from transformers.pytorch_utils import Conv1D
 
 logger = logging.getLogger(__name__)
+
+# Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
+_CALL = "_compiled_call_impl"
 
 MIN_ELEMENTS = 2**17  # of a weight; below, a call costs more than the product
 PROBED_ROWS = (1, 32)  # tokens in a step: of one user, and of many
@@ -38,14 +43,16 @@ class _Layer:
         weight: `[out, in]`, packed by oneDNN or as it is.
         dtype: Of the weight, and of inputs that it multiplies.
         thread_id: Whose forwards go this way at the moment.
-        sample_index: Elements of the weight to look at, and
-        sample: what they were, where `weight` is a copy.
+        source: Of the module's own weight, what tells another tensor from it, where `weight` is a copy.
+        sample_index: Elements of it to look at, and
+        sample: what they were.
     """
 
     module: Any
     weight: Tensor
     dtype: torch.dtype
     thread_id: int | None = None
+    source: tuple[object, ...] | None = None
     sample_index: Tensor | None = None
     sample: Tensor | None = None
 
@@ -54,10 +61,18 @@ class _Layer:
         """What its speed depends on."""
         return type(self.module), *self.module.weight.shape, self.dtype, self.module.bias is None
 
-    def forward(self, states: Tensor) -> Tensor:
-        if threading.get_ident() != self.thread_id or states.dtype is not self.dtype:
-            return _own(self, states)
-        return _multiply(states, self.weight, self.module.bias)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the module's own call."""
+        module = self.module
+        if (
+            threading.get_ident() == self.thread_id
+            and len(args) == 1
+            and not kwargs
+            and args[0].dtype is self.dtype
+            and not (module._forward_hooks or module._forward_pre_hooks or _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS)
+        ):
+            return _multiply(args[0], self.weight, module.bias)
+        return module._call_impl(*args, **kwargs)
 
 
 class PackedLinears:
@@ -90,17 +105,16 @@ class PackedLinears:
             return
         if self._layers is None:
             self._layers = self._make()
-        # Not where somebody (accelerate's hooks) gave the layer a forward of its own, or we did: a step inside a step.
-        layers = [layer for layer in self._layers if "forward" not in layer.module.__dict__]
+        layers = [layer for layer in self._layers if _is_untouched(layer.module)]
         thread_id = threading.get_ident()
         try:
             for layer in layers:
                 layer.thread_id = thread_id
-                layer.module.__dict__["forward"] = layer.forward
+                layer.module.__dict__[_CALL] = layer
             yield
         finally:
             for layer in layers:
-                layer.module.__dict__.pop("forward", None)
+                layer.module.__dict__.pop(_CALL, None)
                 layer.thread_id = None
 
     def is_outdated(self) -> bool:
@@ -109,7 +123,11 @@ class PackedLinears:
         They hold an element of every row and of every column.
         """
         return any(
-            layer.sample is not None and not torch.equal(_take(layer.module.weight, layer.sample_index), layer.sample)
+            layer.sample is not None
+            and not (
+                _source(layer.module.weight) == layer.source
+                and torch.equal(_take(layer.module.weight, layer.sample_index), layer.sample)
+            )
             for layer in self._layers or ()
         )
 
@@ -135,6 +153,7 @@ class PackedLinears:
         layers = [layer for layer in layers if is_faster[layer.kind]]
         for layer in layers:
             if hold is _pack:
+                layer.source = _source(layer.module.weight)
                 layer.sample_index = _sample_index(*layer.module.weight.shape)
                 layer.sample = _take(layer.module.weight, layer.sample_index)
         logger.info("hf_paged: %d of %d linear layers run through oneDNN", len(layers), len(modules))
@@ -151,8 +170,13 @@ def _can_take(module: Any) -> bool:
         and weight.dtype in _TOLERANCE
         and weight.is_contiguous()
         and weight.numel() >= MIN_ELEMENTS
-        and "forward" not in module.__dict__
+        and _is_untouched(module)
     )
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Whether nobody gave it a forward of its own (accelerate's hooks), compiled it, or is computing it our way now."""
+    return "forward" not in module.__dict__ and _CALL not in module.__dict__
 
 
 def _out_in(module: Any) -> Tensor:
@@ -202,8 +226,9 @@ def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tup
             for call in (_own, _other)
         )
         for layer in probed:
-            agrees = _agree(_other(layer, inputs[layer.kind]), _own(layer, inputs[layer.kind]))
-            gains[layer.kind].append(own[layer.kind] / other[layer.kind] if agrees else -float("inf"))
+            if not _agree(_other(layer, inputs[layer.kind]), _own(layer, inputs[layer.kind])):
+                raise RuntimeError(f"it multiplies {layer.kind} wrongly, or the weights are no numbers")
+            gains[layer.kind].append(own[layer.kind] / other[layer.kind])
     for kind, ratios in gains.items():
         _IS_FASTER[(kind, hold, threads)] = sum(ratios) / len(ratios) >= MIN_GAIN
     return {layer.kind: _IS_FASTER[(layer.kind, hold, threads)] for layer in layers}
@@ -234,6 +259,10 @@ def _seconds(calls: list[tuple[Hashable, Callable[[], Tensor]]]) -> dict[Hashabl
             times[kind] += time.perf_counter() - started
         rounds.append(times)
     return {kind: min(times[kind] for times in rounds) for kind, _ in calls}
+
+
+def _source(weight: Tensor) -> tuple[object, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
 
 
 def _sample_index(rows: int, columns: int) -> Tensor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks as _HOOKS
-from torch.nn.modules.module import _global_forward_pre_hooks as _PRE_HOOKS
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import attention_configs, paged_attention_scope, step_mask
@@ -174,8 +173,9 @@ class ModelRunner:
             inputs["inputs_embeds"] = tokens.inputs_embeds[None]
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = rows
-        is_inference = self._may_infer() and not _HOOKS and not _PRE_HOOKS
-        with torch.inference_mode(is_inference), paged_attention_scope(self.configs), self._linears.scope():
+        # Not inference_mode(False), which would turn gradients on.
+        mode = torch.inference_mode() if self._may_infer() else nullcontext()
+        with mode, paged_attention_scope(self.configs), self._linears.scope():
             output = self._forward(
                 self.model,
                 position_ids=tokens.position_ids[None],

@@ -84,7 +84,7 @@ class Choice:
 
 
 @torch.inference_mode()
-def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> list[list[int]]:
+def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> list[list[int] | Exception]:
     """The next token of every row: exactly those that transformers' own loop chooses.
 
     Args:
@@ -92,21 +92,31 @@ def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> list[list[int]]:
         logits: `[K, vocab_size]`.
 
     Returns:
-        For each choice, its rows' tokens; -1 for a row whose probabilities are none (NaN).
+        For each choice, its rows' tokens, -1 for a row whose probabilities are none (NaN), or what its processors
+        raised.
     """
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for number, choice in enumerate(choices):
         kinds[choice.sampler.kind].append(number)
-    order = [number for members in kinds.values() for number in members]
-    chosen = [_choose([choices[number] for number in members], logits) for members in kinds.values()]
-    # The one host read of the step: the next step's ids and the end-of-sequence test are the host's.
-    tokens = (chosen[0] if len(chosen) == 1 else torch.cat(chosen)).tolist()
-    results: list[list[int]] = [[]] * len(choices)
-    start = 0
-    for number in order:
-        stop = start + len(choices[number].rows)
-        results[number] = tokens[start:stop]
-        start = stop
+    results: list[list[int] | Exception] = [[]] * len(choices)
+    chosen: list[tuple[list[int], Tensor]] = []
+    for members in kinds.values():
+        try:
+            chosen.append((members, _choose([choices[number] for number in members], logits)))
+        except Exception:  # of one row's scores: whose?
+            for number in members:
+                try:
+                    chosen.append(([number], _choose([choices[number]], logits)))
+                except Exception as error:
+                    results[number] = error
+    if chosen:
+        # The one host read of the step: the next step's ids and the end-of-sequence test are the host's.
+        tokens = torch.cat([tensor for _, tensor in chosen]).tolist()
+        start = 0
+        for number in (number for members, _ in chosen for number in members):
+            stop = start + len(choices[number].rows)
+            results[number] = tokens[start:stop]
+            start = stop
     return results
 
 

@@ -161,13 +161,22 @@ def _probe(model: PreTrainedModel) -> SupportReport:
 
 
 def _keeps_inference_tensors(model: PreTrainedModel) -> bool:
-    """Whether a module keeps something that a forward in inference mode made."""
-    return any(
-        isinstance(value, Tensor) and value.is_inference()
-        for module in model.modules()
-        for values in (vars(module), module._buffers)
-        for value in values.values()
-    )
+    """Whether a module keeps something that a forward in inference mode made, in whatever it holds."""
+    seen: set[int] = set()
+
+    def finds(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.is_inference()
+        if id(value) in seen or isinstance(value, str | int | float | type | PreTrainedConfig):
+            return False
+        seen.add(id(value))
+        if isinstance(value, dict):
+            return any(map(finds, list(value.values())))
+        if isinstance(value, list | tuple | set):
+            return any(map(finds, list(value)))
+        return finds(vars(value)) if hasattr(value, "__dict__") and not callable(value) else False
+
+    return any(finds(vars(module)) for module in model.modules())
 
 
 def _rope_types(parameters: Any) -> set[str]:

@@ -523,14 +523,14 @@ class StepWorker:
         if not choices:
             return
         try:
-            tokens = choose_tokens(choices, logits)
-        except Exception as error:
-            for sink in choosers:
-                sink.fail(error)
-            return
-        for sink, choice, chosen in zip(choosers, choices, tokens, strict=True):
+            results = choose_tokens(choices, logits)
+        except Exception as error:  # nobody's in particular: out of memory
+            results = [error] * len(choices)
+        for sink, choice, tokens in zip(choosers, choices, results, strict=True):
             try:
-                sink.take_tokens(choice.rows, chosen)
+                if isinstance(tokens, Exception):
+                    raise tokens
+                sink.take_tokens(choice.rows, tokens)
             except Exception as error:
                 sink.fail(error)
 

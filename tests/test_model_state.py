@@ -330,17 +330,20 @@ def test_the_model_is_held_weakly() -> None:
 
 
 def test_a_state_leaves_nothing_behind() -> None:
-    """Its hook on all optimizers of the process goes when it goes."""
+    """All states of the process share one hook on its optimizers, which doesn't keep them."""
     from torch.optim import optimizer as module
 
+    from hf_paged import model_state
+
     net = make_net()
-    before = len(module._global_optimizer_post_hooks)
-    state = ModelState(net)
-    assert len(module._global_optimizer_post_hooks) == before + 1
-    alive = weakref.ref(state)
-    del state
+    first = ModelState(net)
+    num_hooks, num_states = len(module._global_optimizer_post_hooks), len(model_state._STATES)
+    second = ModelState(net)
+    assert len(module._global_optimizer_post_hooks) == num_hooks and len(model_state._STATES) == num_states + 1
+    alive = weakref.ref(second)
+    del second
     gc.collect()
-    assert alive() is None and len(module._global_optimizer_post_hooks) == before
+    assert alive() is None and len(model_state._STATES) == num_states and first in model_state._STATES
 
 
 def test_meta_and_inference_tensors_are_no_obstacle() -> None:

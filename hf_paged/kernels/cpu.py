@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -186,7 +187,7 @@ def _compile(dtype: torch.dtype, head_dim: int) -> Path:
         *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
         *(f"-DHEAD_DIM={head_dim}", f"-DIS_BFLOAT16={int(dtype is torch.bfloat16)}"),
     )
-    key = hashlib.sha256(repr((_SOURCE.read_text(), compiler, flags)).encode()).hexdigest()[:20]
+    key = hashlib.sha256(repr((_SOURCE.read_text(), compiler, flags, platform.machine())).encode()).hexdigest()[:20]
     folder = _cache_folder()
     library = folder / f"cpu-{key}.so"
     if library.exists():
@@ -210,9 +211,10 @@ def _cache_folder() -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_paged")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        # Not what somebody else has put there: it is code.
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
-    except (OSError, RuntimeError) as error:  # the latter where there is no home
+    except (OSError, RuntimeError, AttributeError) as error:  # no home; no user ids
         logger.info("hf_paged: compiled kernels are not kept: %s", error)
     return _temporary_folder()
 

@@ -38,6 +38,9 @@ class AttentionGroup:
         block_table: `[G, N]` int64.
         query_positions: `[G, Q]` int64, index of each query token in its sequence.
         seq_lens: `[G]` int64, tokens of each sequence including this step's.
+        longest: The largest of `seq_lens`.
+        is_whole: Whether the queries are all tokens of their sequences: nothing was computed before.
+        block_rows: Row indices of a gather of `block_table`, the same for all layers; filled in by the first.
     """
 
     token_index: Tensor
@@ -45,6 +48,9 @@ class AttentionGroup:
     block_table: Tensor
     query_positions: Tensor
     seq_lens: Tensor
+    longest: int
+    is_whole: bool
+    block_rows: Tensor | None = None
     _views: dict[tuple[int | None, torch.dtype], GatherView] = field(default_factory=dict)
 
     def view(self, window: int | None, block_size: int, null_block: int, dtype: torch.dtype) -> GatherView:
@@ -258,4 +264,6 @@ def _group(
         block_table=to_device(np.ascontiguousarray(tables[rows, : num_blocks[rows].max()])),
         query_positions=to_device((seq_lens[rows] - q_lens)[:, None] + clamped),
         seq_lens=to_device(seq_lens[rows]),
+        longest=int(seq_lens[rows].max()),
+        is_whole=bool((seq_lens[rows] == q_lens).all()),
     )

@@ -145,14 +145,27 @@ def paged_attention(
     """
     groups = metadata.groups if output is None else metadata.prefill_groups
 
+    is_plain = softcap is None and sinks is None and alibi_slopes is None
+
     def attend(rows: Tensor, group: AttentionGroup) -> Tensor:
+        if is_plain and group.is_whole and (sliding_window is None or group.longest <= sliding_window):
+            # Whole prompts: torch skips what is above the diagonal, and no mask is made.
+            if group.block_rows is None:
+                group.block_rows = block_rows(kv_cache, group.block_table)
+            states = gather_rows(kv_cache, layer, group.block_rows, len(group.block_table))
+            key, value = (part[:, :, : group.longest].to(query.dtype) for part in states)
+            is_grouped = key.shape[1] != rows.shape[2]
+            result = F.scaled_dot_product_attention(
+                rows.transpose(1, 2), key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
+            )
+            return result.transpose(1, 2)
         view = group.view(sliding_window, metadata.block_size, metadata.null_block, query.dtype)
         if view.block_rows is None:
             view.block_rows = block_rows(kv_cache, view.block_table)
         key, value = gather_rows(kv_cache, layer, view.block_rows, len(view.block_table))
         key, value = key.to(query.dtype), value.to(query.dtype)
         packed = _pack_heads(rows, key.shape[1])
-        if softcap is None and sinks is None and alibi_slopes is None:
+        if is_plain:
             mask = _repeat_mask(view.mask, packed.shape[2])
             result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
         else:

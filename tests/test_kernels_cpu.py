@@ -674,7 +674,7 @@ def test_no_place_for_a_cache(how: str, empty_cache: Path, monkeypatch: pytest.M
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME", raising=False)
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
-    folder = cpu._temporary_folder()
+    folder = Path(cpu._temporary_folder().name)
     assert [path.suffix for path in folder.iterdir()] == [".so"]
     assert not empty_cache.is_dir() or not list(empty_cache.rglob("*.so"))
     library = next(folder.iterdir())

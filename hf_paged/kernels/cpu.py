@@ -216,12 +216,12 @@ def _cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError, AttributeError) as error:  # no home; no user ids
         logger.info("hf_paged: compiled kernels are not kept: %s", error)
-    return _temporary_folder()
+    return Path(_temporary_folder().name)
 
 
 @lru_cache
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hf_paged"))
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="hf_paged")
 
 
 def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int) -> float:

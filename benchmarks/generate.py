@@ -9,6 +9,7 @@
   temperature 0.8, top_k 50, top_p 0.95.
 - C: B behind a common system prompt of 512 tokens.
 - D: 64 of B's prompts, 4 beams, 64 new tokens.
+- E: a single user: 4 requests of A's model, one at a time.
 - S: no rivals: time of a decode step of 64 sequences with nobody waiting, and with 10,000 requests waiting.
 
 `--prompts` names a folder with gsm8k_test.jsonl, mt_bench_question.jsonl and humaneval_prompts.jsonl; without it the
@@ -24,7 +25,6 @@ one by one from the same seed. vLLM runs in an environment of its own (`--vllm`,
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
 import os
@@ -169,7 +169,18 @@ def workload_d(**given: Any) -> Workload:
     return Workload("D", base.make_model, requests, GREEDY | {"num_beams": 4}, (16, 32), 256)
 
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"A": workload_a, "B": workload_b, "C": workload_c, "D": workload_d}
+def workload_e(dtype: torch.dtype, **given: Any) -> Workload:
+    base = workload_a(dtype, **given)
+    return Workload("E", base.make_model, base.requests[:4], GREEDY, (1,), 1)
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "A": workload_a,
+    "B": workload_b,
+    "C": workload_c,
+    "D": workload_d,
+    "E": workload_e,
+}
 
 
 def tiny_model(dtype: torch.dtype) -> Any:
@@ -604,7 +615,7 @@ def plot(results: dict[str, Any], path: Path, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D", "S"], choices=[*WORKLOADS, "S"])
+    parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D", "E", "S"], choices=[*WORKLOADS, "S"])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--prompts", type=Path, help="folder of prompt files")
@@ -658,7 +669,7 @@ def main() -> None:
         Report(arguments.out / f"{stem}.json", facts | {"results": results}).save()
         if any("engines" in result for result in results.values()):
             title = f"{facts['device']['name']}, {arguments.threads} threads, {arguments.dtype}"
-            plot(copy.deepcopy(results), arguments.out / f"{stem}.png", title)
+            plot(results, arguments.out / f"{stem}.png", title)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from hf_paged.kernels.backend import PagedStep
 
 NAME_PREFIX = "hf_paged_"
 
-_REGISTERED: dict[str, str] = {}
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -85,20 +85,18 @@ def _base_attention(base_name: str, module: nn.Module) -> AttentionFunction:
     return ALL_ATTENTION_FUNCTIONS[base_name]
 
 
+@cache
 def paged_name(base_name: str) -> str:
     """Registered name of the paged attention that falls back to `base_name`, registering it if need be.
 
     transformers treats every name with "flash" in it as Flash Attention, so the name says "fa" instead.
     """
-    if base_name in _REGISTERED:
-        return _REGISTERED[base_name]
     name = NAME_PREFIX + base_name.replace("flash", "fa")
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, _make_paged_attention(base_name))
         # Without a mask function of that name every mask would silently become None.
         if base_name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base_name])
-    _REGISTERED[base_name] = name
     return name
 
 

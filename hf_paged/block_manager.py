@@ -16,11 +16,15 @@ from array import array
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from hf_paged.block_pool import BlockPool
 from hf_paged.errors import OutOfBlocksError
+from hf_paged.event_log import EventLog
 
 ExtraKey = tuple[Hashable, ...]
+
+PREFIX_CACHE = -1  # as `BlockTable.borrowed_from`
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class BlockTable:
         cache_epoch: the pool's `cache_epoch` when the sequence's first tokens came in.
         matched: tokens asked for and found by the `match_prefix` it began with.
         is_swapped: the blocks are those of the CPU pool.
+        borrowed_from: where an empty sequence got what it begins with: a sequence's id, or `PREFIX_CACHE`; None once
+            the log says so. Until it grows the beginning may be taken back, as if nothing had been.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -46,10 +52,13 @@ class BlockTable:
     cache_epoch: int = 0
     matched: tuple[int, int] = (0, 0)
     is_swapped: bool = False
+    borrowed_from: int | None = None
 
     def copy(self) -> BlockTable:
         """A table over the same blocks, independent from here on."""
-        return replace(self, blocks=self.blocks.copy(), block_hashes=self.block_hashes.copy(), matched=(0, 0))
+        return replace(
+            self, blocks=self.blocks.copy(), block_hashes=self.block_hashes.copy(), matched=(0, 0), borrowed_from=None
+        )
 
 
 class BlockManager:
@@ -62,10 +71,12 @@ class BlockManager:
         block_size: slots (tokens) a block.
         enable_prefix_caching: when False, `commit` and `match_prefix` do nothing and return 0.
         num_swap_blocks: size of the CPU pool that swapped sequences go to.
+        log: is told of every block that is taken, shared or given back; by default one of the manager's own.
 
     Attributes:
         pool: the `BlockPool`, with its counters.
         swap_pool: the blocks in CPU memory; `None` without swap space.
+        log: the `EventLog`.
         num_cow_copies: block copies that `append` has asked for.
         prefix_query_tokens, prefix_hit_tokens: tokens given to `match_prefix`, and found by it.
 
@@ -74,7 +85,12 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_swap_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_swap_blocks: int = 0,
+        log: EventLog | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -82,6 +98,7 @@ class BlockManager:
         self.swap_pool = BlockPool(num_swap_blocks) if num_swap_blocks else None
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.log = log if log is not None else EventLog()
         self.num_cow_copies = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -141,21 +158,43 @@ class BlockManager:
         """
         parent = self._table(parent_id)
         self._check_new(child_id)
+        self._note_beginning(parent_id, parent)
         pool = self._pool_of(parent)
         for block_id in parent.blocks:
             pool.incref(block_id)
         self._tables[child_id] = parent.copy()
+        if parent.blocks and not parent.is_swapped:
+            self.log.add("shared", child_id, parent.blocks.copy(), parent_id)
+
+    def share_prefix(self, seq_id: int, sibling_id: int, num_tokens: int) -> None:
+        """Gives an empty sequence the blocks of another one's first `num_tokens` tokens. `unmatch` takes that back.
+
+        Raises:
+            ValueError: the sequence is not empty, or the other one has no so many tokens in the pool.
+        """
+        table, sibling = self._table(seq_id), self._table(sibling_id)
+        if table.num_tokens > 0:
+            raise ValueError(f"sequence {seq_id} has {table.num_tokens} tokens; only an empty one can share a prefix")
+        if sibling.is_swapped or not 0 <= num_tokens <= sibling.num_tokens:
+            raise ValueError(f"sequence {sibling_id} has no {num_tokens} tokens in the pool to share")
+        self._note_beginning(sibling_id, sibling)
+        self._tables[seq_id] = shared = sibling.copy()
+        del shared.blocks[-(-num_tokens // self.block_size) :]
+        self.forget_hashes(seq_id, num_tokens)
+        for block_id in shared.blocks:
+            self.pool.incref(block_id)
+        shared.num_tokens, shared.borrowed_from = num_tokens, sibling_id
 
     def free(self, seq_id: int) -> None:
         """Ends a sequence. Its hashed blocks stay findable until the pool needs them."""
         table = self._table(seq_id)
         del self._tables[seq_id]
-        self._pool_of(table).free(table.blocks)
+        self._release(seq_id, table, table.blocks)
 
     def evict(self, seq_id: int) -> None:
         """Releases all blocks of a sequence whose tokens stay what they are: it begins anew, its hashes are kept."""
         table = self._table(seq_id)
-        self._pool_of(table).free(table.blocks)
+        self._release(seq_id, table, table.blocks.copy())
         table.blocks.clear()
         table.num_tokens = table.num_committed = 0
         table.matched = (0, 0)
@@ -170,13 +209,14 @@ class BlockManager:
         table = self._table(seq_id)
         if not 0 <= num_tokens <= table.num_tokens:
             raise ValueError(f"cannot crop sequence {seq_id} of {table.num_tokens} tokens to {num_tokens}")
+        self._note_beginning(seq_id, table)
         num_blocks = -(-num_tokens // self.block_size)
         released = table.blocks[num_blocks:]
         del table.blocks[num_blocks:]
         # A last block that is now partial keeps its own hash: its content stays valid until append() writes into it.
         self.forget_hashes(seq_id, num_tokens)
         table.num_tokens = num_tokens
-        self._pool_of(table).free(released)
+        self._release(seq_id, table, released)
         table.is_swapped &= bool(table.blocks)
 
     def forget_hashes(self, seq_id: int, num_tokens: int) -> None:
@@ -253,10 +293,12 @@ class BlockManager:
                 raise ValueError(f"sequence {seq_id} is swapped out")
             listed.add(seq_id)
         needed = self.append_need(requests)
-        fresh = iter(self.pool.allocate(needed))
+        fresh = iter(self._allocate(needed))
         copies: list[tuple[int, int]] = []
         for seq_id, n in requests:
             table = self._tables[seq_id]
+            if table.borrowed_from is not None:
+                self._note_beginning(seq_id, table)
             if table.num_tokens == 0:
                 table.cache_epoch = self.pool.cache_epoch
             elif self._has_partial_block(table):
@@ -265,9 +307,14 @@ class BlockManager:
                     table.blocks[-1] = next(fresh)
                     copies.append((last, table.blocks[-1]))
                     self.pool.decref(last)
+                    self.log.add("copied", seq_id, last, table.blocks[-1])
                 else:
                     self.pool.drop_hash(last)
-            table.blocks.extend(next(fresh) for _ in range(self._new_blocks(table, n)))
+            num_new = self._new_blocks(table, n)
+            if num_new:
+                new = list(islice(fresh, num_new))
+                table.blocks += new
+                self.log.add("allocated", seq_id, new)
             table.num_tokens += n
         self.num_cow_copies += len(copies)
         return copies
@@ -364,16 +411,24 @@ class BlockManager:
         table.num_tokens = len(blocks) * self.block_size
         table.cache_epoch = self.pool.cache_epoch
         table.matched = (len(token_ids), table.num_tokens)
+        table.borrowed_from = PREFIX_CACHE
         self.prefix_query_tokens += len(token_ids)
         self.prefix_hit_tokens += table.num_tokens
         return table.num_tokens
 
     def unmatch(self, seq_id: int) -> None:
-        """Takes back what a sequence that has computed nothing yet began with, and the count of its `match_prefix`."""
+        """Takes back what a sequence that has computed nothing yet began with, and the count of its `match_prefix`.
+
+        If it has not grown since, the log says nothing of either.
+        """
         table = self._table(seq_id)
         self.prefix_query_tokens -= table.matched[0]
         self.prefix_hit_tokens -= table.matched[1]
         table.matched = (0, 0)
+        if table.borrowed_from is not None:
+            table.borrowed_from = None
+            self.pool.free(table.blocks)
+            table.blocks.clear()
         self.evict(seq_id)
 
     def reset_prefix_cache(self) -> int:
@@ -448,6 +503,9 @@ class BlockManager:
             raise ValueError("there is no swap space")
         blocks = self._distinct_blocks(seq_ids)
         pairs = dict(zip(blocks, self.swap_pool.allocate(len(blocks)), strict=True))
+        for seq_id in seq_ids:
+            self._note_beginning(seq_id, self._tables[seq_id])
+        self._note_swap("swapped_out", seq_ids, len(pairs))
         self._move(seq_ids, self.pool, self.swap_pool, pairs)
         return list(pairs.items())
 
@@ -480,8 +538,9 @@ class BlockManager:
         for found in cached.values():
             self.pool.incref(found)
         missing = [block for block in blocks if block not in cached]
-        copies = dict(zip(missing, self.pool.allocate(len(missing)), strict=True))
+        copies = dict(zip(missing, self._allocate(len(missing)), strict=True))
         self._move(seq_ids, swap_pool, self.pool, copies | cached)
+        self._note_swap("swapped_in", seq_ids, len(copies))
         for source, destination in copies.items():
             if source in hashes:
                 self.pool.set_hash(destination, hashes[source])
@@ -506,6 +565,38 @@ class BlockManager:
                 table.blocks[position] = pairs[block]
             source.free(old)
             table.is_swapped = destination is self.swap_pool and bool(old)  # without blocks it is nowhere
+
+    # The log. Blocks in CPU memory are not its business.
+
+    def _note_beginning(self, seq_id: int, table: BlockTable) -> None:
+        """What an empty sequence was given is its own from here on."""
+        source, table.borrowed_from = table.borrowed_from, None
+        if source is None or not table.blocks:
+            return
+        if source == PREFIX_CACHE:
+            self.log.add("prefix_hit", seq_id, table.blocks.copy(), table.num_tokens)
+        else:
+            self.log.add("shared", seq_id, table.blocks.copy(), source)
+
+    def _note_swap(self, kind: str, seq_ids: Sequence[int], num_copies: int) -> None:
+        blocks = [block for seq_id in seq_ids for block in self._tables[seq_id].blocks]
+        if blocks:
+            self.log.add_for_group(kind, self.log.group_of(seq_ids[0]), num_copies, blocks)
+
+    def _allocate(self, n: int) -> list[int]:
+        num_evictions = self.pool.num_evictions
+        blocks = self.pool.allocate(n)
+        evicted = self.pool.num_evictions - num_evictions
+        if evicted:  # cached blocks are the last that the pool hands out
+            self.log.add("evicted", None, blocks[-evicted:])
+        return blocks
+
+    def _release(self, seq_id: int, table: BlockTable, blocks: list[int]) -> None:
+        """Gives blocks of a table back; the list is the log's from here on."""
+        self._note_beginning(seq_id, table)
+        self._pool_of(table).free(blocks)
+        if blocks and not table.is_swapped:
+            self.log.add("freed", seq_id, blocks)
 
     # Helpers
 

@@ -83,6 +83,10 @@ class BlockPool:
         """The hash under which the block can be looked up, or None."""
         return self._block(block_id).block_hash
 
+    def cells(self) -> list[tuple[int, bytes | None]]:
+        """Holders and hash of every block."""
+        return [(block.ref_count, block.block_hash) for block in self._blocks[: self.num_blocks]]
+
     def is_plain(self, block_id: int) -> bool:
         """Whether its one holder may write into it as it is: not shared, not findable."""
         block = self._blocks[block_id]

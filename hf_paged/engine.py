@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -38,9 +39,9 @@ from hf_paged.packed_linears import PackedLinears
 from hf_paged.request import Request, RequestOutput
 from hf_paged.runner import ModelRunner, ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall, SampleRun
-from hf_paged.scheduler import Scheduler, SchedulerOutput
+from hf_paged.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
-from hf_paged.snapshot import take_snapshot
+from hf_paged.snapshot import Snapshot
 from hf_paged.submission import Capture, Submissions
 from hf_paged.worker import CallCancelledError, Caller, StepWorker, autocast_state
 
@@ -172,6 +173,7 @@ class Engine:
             self._worker.fail_all(RuntimeError("the model was unpatched while this call was running"))
         self._worker.stop()
 
+            self._worker.resume()
     def freeze(self) -> None:
         """At the interpreter's end: no step runs any more."""
         self._worker.freeze()
@@ -214,11 +216,85 @@ class Engine:
             waiting = self.scheduler.num_waiting if self._pool.is_made else 0
             return waiting + self._submissions.num_queued
 
-    def snapshot(self) -> dict[str, Any]:
-        """A picture of pool, block tables, queues and recent steps, of plain lists and numbers (JSON-able)."""
+    def snapshot(self, since: int = 0) -> dict[str, Any]:
+        """A picture of pool, block tables and queues, and what happened lately: plain lists and numbers (JSON-able).
+
+        Args:
+            since: Only events with an id above this one: whoever looks again and again gives the last id it has seen.
+
+        Returns:
+            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block`, `num_swap_blocks`;
+            `is_paused`, `num_steps`; `blocks`: ref count of each one, -1 for a free one that is cached; `hashes`: the
+            first 8 hex digits of each one's content hash, or "".
+
+            `groups`: of each live sequence group its `id`, `request_id` (`None`: a plain `generate()` call, or a kept
+            `PagedCache`), `status` ("waiting", "running", "swapped"), `is_idle`, `priority`, and its `sequences` with
+            `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
+            found in the prefix cache when it was last admitted), `tail` (the last token ids, [] if unknown) and
+            `block_table` (indices of CPU blocks while swapped). `waiting`, `running` and `swapped`: ids of groups.
+
+            `events`, oldest first, of the last 2,048: each has an `id` (rising by one), `time` (of `time.time()`),
+            `step` (number of the step it belongs to), `kind`, and where it applies `group`, `sequence`, `request_id`:
+
+            - "step": `num_seqs`, `num_tokens`, of them `num_decode` (one new token of a sequence) and
+              `num_prefill_tokens`, `seconds`, `chunks` (`[group, sequence, start, num_tokens]`; in the end forgotten
+              before the event is), and, when it was run, `num_waiting`, `num_swapped`, `num_free_blocks` and
+              `is_stalled` (the first waiting group did not fit).
+            - "admitted": `num_sequences`, `num_tokens` (of the longest). "finished": the group's last sequence has
+              ended; `reason` as a request's `finish_reason`, or `None` if its caller knows.
+            - "allocated": `blocks`. "shared": `blocks`, `parent` (the sequence they are shared with). "prefix_hit":
+              `blocks`, `num_tokens`. "copied": `source`, `destination`, because the sequence wrote to a shared block.
+              "freed": `blocks` that it doesn't hold any more. "evicted": `blocks` whose cached content was dropped.
+            - "preempted": `how` ("swap" or "recompute"), `num_sequences`. "swapped_out", "swapped_in": `num_blocks`
+              that were copied, `blocks` of all its sequences, a shared one as often as they hold it.
+            - "undone": a step that raised was taken back (`num_sequences`); what it allocated is freed next.
+
+            Ref counts are the sum of all events so far: plus one for each block in "allocated", "shared", "prefix_hit",
+            "swapped_in" and a copy's `destination`; minus one in "freed", "swapped_out" and a copy's `source`.
+        """
         with self.transaction():
             self._collect_abandoned()
-            return take_snapshot(self._pool, self._worker.events)
+            worker = self._worker
+            picture = Snapshot.take(self._pool, since, is_paused=worker.is_paused, num_steps=worker.num_steps)
+        return picture.as_dict()
+
+    # Step by step
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds the steps."""
+        return self._worker.is_paused
+
+    def pause(self) -> None:
+        """Stops the steps; returns when none is running. Calling it again changes nothing.
+
+        Until `resume` no step runs but those asked for by `step`. Everything else goes on: requests can be submitted
+        and queue, `cancel()` frees their blocks, `stats` and `snapshot` look. `generate()` waits for its tokens, also
+        on the thread that called `pause` (which logs a warning then); Ctrl-C ends it as always.
+
+        Inside a step (in a hook of the model) it returns at once, and holds from the next step on. The pause also ends
+        with `unpatch`, in a forked child, and with the main thread, so that the interpreter can.
+        """
+        self._worker.pause()
+
+    def resume(self) -> None:
+        """Lets the steps run again. Without a pause, nothing happens."""
+        self._worker.resume()
+
+    def step(self) -> dict[str, Any] | None:
+        """Runs one step while the engine is paused, and waits for its end. From several threads: one after another.
+
+        Callers whose own code runs between two forwards (a beam search) are waited for: some milliseconds as always,
+        and up to a second if there is nothing else to run.
+
+        Returns:
+            Its "step" event, as in `snapshot`; `None` if there was nothing to run. A step that raises is none: it is
+            taken back, the request to blame gets the error, and what the others' rows then run is the step.
+
+        Raises:
+            RuntimeError: The engine is not paused, or this thread is inside a step (in a hook of the model).
+        """
+        return self._worker.step_paused(lambda: self._submissions.is_starting)
 
     def count_generated(self, num_tokens: int) -> None:
         """Books tokens that a `generate()` call handed out."""
@@ -244,7 +320,8 @@ class Engine:
         """An empty sequence with an empty block table, in a group of its own."""
         caller = self._submissions.current_caller
         with self.transaction():
-            return self.scheduler.new_sequence(self.scheduler.new_group(caller.priority) if caller else None)
+            group = self.scheduler.new_group(caller.priority, request_id=caller.request_id) if caller else None
+            return self.scheduler.new_sequence(group)
 
     def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
         """A sequence equal to this one that shares all its blocks.
@@ -302,6 +379,7 @@ class Engine:
             try:
                 copies = manager.append(requests)
             except OutOfBlocksError as error:
+            self._pool.log.step = self._worker.num_steps + 1
                 raise self._pool.out_of_blocks(error) from None
             new_blocks = [
                 block
@@ -320,6 +398,7 @@ class Engine:
             length = key.shape[2]
             slots = np.stack(
                 [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
+                sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             )
             kv_cache = self.kv_cache.tensor
             reference.reshape_and_cache(
@@ -353,7 +432,7 @@ class Engine:
         return table[token_index // block_size] * block_size + token_index % block_size
 
     @contextmanager
-    def _resident(self, sequences: list[Sequence]) -> Iterator[None]:
+    def _resident(self, sequences: list[Sequence], has_forward: bool = False) -> Iterator[None]:
         """Within it these sequences are in the pool, all of them beside each other, and no step runs.
 
         Raises:
@@ -361,9 +440,17 @@ class Engine:
             OutOfBlocksError: They don't fit beside each other.
         """
         groups = {sequence.group.arrival: sequence.group for sequence in sequences}
-        with self._worker.exclusive():
+
+        def needs_step() -> bool:
+            return has_forward or any(sequence.num_pending_tokens for sequence in sequences)
+
+        with self._worker.forwarding(needs_step, self._submissions.current_caller):
             pinned: list[SequenceGroup] = []
             try:  # around the pinning too, behind which Ctrl-C may come
+        Args:
+            sequences: The sequences.
+            has_forward: The model is run within: while the engine is paused, that waits, or is a step.
+
                 with self.transaction():
                     for group in groups.values():
                         group.num_pins += 1
@@ -496,7 +583,9 @@ class Engine:
         }
         if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
             arguments["logits_to_keep"] = call.logits_to_keep
-        with self._resident([sequence for sequence in cache.sequences if sequence is not None]):
+        sequences = [sequence for sequence in cache.sequences if sequence is not None]
+        with self._resident(sequences, has_forward=True):
+            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             cache.select_active(active)
             output: ModelOutput = self._runner.run_unpatched(
                 past_key_values=cache,
@@ -506,8 +595,9 @@ class Engine:
                 **others,
             )
             cache.select_active(None)
-            self._worker.num_steps += 1
-            self._worker.num_prefill_tokens += call.tokens.shape[0] * (call.tokens.shape[1] - 1)
+            with self.transaction():
+                chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
+                self._worker.count_step(chunks)["seconds"] = time.perf_counter() - started
         return output
 
     def _forward_flat(
@@ -565,14 +655,20 @@ class Engine:
             caller = Caller()
         outer, cache.caller = cache.caller, caller
         caller.cache, caller.thread_id = cache, threading.get_ident()
-        self.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=False)
+        kept = [sequence for sequence in cache.sequences if sequence is not None]
+        self.hold(kept, is_idle=False)
+        for sequence in kept:
+            sequence.num_prompt_tokens, sequence.group.request_id = 0, caller.request_id
         try:
             with self._worker.calling(caller):
                 yield
         finally:
             cache.caller, caller.cache = outer, None
             if not cache.owned_by_call:
-                self.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=True)
+                kept = [sequence for sequence in cache.sequences if sequence is not None]
+                self.hold(kept, is_idle=True)
+                for sequence in kept:
+                    sequence.group.request_id = None
 
     def run(
         self,
@@ -599,6 +695,7 @@ class Engine:
             self._num_generated_tokens += run.num_tokens
             if on_end is not None:
                 on_end(run)
+            self._worker.warn_of_pause()
 
         try:
             with self.transaction():
@@ -700,6 +797,7 @@ class Engine:
 
     def reset_after_fork(self) -> None:
         """In a forked child: what ran in the parent has no threads here, and fails."""
+        self._worker.warn_of_pause()
         self._submissions.reset_after_fork()
         self._worker.reset_after_fork()
 

@@ -128,6 +128,8 @@ class FlatForward:
                 else:
                     sequence.token_ids += new_ids[row][self.length - new :]
             sequence.num_tokens += new
+            if not sequence.num_prompt_tokens:
+                sequence.num_prompt_tokens = sequence.num_tokens
 
     def wanted_logits(self) -> np.ndarray:
         """Index, in its sequence, of each token whose logits the caller wants: `[rows, columns kept]`."""

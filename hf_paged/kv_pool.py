@@ -12,6 +12,7 @@ import torch
 from hf_paged.block_manager import BlockManager
 from hf_paged.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.errors import OutOfBlocksError
+from hf_paged.event_log import EventLog
 from hf_paged.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
 from hf_paged.preemption import PreemptionCost
 from hf_paged.runner import ModelRunner, ModelTraits
@@ -28,6 +29,7 @@ class KVPool:
         lock: Re-entrant; whoever changes tables or the tensor holds it.
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
         cost: What recomputation and swapping have taken so far.
+        log: What happened lately.
     """
 
     def __init__(self, config: PagedConfig, traits: ModelTraits, runner: ModelRunner) -> None:
@@ -43,6 +45,7 @@ class KVPool:
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
+        self.log = EventLog()
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._runner = runner
         self._manager: BlockManager | None = None
@@ -82,6 +85,7 @@ class KVPool:
                     self.config.block_size,
                     self.config.enable_prefix_caching,
                     self._num_swap_blocks(num_blocks),
+                    self.log,
                 )
                 self._scheduler = Scheduler(
                     self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap

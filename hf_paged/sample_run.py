@@ -38,6 +38,7 @@ class SampleCall:
         generator: Where draws come from; owned by the run.
         priority: Of its sequences.
         cache_salt: Part of the prefix-cache key.
+        request_id: The request that it is.
     """
 
     input_ids: Tensor
@@ -50,6 +51,7 @@ class SampleCall:
     generator: torch.Generator | None = None
     priority: int = 0
     cache_salt: Hashable = None
+    request_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -119,10 +121,10 @@ class SampleRun:
         pending: list[tuple[int, Sequence]] = []
         salt = () if call.cache_salt is None else (call.cache_salt,)
         for row in range(0, num_rows, call.num_samples):
-            group = pool.scheduler.new_group(call.priority, batch_key, owner=self)
+            group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
             sequence = pool.scheduler.new_sequence(group)
             sequence.token_ids = ids[row][call.padding[row] :]
-            sequence.num_tokens = len(sequence.token_ids)
+            sequence.num_tokens = sequence.num_prompt_tokens = len(sequence.token_ids)
             sequence.logits_from = sequence.num_tokens - 1
             sequence.extra_key = (*state_key, 0, *salt)
             self.rows[row].sequence = sequence
@@ -297,7 +299,7 @@ class SampleRun:
         row.finish_reason = reason
         if row.sequence is not None:
             self._worker.remove(row.sequence)
-            self._pool.scheduler.free(row.sequence)
+            self._pool.scheduler.free(row.sequence, reason)
             row.sequence = None
         self._num_open -= 1
         if self._num_open == 0:

@@ -36,6 +36,7 @@ class SchedulerOutput:
             the destination of another: all sources are read first.
         new_blocks: Blocks newly given to the chunks' sequences.
         num_preempted: Sequences preempted for this step.
+        is_stalled: The first waiting group did not fit.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -44,6 +45,7 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
     num_preempted: int = 0
+    is_stalled: bool = False
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class Scheduler:
         prefers_swap: Callable[[SequenceGroup], bool] = lambda group: False,
     ) -> None:
         self._manager = manager
+        self._log = manager.log
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._prefers_swap = prefers_swap
@@ -167,16 +170,19 @@ class Scheduler:
 
     # A sequence's life
 
-    def new_group(self, priority: int = 0, batch_key: Hashable = None, owner: object = None) -> SequenceGroup:
+    def new_group(
+        self, priority: int = 0, batch_key: Hashable = None, owner: object = None, request_id: str | None = None
+    ) -> SequenceGroup:
         """An empty group, the newest."""
         self._num_arrivals += 1
-        return SequenceGroup(self._num_arrivals, priority, batch_key=batch_key, owner=owner)
+        return SequenceGroup(self._num_arrivals, priority, batch_key=batch_key, owner=owner, request_id=request_id)
 
     def new_sequence(self, group: SequenceGroup | None = None) -> Sequence:
         """An empty sequence, in a group of its own if none is given."""
         group = group or self.new_group()
         self._num_sequences += 1
         self._manager.add(self._num_sequences)
+        self._log.enter(self._num_sequences, group)
         sequence = Sequence(self._num_sequences, group)
         group.sequences.append(sequence)
         self._groups[group.arrival] = group
@@ -191,6 +197,7 @@ class Scheduler:
         """
         group = group or parent.group
         self._num_sequences += 1
+        self._log.enter(self._num_sequences, group)
         self._manager.fork(parent.seq_id, self._num_sequences)
         child = Sequence(
             self._num_sequences,
@@ -198,6 +205,8 @@ class Scheduler:
             None if parent.token_ids is None else parent.token_ids.copy(),
             parent.num_tokens,
             parent.num_computed_tokens,
+            parent.num_prompt_tokens,
+            parent.num_cached_tokens,
             parent.logits_from,
             parent.is_wanted,
             parent.position_offset,
@@ -210,13 +219,20 @@ class Scheduler:
         self._file(group)
         return child
 
-    def free(self, sequence: Sequence) -> None:
-        """Ends a sequence and releases its blocks. It must not be in a running step."""
+    def free(self, sequence: Sequence, reason: str | None = None) -> None:
+        """Ends a sequence and releases its blocks. It must not be in a running step.
+
+        Args:
+            sequence: The sequence.
+            reason: Why it ends, for the log, should it be the last of its group.
+        """
         self._manager.free(sequence.seq_id)
+        self._log.leave(sequence.seq_id)
         group = sequence.group
         group.sequences.remove(sequence)
         if not group.sequences:
             self._groups.pop(group.arrival, None)
+            self._log.add_for_group("finished", group, reason)
         self._file(group)
 
     def crop(self, sequence: Sequence, num_tokens: int) -> None:
@@ -306,7 +322,7 @@ class Scheduler:
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
         step = _Step(SchedulerOutput(), budget, self._max_num_seqs, only, forced)
-        before = self.num_preemptions
+        num_preemptions, num_stalls = self.num_preemptions, self.num_admission_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True
         if forced:
@@ -317,7 +333,8 @@ class Scheduler:
             step.has_key = False
             self._run_queues(step)
         self._next_key = step.skipped_key
-        step.output.num_preempted = self.num_preemptions - before
+        step.output.num_preempted = self.num_preemptions - num_preemptions
+        step.output.is_stalled = self.num_admission_stalls > num_stalls
         return step.output
 
     def _run_queues(self, step: _Step) -> None:
@@ -445,6 +462,7 @@ class Scheduler:
         self.wake(group)
         if self._run_group(step, group, first):
             self._waiting.pop(group.arrival, None)
+            self._note_admission(group)
             return True
         self._forget_progress(group)
         return False
@@ -462,7 +480,7 @@ class Scheduler:
         """Takes back an admission: prefix hits are released."""
         for sequence in group.sequences:
             self._manager.unmatch(sequence.seq_id)
-            sequence.num_computed_tokens = 0
+            sequence.num_computed_tokens = sequence.num_cached_tokens = 0
         group.status = SequenceStatus.WAITING
         self._file(group)
 
@@ -598,6 +616,7 @@ class Scheduler:
             if self._manager.append_need(request) <= self._manager.pool.num_free:
                 break
             if sibling.num_computed_tokens:
+                self._log.add("preempted", sibling.seq_id, "recompute", 1)
                 self._drop(sibling)
                 self.num_preemptions += 1
         if self._manager.append_need(request) > self._manager.pool.num_free:
@@ -610,6 +629,8 @@ class Scheduler:
         step.output.new_blocks += self._manager.block_table(sequence.seq_id)[held:]
         step.output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, request[0][1]))
         self._note(step, group, request[0][1], 1)
+        if group.status is SequenceStatus.WAITING:
+            self._note_admission(group)
         group.status = SequenceStatus.RUNNING
         self._file(group)
         return True
@@ -621,9 +642,16 @@ class Scheduler:
             step.batch_key, step.has_key = group.batch_key, True
         self._in_flight.add(group.arrival)
 
+    def _note_admission(self, group: SequenceGroup) -> None:
+        num_tokens = max(sequence.num_tokens for sequence in group.sequences)
+        self._log.add_for_group("admitted", group, len(group.sequences), num_tokens)
+
     def _begin(self, sequence: Sequence) -> None:
         """Gives a sequence without computed tokens what a sibling or the prefix cache already holds of it."""
-        if not sequence.is_reproducible or sequence.num_computed_tokens:
+        if sequence.num_computed_tokens:
+            return
+        sequence.num_cached_tokens = 0
+        if not sequence.is_reproducible:
             return
         assert sequence.token_ids is not None
         limit = min(sequence.logits_from, sequence.num_tokens - 1)
@@ -637,12 +665,11 @@ class Scheduler:
                 if common > shared:
                     best, shared = sibling, common
         if best is not None:
-            manager.free(sequence.seq_id)
-            manager.fork(best.seq_id, sequence.seq_id)
-            manager.crop(sequence.seq_id, shared)
+            manager.share_prefix(sequence.seq_id, best.seq_id, shared)
             sequence.num_computed_tokens = shared
+            sequence.num_cached_tokens = min(best.num_cached_tokens, shared)
             return
-        sequence.num_computed_tokens = manager.match_prefix(
+        sequence.num_computed_tokens = sequence.num_cached_tokens = manager.match_prefix(
             sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=limit
         )
 
@@ -680,6 +707,7 @@ class Scheduler:
 
     def undo(self, output: SchedulerOutput) -> None:
         """Takes back the slots of a step that failed. Its copies must have been executed."""
+        self._log.add("undone", None, len(output.chunks))
         for sequence, start, _ in output.chunks:
             self._manager.crop(sequence.seq_id, start)
             self._in_flight.discard(sequence.group.arrival)
@@ -773,9 +801,11 @@ class Scheduler:
         if allow_swap and wants_swap and self._can_swap(group):
             self.num_swapped_out += len(group.sequences)
             group.status = SequenceStatus.SWAPPED
+            self._log.add_for_group("preempted", group, "swap", len(group.sequences))
             swap_outs = self._manager.swap_out([sequence.seq_id for sequence in group.sequences])
             self._file(group)
             return swap_outs
+        self._log.add_for_group("preempted", group, "recompute", len(group.sequences))
         for sequence in group.sequences:
             self._drop(sequence)
         group.status = SequenceStatus.WAITING

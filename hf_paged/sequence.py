@@ -30,6 +30,8 @@ class Sequence:
             hashed nor recomputed.
         num_tokens: Tokens of the sequence, computed or not.
         num_computed_tokens: Leading tokens whose keys and values are in the pool (or in CPU memory, while swapped).
+        num_prompt_tokens: Of these, the prompt of the call that it belongs to (0: not known yet).
+        num_cached_tokens: Tokens that the prefix cache had of it when it was last admitted.
         logits_from: Index of the first token whose logits somebody waits for: what lies before it may come from the
             prefix cache.
         is_wanted: Whether somebody waits for its pending tokens; without, they stay pending. Taken back when the logits
@@ -46,6 +48,8 @@ class Sequence:
     token_ids: list[int] | None = field(default_factory=list)
     num_tokens: int = 0
     num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     logits_from: int = 0
     is_wanted: bool = False
     position_offset: int | None = 0
@@ -92,6 +96,7 @@ class SequenceGroup:
         num_pins: Whoever pins a group needs it in the pool: it is not preempted.
         batch_key: Groups of different keys (autocast, embeddings) don't share a step.
         owner: The call it belongs to: what fails when a step of it alone fails.
+        request_id: The request it belongs to; `None`: a plain `generate()` call, or somebody's `PagedCache`.
     """
 
     arrival: int
@@ -102,6 +107,7 @@ class SequenceGroup:
     num_pins: int = 0
     batch_key: Hashable = None
     owner: object = None
+    request_id: str | None = None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -1,61 +1,85 @@
-"""`take_snapshot`: pool, block tables and queues as plain data, for somebody to draw."""
+"""`Snapshot`: pool, block tables, queues and events as plain data, for somebody to draw."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from hf_paged.event_log import Event, as_dicts
 from hf_paged.kv_pool import KVPool
+from hf_paged.sequence import Sequence, SequenceGroup, SequenceStatus
+
+_TAIL = 8  # last tokens of a sequence that are shown
 
 
-def take_snapshot(pool: KVPool, events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What is where at this moment. The pool's lock is held.
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is where at one moment: taken quickly, with the pool's lock held, and spelled out without it.
 
-    Args:
-        pool: The pool.
-        events: Recent steps.
-
-    Returns:
-        `num_blocks` (0 before the pool's first use), `block_size`, `num_swap_blocks`; `blocks`: ref count of each one,
-        -1 for a free one that is cached; `groups`: of each live sequence group its `id`, `status` ("waiting",
-        "running", "swapped"), `is_idle`, `priority`, and its `sequences` with `id`, `num_tokens`,
-        `num_computed_tokens` and `block_table` (indices of CPU blocks while swapped); `waiting`, `running` and
-        `swapped`: ids of groups; `events`: recent steps, oldest first.
+    Attributes:
+        facts: Single numbers.
+        cells: Ref count and hash of each block.
+        groups: The live groups, spelled out.
+        events: The newest events.
     """
-    if not pool.is_made:
-        empty: dict[str, Any] = {name: [] for name in ("blocks", "groups", "waiting", "running", "swapped", "events")}
-        return {"num_blocks": 0, "block_size": pool.config.block_size, "num_swap_blocks": 0} | empty
-    manager, blocks = pool.manager, pool.manager.pool
-    counts = [blocks.ref_count(block) for block in range(blocks.num_blocks)]
-    groups = [
-        {
-            "id": group.arrival,
-            "status": str(group.status),
-            "is_idle": group.is_idle,
-            "priority": group.priority,
-            "sequences": [
-                {
-                    "id": sequence.seq_id,
-                    "num_tokens": sequence.num_tokens,
-                    "num_computed_tokens": sequence.num_computed_tokens,
-                    "block_table": list(manager.block_table(sequence.seq_id)),
-                }
-                for sequence in group.sequences
-            ],
+
+    facts: dict[str, Any]
+    cells: list[tuple[int, bytes | None]]
+    groups: list[dict[str, Any]]
+    events: list[Event]
+
+    @classmethod
+    def take(cls, pool: KVPool, since: int, **facts: Any) -> Snapshot:
+        """The pool's lock is held.
+
+        Args:
+            pool: The pool.
+            since: Only events with a greater id.
+            **facts: More single numbers.
+        """
+        facts |= {"block_size": pool.config.block_size, "bytes_per_block": pool.bytes_per_block}
+        facts |= {"num_blocks": 0, "num_swap_blocks": 0}
+        events = pool.log.newer(since)
+        if not pool.is_made:
+            return cls(facts, [], [], events)
+        manager = pool.manager
+        facts["num_blocks"] = manager.pool.num_blocks
+        facts["num_swap_blocks"] = manager.swap_pool.num_blocks if manager.swap_pool is not None else 0
+        groups = [_group(pool, group) for group in pool.scheduler.groups]
+        return cls(facts, manager.pool.cells(), groups, events)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `Engine.snapshot` describes it."""
+        return self.facts | {
+            "blocks": [count or (0 if block_hash is None else -1) for count, block_hash in self.cells],
+            "hashes": ["" if block_hash is None else block_hash[:4].hex() for _, block_hash in self.cells],
+            "groups": self.groups,
+            **{
+                str(status): [group["id"] for group in self.groups if group["status"] == status]
+                for status in SequenceStatus
+            },
+            "events": as_dicts(self.events),
         }
-        for group in pool.scheduler.groups
-    ]
+
+
+def _group(pool: KVPool, group: SequenceGroup) -> dict[str, Any]:
     return {
-        "num_blocks": blocks.num_blocks,
-        "block_size": manager.block_size,
-        "num_swap_blocks": manager.swap_pool.num_blocks if manager.swap_pool is not None else 0,
-        "blocks": [
-            count if count else -1 if blocks.block_hash(block) is not None else 0 for block, count in enumerate(counts)
-        ],
-        "groups": groups,
-        **{
-            status: [group["id"] for group in groups if group["status"] == status]
-            for status in ("waiting", "running", "swapped")
-        },
-        "events": list(events),
+        "id": group.arrival,
+        "request_id": group.request_id,
+        "status": str(group.status),
+        "is_idle": group.is_idle,
+        "priority": group.priority,
+        "sequences": [_sequence(pool, sequence) for sequence in group.sequences],
+    }
+
+
+def _sequence(pool: KVPool, sequence: Sequence) -> dict[str, Any]:
+    return {
+        "id": sequence.seq_id,
+        "num_tokens": sequence.num_tokens,
+        "num_computed_tokens": sequence.num_computed_tokens,
+        "num_prompt_tokens": sequence.num_prompt_tokens,
+        "num_cached_tokens": min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
+        "tail": [] if sequence.token_ids is None else sequence.token_ids[-_TAIL:],
+        "block_table": list(pool.manager.block_table(sequence.seq_id)),
     }

@@ -94,6 +94,7 @@ class _Active:
 
     state: RequestState | None = None  # not before it is prepared
     abandon: Callable[[], None] = lambda: None
+    caller: Caller | None = None
 
 
 class Submissions:
@@ -127,6 +128,11 @@ class Submissions:
     def num_queued(self) -> int:
         """Requests that wait for a thread."""
         return len(self._jobs)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the loop of a request is about to reach its first forward."""
+        return any(active.caller is not None and active.caller.cache is None for active in list(self._active.values()))
 
     def submit(
         self,
@@ -165,9 +171,10 @@ class Submissions:
             state = RequestState(request_id, prompt[0].tolist(), capture.is_streamable)
             if capture.call is not None:
                 capture.call.priority, capture.call.cache_salt = priority, cache_salt
+                capture.call.request_id = request_id
                 cancel = self._start_run(state, capture)
             else:
-                cancel = self._start_loop(state, capture, Caller(priority, cache_salt))
+                cancel = self._start_loop(state, capture, Caller(priority, cache_salt, request_id))
         except BaseException:
             self._active.pop(request_id, None)
             raise
@@ -241,7 +248,7 @@ class Submissions:
                 state.finish([[]], ["cancelled"])
             self._engine.wake()
 
-        self._active[state.request_id] = _Active(state, abandon)
+        self._active[state.request_id] = _Active(state, abandon, caller)
         with self._lock:
             heapq.heappush(self._jobs, job)
             if self._num_threads < self._engine.config.max_num_seqs:

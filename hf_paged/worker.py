@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -15,19 +16,23 @@ import torch
 from torch import Tensor
 
 from hf_paged.errors import OutOfBlocksError
+from hf_paged.event_log import Event
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kv_pool import KVPool
 from hf_paged.openmp import rest_threads
 from hf_paged.runner import ModelRunner, TokenInputs
 from hf_paged.sampler import Choice, RowSampler, choose_tokens
-from hf_paged.scheduler import SchedulerOutput
+from hf_paged.scheduler import ScheduledChunk, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
+
+logger = logging.getLogger(__name__)
 
 REST_SECONDS = 0.05  # without work, after which a worker's helping threads end
 IDLE_SECONDS = 2.0  # a worker without work ends after this; the next call starts another
 EXIT_SECONDS = 1.0  # at the interpreter's end, for loops to reach their next forward and stay there
 ARRIVAL_GAP = 0.005  # seconds without any caller coming back after which a step starts without the missing ones
 ROOM_SECONDS = 5.0  # without any step, after which who finds no room beside what callers hold is refused
+STEP_SECONDS = 1.0  # that `step_paused` waits for callers who are busy between two forwards, if nobody else has work
 MAX_BACKOFF = 6  # a caller that was waited for in vain is not waited for again for up to 2^6 steps
 
 
@@ -81,11 +86,13 @@ class Caller:
         thread_id: Where it runs.
         priority: Of its sequences.
         cache_salt: Part of their prefix-cache key.
+        request_id: The request whose loop it is.
     """
 
-    def __init__(self, priority: int = 0, cache_salt: Hashable = None) -> None:
+    def __init__(self, priority: int = 0, cache_salt: Hashable = None, request_id: str | None = None) -> None:
         self.priority = priority
         self.cache_salt = cache_salt
+        self.request_id = request_id
         self.cache: Any = None
         self.thread_id: int | None = None
         self.num_rows = 0
@@ -101,6 +108,13 @@ class CallCancelledError(BaseException):
     """Unwinds the decoding loop of a cancelled request. Not an `Exception`, so that user code doesn't swallow it."""
 
 
+class _Ticket:
+    """Permission for one step while the worker is paused; whoever uses it leaves the step's event."""
+
+    def __init__(self) -> None:
+        self.event: Event | None = None
+
+
 class StepWorker:
     """Schedules and runs steps over one pool, for everybody.
 
@@ -112,7 +126,6 @@ class StepWorker:
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
         condition: Over the pool's lock; notified when work arrives and after every step.
-        events: The last steps.
     """
 
     def __init__(self, pool: KVPool, runner: ModelRunner, collect: Callable[[], None]) -> None:
@@ -141,9 +154,12 @@ class StepWorker:
         self._token_limit: int | None = None
         self._running: list[SchedulerOutput] = []
         self._stuck = (-1, 0.0)  # how many steps had been run when somebody found no room, and since when
+        self._is_paused = False
+        self._pausing_thread: int | None = None
+        self._tickets: deque[_Ticket] = deque()
+        self._num_held = 0  # threads that a pause keeps from a forward of their own
         self.num_steps = 0
         self.num_prefill_tokens = 0
-        self.events: deque[dict[str, Any]] = deque(maxlen=256)
 
     # Work arrives
 
@@ -222,6 +238,42 @@ class StepWorker:
                 self.condition.notify_all()
 
     @contextmanager
+    def forwarding(self, needs_step: Callable[[], bool], caller: Caller | None = None) -> Iterator[None]:
+        """`exclusive`, for who may have to run the model in it. While paused, that waits for `resume` or is a step.
+
+        Args:
+            needs_step: Whether it has to; asked when no step runs.
+            caller: Who; waits no longer when it is cancelled.
+        """
+        is_inner, is_held = self.is_mine, False
+        try:
+            while True:
+                with self.exclusive():
+                    may_run, ticket = is_inner or not self.is_paused or not needs_step(), None
+                    with self._pool.lock:
+                        if not may_run and self._tickets:
+                            may_run, ticket = True, self._tickets.popleft()
+                        if may_run and is_held:
+                            self._num_held, is_held = self._num_held - 1, False
+                    if may_run:
+                        with self._using(ticket):
+                            yield
+                        return
+                self.warn_of_pause()
+                with self.condition:
+                    if not is_held:
+                        self._num_held, is_held = self._num_held + 1, True
+                        self.condition.notify_all()
+                    while self.is_paused and not self._tickets:
+                        if caller is not None and caller.is_cancelled:
+                            raise CallCancelledError
+                        self.condition.wait(REST_SECONDS)  # a dropped handle and the main thread's end notify nobody
+        finally:
+            if is_held:
+                with self._pool.lock:
+                    self._num_held -= 1
+
+    @contextmanager
     def _stepping(self) -> Iterator[None]:
         with self._step_lock:
             outer = self._step_owner
@@ -239,6 +291,7 @@ class StepWorker:
     def wait(self, sink: LogitsSink, done: threading.Event) -> None:
         """Blocks until the worker has set `done`. The thread that runs steps runs them meanwhile."""
         if not self.is_mine:
+            self.warn_of_pause()
             rest_threads()
             done.wait()
             return
@@ -247,6 +300,97 @@ class StepWorker:
         while not done.is_set():
             if not self.step(only) and not done.is_set() and not self.step(only, forced=True) and not done.is_set():
                 raise RuntimeError("nothing can run, and the forward that is waited for has not")
+
+    # A pause
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step runs but those of `step_paused`.
+
+        A pause ends with the main thread: else the interpreter would wait for ever for threads that wait for a step.
+        """
+        return self._is_paused and threading.main_thread().is_alive()
+
+    def pause(self) -> None:
+        """From the step on that runs now, and is waited for, no other does. See `Engine.pause`."""
+        with self._pool.lock:
+            was_paused, self._is_paused = self._is_paused, True
+            self._pausing_thread = threading.get_ident()
+        if self.is_mine:
+            return  # in a hook inside a step, which can't be waited for
+        try:
+            with self._step_lock:
+                pass
+        except BaseException:  # Ctrl-C
+            if not was_paused:
+                self.resume()
+            raise
+
+    def resume(self) -> None:
+        """Steps run again."""
+        with self._pool.lock:
+            self._is_paused = False
+            self.notify()
+
+    def step_paused(self, is_expected: Callable[[], bool]) -> dict[str, Any] | None:
+        """Has one step run, and waits for it.
+
+        Args:
+            is_expected: Whether somebody is about to bring work.
+
+        Returns:
+            The step's event; `None` if there is nothing to run.
+        """
+        if self.is_mine:
+            raise RuntimeError("this thread is inside a step: it can't wait for another one")
+        ticket = _Ticket()
+        with self.condition:
+            if not self.is_paused:
+                raise RuntimeError("the engine is not paused: call pause() before step()")
+            self._stuck = (-1, 0.0)  # the time of the pause doesn't count
+            self._tickets.append(ticket)
+            self.notify()
+        waiting_since = time.monotonic()
+        try:
+            with self.condition:
+                while ticket.event is None:
+                    if self._has_work() or self._num_held or self._running:
+                        waiting_since = time.monotonic()
+                    else:
+                        is_coming = any(not caller.is_waiting for caller in self._callers) or is_expected()
+                        if not is_coming or time.monotonic() - waiting_since > STEP_SECONDS:
+                            break
+                    self.condition.wait(ARRIVAL_GAP)
+        finally:
+            if ticket.event is None:
+                with self._step_lock, self._pool.lock:  # a step that uses it is over then
+                    if ticket in self._tickets:
+                        self._tickets.remove(ticket)
+        return None if ticket.event is None else ticket.event.as_dict()
+
+    @contextmanager
+    def _using(self, ticket: _Ticket | None) -> Iterator[None]:
+        """The step that is run within uses up the ticket; if none is, it is there for others. The step lock is held."""
+        before = self._pool.log.last_step
+        try:
+            yield
+        finally:
+            if ticket is not None:
+                with self._pool.lock:
+                    if self._pool.log.last_step is not before:
+                        ticket.event = self._pool.log.last_step
+                    else:
+                        self._tickets.appendleft(ticket)
+                    self.condition.notify_all()
+
+    def warn_of_pause(self) -> None:
+        """Says so, once a pause, if it is the pausing thread itself that is about to wait for a step."""
+        if self.is_paused and self._pausing_thread == threading.get_ident():
+            self._pausing_thread = None
+            logger.warning(
+                "hf_paged: this thread called pause() and now waits for a step: it goes on when another thread calls "
+                "resume() or step() (Ctrl-C ends the call)"
+            )
 
     def stop(self) -> None:
         """Ends the thread after its step, and waits for that."""
@@ -285,6 +429,8 @@ class StepWorker:
         self._woken = threading.Event()
         self._step_lock = threading.RLock()
         self._step_owner, self._thread, self._num_exclusive = None, None, 0
+        self._is_paused, self._num_held = False, 0
+        self._tickets.clear()
         while self._running:
             self._pool.scheduler.undo(self._running.pop())
         for sink, _ in self._sinks.values():
@@ -317,13 +463,27 @@ class StepWorker:
                     return False
                 if self._num_exclusive or not self._has_work():
                     return True
+                if self.is_paused and not (self._tickets or self._orders):
+                    return True
                 self._gather()
             with self._stepping():
                 try:
-                    self._advance()
+                    self._advance_if_allowed()
                 except BaseException as error:
                     with self._pool.lock:
                         self.fail_all(error)  # whatever went wrong, nobody waits for ever
+
+    def _advance_if_allowed(self) -> None:
+        """Runs a step; while paused, only if somebody wants one. What was ordered is done in any case."""
+        ticket = None
+        with self._pool.lock:
+            self._housekeep()
+            if self.is_paused:
+                if not self._tickets:
+                    return
+                ticket = self._tickets.popleft()
+        with self._using(ticket):
+            self._advance()
 
     def _advance(self) -> None:
         """Runs a step, of whatever can run."""
@@ -389,6 +549,7 @@ class StepWorker:
 
         The pool's lock is held.
         """
+        self._pool.log.step = self.num_steps + 1
         try:
             step = self._pool.scheduler.schedule(**options)
         except OutOfBlocksError as error:
@@ -444,12 +605,10 @@ class StepWorker:
         with pool.lock:
             self._running.remove(step)
             pool.scheduler.update(step)
-            self.num_steps += 1
-            self.num_prefill_tokens += num_tokens - len(step.chunks)
             self._token_limit = None
-            pool.record_peak()
-            self._record(step, num_tokens)
+            event = self.count_step(step.chunks, step.is_stalled)
             self._deliver(step, logits, targets)
+            event["seconds"] = time.perf_counter() - started
             self.condition.notify_all()
         if num_tokens > 4 * len(step.chunks):
             pool.cost.note_prefill(num_tokens, time.perf_counter() - started)
@@ -563,15 +722,38 @@ class StepWorker:
                 with self._pool.lock:
                     owner.fail(own_error)
 
-    def _record(self, step: SchedulerOutput, num_tokens: int) -> None:
-        event = {"step": self.num_steps, "num_seqs": len(step.chunks), "num_tokens": num_tokens}
-        for name in ("swap_outs", "swap_ins", "block_copies", "new_blocks"):
-            pairs = getattr(step, name)
-            if pairs:
-                event[name] = len(pairs)
-        if step.num_preempted:
-            event["num_preempted"] = step.num_preempted
-        self.events.append(event)
+    def count_step(self, chunks: list[ScheduledChunk], is_stalled: bool = False) -> dict[str, Any]:
+        """Books a model step that was run. The pool's lock is held.
+
+        Args:
+            chunks: What was computed.
+            is_stalled: The first waiting group did not fit.
+
+        Returns:
+            What its event says, to put its `seconds` in.
+        """
+        scheduler, manager = self._pool.scheduler, self._pool.manager
+        named = [(sequence.group.arrival, sequence.seq_id, start, count) for sequence, start, count in chunks]
+        num_tokens, num_seqs = sum([chunk[3] for chunk in named]), len(chunks)
+        num_decode = sum([count == 1 and start >= sequence.num_prompt_tokens for sequence, start, count in chunks])
+        self.num_steps += 1
+        self.num_prefill_tokens += num_tokens - num_seqs
+        self._pool.record_peak()
+        values = {
+            "num_seqs": num_seqs,
+            "num_tokens": num_tokens,
+            "num_decode": num_decode,
+            "num_prefill_tokens": num_tokens - num_decode,
+            "seconds": 0.0,
+            "chunks": named,
+            "num_waiting": scheduler.num_waiting,
+            "num_swapped": scheduler.num_swapped,
+            "is_stalled": is_stalled,
+            "num_free_blocks": manager.pool.num_free,
+        }
+        self._pool.log.step = self.num_steps
+        self._pool.log.add_step(values)
+        return values
 
 
 def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:

@@ -171,9 +171,9 @@ class Engine:
         self._submissions.cancel_all()
         with self._worker.exclusive(), self.transaction():
             self._worker.fail_all(RuntimeError("the model was unpatched while this call was running"))
+            self._worker.resume()
         self._worker.stop()
 
-            self._worker.resume()
     def freeze(self) -> None:
         """At the interpreter's end: no step runs any more."""
         self._worker.freeze()
@@ -371,6 +371,7 @@ class Engine:
         if caller is not None and caller.is_cancelled:
             raise CallCancelledError  # the model was unpatched, whose forward comes here now
         with self._resident(sequences), self.transaction():
+            self._pool.log.step = self._worker.num_steps + 1
             manager, scheduler = self.manager, self.scheduler
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
@@ -379,7 +380,6 @@ class Engine:
             try:
                 copies = manager.append(requests)
             except OutOfBlocksError as error:
-            self._pool.log.step = self._worker.num_steps + 1
                 raise self._pool.out_of_blocks(error) from None
             new_blocks = [
                 block
@@ -390,6 +390,7 @@ class Engine:
             for sequence in sequences:
                 sequence.token_ids = None
                 scheduler.extend_computed(sequence, num_tokens)
+                sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
 
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
@@ -398,7 +399,6 @@ class Engine:
             length = key.shape[2]
             slots = np.stack(
                 [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
-                sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             )
             kv_cache = self.kv_cache.tensor
             reference.reshape_and_cache(
@@ -435,6 +435,10 @@ class Engine:
     def _resident(self, sequences: list[Sequence], has_forward: bool = False) -> Iterator[None]:
         """Within it these sequences are in the pool, all of them beside each other, and no step runs.
 
+        Args:
+            sequences: The sequences.
+            has_forward: The model is run within: while the engine is paused, that waits, or is a step.
+
         Raises:
             ValueError: The model's weights, adapters or hooks are not those that one of them was computed with.
             OutOfBlocksError: They don't fit beside each other.
@@ -447,10 +451,6 @@ class Engine:
         with self._worker.forwarding(needs_step, self._submissions.current_caller):
             pinned: list[SequenceGroup] = []
             try:  # around the pinning too, behind which Ctrl-C may come
-        Args:
-            sequences: The sequences.
-            has_forward: The model is run within: while the engine is paused, that waits, or is a step.
-
                 with self.transaction():
                     for group in groups.values():
                         group.num_pins += 1
@@ -687,6 +687,7 @@ class Engine:
         """
         if waits:
             self._wait_for_room()
+            self._worker.warn_of_pause()
         run: SampleRun | None = None
 
         def end() -> None:
@@ -695,7 +696,6 @@ class Engine:
             self._num_generated_tokens += run.num_tokens
             if on_end is not None:
                 on_end(run)
-            self._worker.warn_of_pause()
 
         try:
             with self.transaction():
@@ -789,6 +789,7 @@ class Engine:
         Raises:
             Exception: What the first failing request raised; the others are cancelled.
         """
+        self._worker.warn_of_pause()
         return self._submissions.generate(prompts, generation_config, progress_bar, generate_kwargs)
 
     def _collect_abandoned(self) -> None:
@@ -797,7 +798,6 @@ class Engine:
 
     def reset_after_fork(self) -> None:
         """In a forked child: what ran in the parent has no threads here, and fails."""
-        self._worker.warn_of_pause()
         self._submissions.reset_after_fork()
         self._worker.reset_after_fork()
 

@@ -28,6 +28,7 @@ from hf_paged.errors import OutOfBlocksError
 from hf_paged.flat_forward import FlatForward, flat_padding
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.forward_item import ForwardItem
+from hf_paged.fused_layers import FusedLayers
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache
@@ -72,13 +73,14 @@ class Engine:
         self.config = config
         self.traits = traits
         self._linears = PackedLinears(model, config.memory_fraction)
+        self._fused = FusedLayers(model)
         self._model_state = state = ModelState(model, self._linears)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
         self._runner = ModelRunner(
             model,
             forward,
             model._supports_logits_to_keep(),
-            self._linears,
+            self._layers,
             may_infer=lambda: traits.allows_inference_mode and state.is_plain,
         )
         self._pool = KVPool(config, traits, self._runner)
@@ -307,6 +309,12 @@ class Engine:
             self._collect_abandoned()
             if self._pool.is_made:
                 self.manager.check_invariants()
+
+    @contextmanager
+    def _layers(self) -> Iterator[None]:
+        """Within it, forwards of the model on this thread compute its layers in the engine's way."""
+        with self._linears.scope(), self._fused.scope():
+            yield
 
     # What a PagedCache asks for (cache.SequenceStore)
 

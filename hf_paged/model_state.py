@@ -16,6 +16,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOO
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from hf_paged.module_calls import is_library_code
 from hf_paged.packed_linears import PackedLinears
 
 
@@ -77,7 +78,7 @@ class ModelState:
         if self._is_plain is None or self._is_plain[0] != num_hooks:
             model = self._model()
             is_plain = model is not None and not _GLOBAL_HOOKS and not _GLOBAL_PRE_HOOKS and not _forward_hooks(model)
-            self._is_plain = (num_hooks, is_plain and model is not None and all(map(_is_known, model.modules())))
+            self._is_plain = (num_hooks, is_plain and model is not None and all(map(is_library_code, model.modules())))
         return self._is_plain[1]
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -103,11 +104,6 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         states = list(_STATES)
     for state in states:
         state.note_step(optimizer)
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Whether its code is torch's or transformers'."""
-    return type(module).__module__.partition(".")[0] in ("torch", "transformers") and "forward" not in vars(module)
 
 
 def _forward_hooks(model: nn.Module) -> tuple[int, ...]:

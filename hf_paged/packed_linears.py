@@ -3,76 +3,64 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
-from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
 from transformers.pytorch_utils import Conv1D
 
-logger = logging.getLogger(__name__)
+from hf_paged.module_calls import ModuleCall, calling, is_untouched
 
-# Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
-_CALL = "_compiled_call_impl"
+logger = logging.getLogger(__name__)
 
 MIN_ELEMENTS = 2**17  # of a weight; below, a call costs more than the product
 PROBED_ROWS = (1, 32)  # tokens in a step: of one user, and of many
 NUM_PROBED = 4  # layers of a kind
-NUM_ROUNDS = 3  # over them
+NUM_ROUNDS = 5  # over them
 MIN_GAIN = 1.05  # less is noise
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-@dataclass(slots=True, eq=False)
-class _Layer:
+class _Layer(ModuleCall):
     """A linear layer with another way to compute it.
 
     Attributes:
         module: The layer, `nn.Linear` or `Conv1D`, whose weight is `[in, out]`.
         weight: `[out, in]`, packed by oneDNN or as it is.
         dtype: Of the weight, and of inputs that it multiplies.
-        thread_id: Whose forwards go this way at the moment.
         source: Of the module's own weight, what tells another tensor from it, where `weight` is a copy.
         sample_index: Elements of it to look at, and
         sample: what they were.
     """
 
-    module: Any
-    weight: Tensor
-    dtype: torch.dtype
-    thread_id: int | None = None
-    source: tuple[object, ...] | None = None
-    sample_index: Tensor | None = None
-    sample: Tensor | None = None
+    __slots__ = ("dtype", "sample", "sample_index", "source", "weight")
+
+    def __init__(self, module: Any, weight: Tensor) -> None:
+        super().__init__(module)
+        self.weight = weight
+        self.dtype: torch.dtype = module.weight.dtype
+        self.source: tuple[object, ...] | None = None
+        self.sample_index: Tensor | None = None
+        self.sample: Tensor | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What its speed depends on."""
         return type(self.module), *self.module.weight.shape, self.dtype, self.module.bias is None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the module's own call."""
-        module = self.module
-        if (
-            threading.get_ident() == self.thread_id
-            and len(args) == 1
-            and not kwargs
-            and args[0].dtype is self.dtype
-            and not (module._forward_hooks or module._forward_pre_hooks or _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS)
-        ):
-            return _multiply(args[0], self.weight, module.bias)
-        return module._call_impl(*args, **kwargs)
+    def takes(self, states: Tensor) -> bool:
+        return states.dtype is self.dtype
+
+    def compute(self, states: Tensor) -> Tensor:
+        return _multiply(states, self.weight, self.module.bias)
 
 
 class PackedLinears:
@@ -105,17 +93,8 @@ class PackedLinears:
             return
         if self._layers is None:
             self._layers = self._make()
-        layers = [layer for layer in self._layers if _is_untouched(layer.module)]
-        thread_id = threading.get_ident()
-        try:
-            for layer in layers:
-                layer.thread_id = thread_id
-                layer.module.__dict__[_CALL] = layer
+        with calling(self._layers):
             yield
-        finally:
-            for layer in layers:
-                layer.module.__dict__.pop(_CALL, None)
-                layer.thread_id = None
 
     def is_outdated(self) -> bool:
         """Whether a weight was written behind its copy's back (through `.data`), as far as samples tell.
@@ -145,7 +124,7 @@ class PackedLinears:
         size = sum(module.weight.numel() * module.weight.element_size() for module in modules)
         hold = _pack if size <= self._memory_fraction * psutil.virtual_memory().available else _as_it_is
         try:
-            layers = [_Layer(module, hold(_out_in(module)), module.weight.dtype) for module in modules]
+            layers = [_Layer(module, hold(_out_in(module))) for module in modules]
             is_faster = _compare(layers, hold)
         except (RuntimeError, AttributeError, NotImplementedError) as error:  # not in this build, not on this machine
             logger.info("hf_paged: linear layers can't run through oneDNN: %s", error)
@@ -170,13 +149,8 @@ def _can_take(module: Any) -> bool:
         and weight.dtype in _TOLERANCE
         and weight.is_contiguous()
         and weight.numel() >= MIN_ELEMENTS
-        and _is_untouched(module)
+        and is_untouched(module)
     )
-
-
-def _is_untouched(module: nn.Module) -> bool:
-    """Whether nobody gave it a forward of its own (accelerate's hooks), compiled it, or is computing it our way now."""
-    return "forward" not in module.__dict__ and _CALL not in module.__dict__
 
 
 def _out_in(module: Any) -> Tensor:
@@ -221,9 +195,9 @@ def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tup
             )
             for layer in probed
         }
-        own, other = (
-            _seconds([(layer.kind, partial(call, layer, inputs[layer.kind])) for layer in probed])
-            for call in (_own, _other)
+        own, other = _seconds(
+            [(layer.kind, partial(_own, layer, inputs[layer.kind])) for layer in probed],
+            [(layer.kind, partial(_other, layer, inputs[layer.kind])) for layer in probed],
         )
         for layer in probed:
             if not _agree(_other(layer, inputs[layer.kind]), _own(layer, inputs[layer.kind])):
@@ -248,17 +222,20 @@ def _agree(result: Tensor, truth: Tensor) -> bool:
     return bool(error <= _TOLERANCE[truth.dtype] * truth.float().norm())
 
 
-def _seconds(calls: list[tuple[Hashable, Callable[[], Tensor]]]) -> dict[Hashable, float]:
-    """Seconds of the calls of each kind, made in this order; the least of some rounds."""
-    rounds: list[dict[Hashable, float]] = []
+def _seconds(*series: list[tuple[Hashable, Callable[[], Tensor]]]) -> list[dict[Hashable, float]]:
+    """Seconds of the calls of each kind, made in this order; for each series the least of some rounds.
+
+    The series take turns: what else the machine does for a moment slows all of them.
+    """
+    rounds: list[list[dict[Hashable, float]]] = [[] for _ in series]
     for _ in range(NUM_ROUNDS):
-        times: dict[Hashable, float] = defaultdict(float)
-        for kind, call in calls:
-            started = time.perf_counter()
-            call()
-            times[kind] += time.perf_counter() - started
-        rounds.append(times)
-    return {kind: min(times[kind] for times in rounds) for kind, _ in calls}
+        for calls, times in zip(series, rounds, strict=True):
+            times.append(defaultdict(float))
+            for kind, call in calls:
+                started = time.perf_counter()
+                call()
+                times[-1][kind] += time.perf_counter() - started
+    return [{kind: min(each[kind] for each in times) for kind in times[0]} for times in rounds]
 
 
 def _source(weight: Tensor) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
 from hf_paged.kv_cache import KVCache, KVGeometry
-from hf_paged.packed_linears import PackedLinears
 from hf_paged.scheduler import SchedulerOutput
 
 
@@ -100,7 +99,7 @@ class ModelRunner:
         model: PreTrainedModel,
         forward: Callable[..., Any],
         supports_logits_to_keep: bool,
-        linears: PackedLinears,
+        layers: Callable[[], AbstractContextManager[None]],
         may_infer: Callable[[], bool],
     ) -> None:
         """Binds to a model.
@@ -109,13 +108,13 @@ class ModelRunner:
             model: The patched model.
             forward: The forward function of its class before patching, unbound.
             supports_logits_to_keep: Whether that forward can compute the logits of chosen rows only.
-            linears: How its linear layers are computed.
+            layers: Within it, layers of the model are computed in the engine's way.
             may_infer: Whether forwards may run in inference mode now.
         """
         self._model = weakref.ref(model)
         self._forward = forward
         self._supports_logits_to_keep = supports_logits_to_keep
-        self._linears = linears
+        self._layers = layers
         self._may_infer = may_infer
         self.configs = attention_configs(model)
 
@@ -175,7 +174,7 @@ class ModelRunner:
             inputs["logits_to_keep"] = rows
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if self._may_infer() else nullcontext()
-        with mode, paged_attention_scope(self.configs), self._linears.scope():
+        with mode, paged_attention_scope(self.configs), self._layers():
             output = self._forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
@@ -190,5 +189,5 @@ class ModelRunner:
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""
-        with self._linears.scope():
+        with self._layers():
             return self._forward(self.model, *args, **kwargs)

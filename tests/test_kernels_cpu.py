@@ -19,7 +19,7 @@ from torch import Tensor
 
 import hf_paged
 from hf_paged.attention_metadata import AttentionMetadata
-from hf_paged.kernels import backend, cpu, reference
+from hf_paged.kernels import backend, c_compiler, cpu, cpu_layers, reference
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -572,11 +572,16 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     """Nothing has been compiled or loaded yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    cpu.load.cache_clear()
-    cpu._temporary_folder.cache_clear()
+    for load in (cpu.load, cpu_layers.load, c_compiler._temporary_folder):
+        load.cache_clear()
     yield folder
-    cpu.load.cache_clear()
-    cpu._temporary_folder.cache_clear()
+    for load in (cpu.load, cpu_layers.load, c_compiler._temporary_folder):
+        load.cache_clear()
+
+
+def compiled(dtype: torch.dtype, head_dim: int) -> Path:
+    """The library for such a pool."""
+    return c_compiler._compile(cpu._SOURCE, {"HEAD_DIM": head_dim, "IS_BFLOAT16": int(dtype is BF16)})
 
 
 def compiler(folder: Path, script: bytes) -> str:
@@ -632,7 +637,7 @@ def test_generate_without_a_compiler(empty_cache: Path, monkeypatch: pytest.Monk
 
 def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path / "bin", b"exec sleep 60\n"))
-    monkeypatch.setattr(cpu, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(c_compiler, "COMPILE_SECONDS", 0.2)
     assert "TimeoutExpired" in str(cpu.load(F32, 16))
 
 
@@ -663,7 +668,7 @@ def test_no_place_for_a_cache(how: str, empty_cache: Path, monkeypatch: pytest.M
     if how == "a file is in the way":
         empty_cache.write_text("")
     elif how == "read-only":
-        monkeypatch.setattr(cpu.os, "access", _is_writable)
+        monkeypatch.setattr(c_compiler.os, "access", _is_writable)
     else:  # a container's user without an entry in /etc/passwd
         import pwd
 
@@ -674,7 +679,7 @@ def test_no_place_for_a_cache(how: str, empty_cache: Path, monkeypatch: pytest.M
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME", raising=False)
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
-    folder = Path(cpu._temporary_folder().name)
+    folder = Path(c_compiler._temporary_folder().name)
     assert [path.suffix for path in folder.iterdir()] == [".so"]
     assert not empty_cache.is_dir() or not list(empty_cache.rglob("*.so"))
     library = next(folder.iterdir())
@@ -692,7 +697,7 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def run(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(cpu.subprocess, "run", run)
+    monkeypatch.setattr(c_compiler.subprocess, "run", run)
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
     assert [path.suffix for path in (empty_cache / "hf_paged").iterdir()] == [".so"]
 
@@ -700,19 +705,19 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_a_library_depends_on(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another processor, another compiler, another type: another file."""
     monkeypatch.setattr(
-        cpu.subprocess, "run", lambda command, **kwargs: Path(command[-2 if "-lm" in command else -1]).touch()
+        c_compiler.subprocess, "run", lambda command, **kwargs: Path(command[-2 if "-lm" in command else -1]).touch()
     )
-    paths = [cpu._compile(F32, 16), cpu._compile(BF16, 16), cpu._compile(F32, 17)]
+    paths = [compiled(F32, 16), compiled(BF16, 16), compiled(F32, 17)]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    paths.append(cpu._compile(F32, 16))
+    paths.append(compiled(F32, 16))
     monkeypatch.setenv("CC", "clang -O1")
-    paths.append(cpu._compile(F32, 16))
+    paths.append(compiled(F32, 16))
     assert len(set(paths)) == len(paths)
 
 
 def test_a_damaged_library_is_compiled_anew(empty_cache: Path) -> None:
     """A full disk or a crash left half of it; nobody should be slow for ever."""
-    path = cpu._compile(F32, 16)
+    path = compiled(F32, 16)
     path.write_bytes(path.read_bytes()[:100])
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
 
@@ -720,7 +725,7 @@ def test_a_damaged_library_is_compiled_anew(empty_cache: Path) -> None:
 def _compile_at_once(barrier: Any, results: Any) -> None:
     barrier.wait(30)
     try:
-        results.put(str(cpu._compile(F32, 16)))
+        results.put(str(compiled(F32, 16)))
     except BaseException as error:
         results.put(repr(error))
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.utils import ModelOutput
 
 import hf_paged
@@ -574,10 +575,11 @@ def test_measuring(gain: float, monkeypatch: pytest.MonkeyPatch, calls: list[int
     known: dict[Any, bool] = {}
     measured: list[int] = []
 
-    def seconds(timed: list[Any]) -> dict[Any, float]:
-        measured.append(len(timed))
-        is_own = len(measured) % 2 == 1
-        return {kind: gain if is_own else 1.0 for kind, _ in timed}
+    def seconds(*series: list[tuple[Any, Callable[[], Tensor]]]) -> list[dict[Any, float]]:
+        own, other = series
+        assert len(own) == len(other)
+        measured.append(len(own))
+        return [{kind: gain for kind, _ in own}, {kind: 1.0 for kind, _ in other}]
 
     monkeypatch.setattr(packed_linears, "_IS_FASTER", known)
     monkeypatch.setattr(packed_linears, "_seconds", seconds)
@@ -656,14 +658,15 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 def modes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool]]:
     """Inference mode and grad mode of all forwards on the engine's thread."""
     found: set[tuple[bool, bool]] = set()
-    original = LlamaRMSNorm.forward
+    original = LlamaDecoderLayer.forward
 
-    def forward(self: Any, states: Tensor) -> Tensor:
+    @wraps(original)  # with its name, it passes for transformers' own
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread().name == "hf_paged":
             found.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-        return original(self, states)
+        return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
     return found
 
 
@@ -873,7 +876,8 @@ class KeepsInObject(KeepsAttribute):
 
 @pytest.mark.parametrize("cls", [KeepsAttribute, KeepsBuffer, KeepsInDict, KeepsInList, KeepsInObject])
 def test_architectures_that_keep_tensors(cls: type[LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.model_state._is_known", lambda module: True)  # as if they were transformers' own
+    # as if they were transformers' own
+    monkeypatch.setattr("hf_paged.model_state.is_library_code", lambda module: True)
     report = hf_paged.is_supported(make_llama(cls))
     assert report.traits is not None, report.reasons
     assert report.traits.runs_flat

@@ -1,51 +1,11 @@
 /* The paged operations on CPU: new keys and values to their slots, and attention of decode rows over block tables.
 
-   Compiled at first use by cpu.py, which defines HEAD_DIM and IS_BFLOAT16 and holds the same structs. The pool is
+   Compiled at first use for cpu.py, which defines HEAD_DIM and IS_BFLOAT16 and holds the same structs. The pool is
    [num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM]; offsets and strides count elements. Linked against
    no OpenMP runtime: torch has loaded one, whose threads these loops share. */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "cpu_element.h"
 
 #define TILE 16 /* tokens between two looks at the running maximum */
-
-#if IS_BFLOAT16
-typedef uint16_t element;
-
-static inline float to_float(element x) {
-  union { uint32_t bits; float value; } number = {(uint32_t)x << 16};
-  return number.value;
-}
-
-/* Rounds to the nearest, ties to even; a NaN stays one. */
-static inline element from_float(float x) {
-  union { float value; uint32_t bits; } number = {x};
-  if ((number.bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return (element)((number.bits + 0x7fff + ((number.bits >> 16) & 1)) >> 16);
-}
-#else
-typedef float element;
-
-static inline float to_float(element x) { return x; }
-static inline element from_float(float x) { return x; }
-#endif
-
-/* exp(x) for x <= 0 or NaN, within 2 ulp down to -87, where it stops: the polynomial and the two parts of log(2) are
-   Cephes' (expf.c). Written out so that loops over it are vectorised. */
-static inline float exp_negative(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  const float n = rintf(x * 1.44269504088896341f);
-  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
-  return p * power.value;
-}
 
 struct write {
   const element *key, *value; /* [num_tokens, num_kv_heads, HEAD_DIM], any strides of the first two */

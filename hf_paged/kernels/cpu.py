@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,22 +12,11 @@ from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import reference
-
-logger = logging.getLogger(__name__)
+from hf_paged.kernels.c_compiler import CompileError, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
-COMPILE_SECONDS = 60
 _SOURCE = Path(__file__).with_suffix(".c")
-# By what torch found (and ATEN_CPU_CAPABILITY may lower); for others, the compiler's default.
-_INSTRUCTIONS = {
-    "AVX2": ("-mavx2", "-mfma"),
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
-}
-# Sums may be reordered, which is what makes them vectors; infinities and NaN keep their meaning. Not -ffast-math: in a
-# library it makes denormals zero in the whole process. And short loops that copy stay loops, not calls of memcpy.
-_MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math")
-_LOOPS = ("-fno-tree-loop-distribute-patterns",)
 
 
 class _Write(ctypes.Structure):
@@ -157,71 +138,13 @@ def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
             return f"takes {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
         if head_dim > MAX_HEAD_DIM:
             return f"takes head dims up to {MAX_HEAD_DIM}, the model has {head_dim}"
-        kernels = CPUKernels(_library(dtype, head_dim))
+        kernels = CPUKernels(library(_SOURCE, HEAD_DIM=head_dim, IS_BFLOAT16=int(dtype is torch.bfloat16)))
         error = _error(kernels, dtype, head_dim)
         # Of a rounding more or less; what is wrong is wrong by half.
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2
         return kernels if error < tolerance else f"gives wrong results on this machine (error {error:.1e})"
-    except subprocess.CalledProcessError as error:
-        return f"does not compile here: {(error.stderr or '').strip()[:300]}"
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return f"can't be compiled here ({type(error).__name__}: {error})"
-
-
-def _library(dtype: torch.dtype, head_dim: int) -> ctypes.CDLL:
-    path = _compile(dtype, head_dim)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # cut off by a full disk, or from another system
-        path.unlink(missing_ok=True)
-        return ctypes.CDLL(str(_compile(dtype, head_dim)))
-
-
-def _compile(dtype: torch.dtype, head_dim: int) -> Path:
-    """Path of the shared library."""
-    compiler = shlex.split(os.environ.get("CC", "")) or [
-        next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), "cc")
-    ]
-    flags = (
-        *("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *_MATH, *_LOOPS),
-        *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
-        *(f"-DHEAD_DIM={head_dim}", f"-DIS_BFLOAT16={int(dtype is torch.bfloat16)}"),
-    )
-    key = hashlib.sha256(repr((_SOURCE.read_text(), compiler, flags, platform.machine())).encode()).hexdigest()[:20]
-    folder = _cache_folder()
-    library = folder / f"cpu-{key}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=folder) as build:
-        compiled, linked = Path(build, "cpu.o"), Path(build, "cpu.so")
-        # Two steps: asked to link with -fopenmp, the compiler would bring an OpenMP runtime of its own.
-        for command in (
-            [*compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled)],
-            [*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"],
-        ):
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
-            )
-        os.replace(linked, library)  # whole at any moment, whoever compiles beside us
-    return library
-
-
-def _cache_folder() -> Path:
-    """Where compiled kernels are kept; only for this process, if there is no such place."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_paged")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Not what somebody else has put there: it is code.
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            return folder
-    except (OSError, RuntimeError, AttributeError) as error:  # no home; no user ids
-        logger.info("hf_paged: compiled kernels are not kept: %s", error)
-    return Path(_temporary_folder().name)
-
-
-@lru_cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="hf_paged")
+    except CompileError as error:
+        return str(error)
 
 
 def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int) -> float:

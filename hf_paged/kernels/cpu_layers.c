@@ -1,0 +1,88 @@
+/* Layers between the matrix products, one pass over memory each: RMSNorm, the gate of gated MLPs, rotary embeddings.
+
+   Called by cpu_layers.py, which holds the same structs. Sums and products in float32; where the model's own code
+   rounds to the element type in between, so does this. Strides count elements. */
+#include "cpu_element.h"
+
+#define MIN_ELEMENTS 32768 /* below, a second thread costs more than it saves */
+
+struct rms_norm {
+  const element *input, *weight; /* [rows, dim], contiguous; [dim] */
+  element *output;               /* [rows, dim] */
+  int64_t rows, dim, num_threads;
+  int64_t rounds_first;          /* whether the normed row is rounded before it is multiplied by the weight */
+  float eps, offset;             /* offset: added to the weight */
+};
+
+void hf_paged_rms_norm(const struct rms_norm *a) {
+#pragma omp parallel for num_threads(a->num_threads) if (a->rows * a->dim >= MIN_ELEMENTS)
+  for (int64_t row = 0; row < a->rows; row++) {
+    const element *from = a->input + row * a->dim;
+    element *to = a->output + row * a->dim;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < a->dim; d++) sum += to_float(from[d]) * to_float(from[d]);
+    const float factor = 1.0f / sqrtf(sum / a->dim + a->eps);
+    if (a->rounds_first)
+      for (int64_t d = 0; d < a->dim; d++)
+        to[d] = from_float(to_float(from_float(to_float(from[d]) * factor)) * (to_float(a->weight[d]) + a->offset));
+    else
+      for (int64_t d = 0; d < a->dim; d++)
+        to[d] = from_float(to_float(from[d]) * factor * (to_float(a->weight[d]) + a->offset));
+  }
+}
+
+struct gate {
+  const element *gate, *up; /* [rows, dim], rows any distance apart */
+  element *output;          /* [rows, dim], contiguous */
+  int64_t rows, dim, gate_row, up_row, num_threads;
+  float linear, cubic;      /* the activation is x * sigmoid(linear * x + cubic * x^3) */
+};
+
+void hf_paged_gate(const struct gate *a) {
+#pragma omp parallel for num_threads(a->num_threads) if (a->rows * a->dim >= MIN_ELEMENTS)
+  for (int64_t row = 0; row < a->rows; row++) {
+    const element *gate = a->gate + row * a->gate_row, *up = a->up + row * a->up_row;
+    element *to = a->output + row * a->dim;
+    for (int64_t d = 0; d < a->dim; d++) {
+      const float x = to_float(gate[d]);
+      const float v = a->cubic == 0 ? a->linear * x : a->linear * x + a->cubic * x * x * x; /* 0 * inf would be NaN */
+      /* sigmoid(v) by the exponential that can't overflow */
+      const float e = exp_negative(v < 0 ? v : -v);
+      const float active = x * (v < 0 ? e : 1.0f) / (1.0f + e);
+      to[d] = from_float(to_float(from_float(active)) * to_float(up[d]));
+    }
+  }
+}
+
+struct rotary {
+  const element *input;     /* [tokens, heads, dim], any strides of the first two */
+  const element *cos, *sin; /* [tokens, rotary_dim], contiguous */
+  element *output;          /* [tokens, heads, dim], contiguous */
+  int64_t tokens, heads, dim, rotary_dim, input_token, input_head, num_threads;
+  int64_t interleaved;      /* whether element 2i is rotated with 2i + 1, or i with i + rotary_dim / 2 */
+  int64_t rounds;           /* whether both products are rounded before they are added */
+};
+
+static inline float added(float x, float y, int64_t rounds) {
+  return rounds ? to_float(from_float(x)) + to_float(from_float(y)) : x + y;
+}
+
+void hf_paged_rotary(const struct rotary *a) {
+  const int64_t half = a->rotary_dim / 2, step = a->interleaved ? 2 : 1, apart = a->interleaved ? 1 : half;
+#pragma omp parallel for num_threads(a->num_threads) if (a->tokens * a->heads * a->dim >= MIN_ELEMENTS)
+  for (int64_t token = 0; token < a->tokens; token++) {
+    const element *cos = a->cos + token * a->rotary_dim, *sin = a->sin + token * a->rotary_dim;
+    for (int64_t head = 0; head < a->heads; head++) {
+      const element *from = a->input + token * a->input_token + head * a->input_head;
+      element *to = a->output + (token * a->heads + head) * a->dim;
+      for (int64_t i = 0; i < half; i++) {
+        const int64_t first = i * step, second = first + apart;
+        const float x = to_float(from[first]), y = to_float(from[second]);
+        to[first] = from_float(added(x * to_float(cos[first]), -y * to_float(sin[first]), a->rounds));
+        to[second] = from_float(added(y * to_float(cos[second]), x * to_float(sin[second]), a->rounds));
+      }
+      for (int64_t i = a->rotary_dim; i < a->dim; i++) to[i] = from[i];
+    }
+  }
+}

@@ -1,0 +1,90 @@
+"""`ModuleCall`: another way to compute one of the model's modules, in the engine's forwards only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
+from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
+
+# Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
+_CALL = "_compiled_call_impl"
+
+
+class ModuleCall:
+    """Stands in for a module, on one thread, inside `calling`. By default one of a single input.
+
+    Attributes:
+        module: What it stands in for, and
+        own: its class's forward, as long as that is still the same.
+        thread_id: Whose forwards come here at the moment; on all other threads the module is as it was.
+    """
+
+    __slots__ = ("module", "own", "thread_id")
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.own = type(module).forward
+        self.thread_id: int | None = None
+
+    def takes(self, states: Tensor) -> bool:
+        """Whether this input can be computed here; else the module does it."""
+        raise NotImplementedError
+
+    def compute(self, states: Tensor) -> Tensor:
+        """What the module would return."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the module's forward."""
+        if len(args) == 1 and not kwargs and self.takes(args[0]):
+            return self.compute(args[0])
+        return self.module._call_impl(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the module's own call."""
+        if threading.get_ident() == self.thread_id and not has_hooks(self.module):
+            return self.forward(*args, **kwargs)
+        return self.module._call_impl(*args, **kwargs)
+
+
+@contextmanager
+def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
+    """Within it, forwards on this thread compute these modules the other way.
+
+    Not those that somebody else has given a forward of their own since.
+    """
+    taken = [call for call in calls if is_untouched(call.module) and type(call.module).forward is call.own]
+    thread_id = threading.get_ident()
+    try:
+        for call in taken:
+            call.thread_id = thread_id
+            call.module.__dict__[_CALL] = call
+        yield
+    finally:
+        for call in taken:
+            call.module.__dict__.pop(_CALL, None)
+            call.thread_id = None
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether nobody gave it a forward of its own (accelerate's hooks), compiled it, or is computing it our way now."""
+    return "forward" not in module.__dict__ and _CALL not in module.__dict__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at its forwards, or changes them."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS)
+
+
+def is_library_code(module: nn.Module) -> bool:
+    """Whether its forward is torch's or transformers': to be called for a trial, it does nothing but compute."""
+    kind = type(module)
+    return "forward" not in vars(module) and all(
+        name.partition(".")[0] in ("torch", "transformers")
+        for name in (kind.__module__, getattr(kind.forward, "__module__", ""))
+    )

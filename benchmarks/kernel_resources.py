@@ -30,7 +30,7 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_paged.kernels import copy_blocks, launch, paged_decode, paged_prefill, reshape_and_cache
+from hf_paged.kernels import copy_blocks, launch, paged_decode, paged_prefill, reshape_and_cache, triton_layers
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -147,6 +147,9 @@ def launches(case: Case, target: str) -> list[Launch]:
             (paged_prefill, "_prefill_kernel"),
             (reshape_and_cache, "_reshape_and_cache_kernel"),
             (copy_blocks, "_copy_blocks_kernel"),
+            (triton_layers, "_rms_norm_kernel"),
+            (triton_layers, "_gate_kernel"),
+            (triton_layers, "_rotary_kernel"),
         )
     }
     dtype, kv_heads = DTYPES[case.dtype], 8
@@ -160,6 +163,15 @@ def launches(case: Case, target: str) -> list[Launch]:
         if case.kernel == "copy":
             ids = on_meta(16, dtype=torch.int64)
             copy_blocks.copy_blocks(pool, ids, ids)
+        elif case.kernel == "layers":
+            layers, heads = triton_layers.TritonLayers(), kv_heads * case.group
+            wide, one = on_meta(1, 64, heads * case.head_dim, dtype=dtype), on_meta(64, case.head_dim, dtype=dtype)
+            for states in (wide, one):
+                layers.rms_norm(states, states[..., 0, :], 1e-5, 0.0, True)
+            layers.gate(wide, wide, 1.0, 0.0)
+            query, key = (on_meta(64, count, case.head_dim, dtype=dtype) for count in (heads, kv_heads))
+            layers.rotary(query, key, one, one, False, True)
+            layers.rotary(query, key, one, one, True, False)
         elif case.kernel == "write":
             states = on_meta(64, kv_heads, case.head_dim, dtype=dtype)
             scales = on_meta(32, 2, kv_heads, dtype=torch.float32) if case.pool not in DTYPES else None
@@ -227,6 +239,8 @@ def cases(target: str) -> Iterator[Case]:
                         yield Case(kernel, dtype, pool, head_dim, 16, 4, "", rows)
     for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
         yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
+    for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
+        yield Case("layers", dtype, dtype, head_dim, 16, 4, "", 0)
     for block_size in (8, 16, 256):
         yield Case("copy", "bf16", "bf16", 128, block_size, 1, "", 0)
 

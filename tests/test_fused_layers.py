@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from kernel_cases import repaired_interpreter
 from models import MODELS, build, random_ids
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -22,7 +24,14 @@ from hf_paged.fused_rotary import _Attention
 from hf_paged.kernels import cpu_layers
 
 F32, BF16 = torch.float32, torch.bfloat16
+F16 = torch.float16
 DTYPES = (F32, BF16)
+# Each of the kernels with its dtypes
+KERNELS = [
+    *(("c", dtype) for dtype in DTYPES),
+    *(("triton", dtype) for dtype in (*DTYPES, F16)),
+    *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in (*DTYPES, F16)),
+]
 CPU = torch.device("cpu")
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 IDS = random_ids(2, 7)
@@ -31,102 +40,130 @@ OTHER_ROTARIES = ("gpt_oss", "gptj", "codegen")  # half a cosine, and one tensor
 pytestmark = pytest.mark.timeout(120)
 
 
-def kernels(dtype: torch.dtype) -> Any:
-    loaded = cpu_layers.load(dtype)
-    assert isinstance(loaded, cpu_layers.CPULayers), loaded
-    return loaded
+@contextmanager
+def kernels(dtype: torch.dtype, kind: str = "c") -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
+    """The kernels in C, or Triton's, interpreted or on a GPU; and how tensors get there."""
+    if kind == "c":
+        loaded = cpu_layers.load(dtype)
+        assert isinstance(loaded, cpu_layers.CPULayers), loaded
+        yield loaded, lambda tensor: tensor
+        return
+    from hf_paged.kernels.triton_layers import TritonLayers
+
+    with nullcontext() if kind == "gpu" else repaired_interpreter():
+        yield TritonLayers(), lambda tensor: tensor.to("cuda" if kind == "gpu" else "cpu")
 
 
 def assert_close(result: Tensor, truth: Tensor) -> None:
     """As near as rounding once or twice to the result's dtype allows, element by element; NaN where it is the truth."""
-    relative = 4e-6 if result.dtype is F32 else 2.0**-7
-    torch.testing.assert_close(result.double(), truth.double(), rtol=relative, atol=1e-7, equal_nan=True)
+    relative = {F32: 4e-6, BF16: 2.0**-7, F16: 2.0**-10}[result.dtype]
+    absolute = 1e-6 if result.dtype is F16 else 1e-7
+    torch.testing.assert_close(result.cpu().double(), truth.double(), rtol=relative, atol=absolute, equal_nan=True)
 
 
 # Numbers
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), KERNELS)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 5, 16), (1, 64, 768), (0, 8)], ids=str)
 @pytest.mark.parametrize(("offset", "rounds_first"), fused_layers.NORMS)
-def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], offset: float, rounds_first: bool) -> None:
+def test_rms_norm(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: float, rounds_first: bool) -> None:
     states = (torch.randn(shape) * torch.logspace(-3, 2, shape[-2])[:, None]).to(dtype)
     weight = torch.randn(shape[-1]).to(dtype)
-    result = kernels(dtype).rms_norm(states, weight, 1e-5, offset, rounds_first)
+    with kernels(dtype, kind) as (layers, there):
+        result = layers.rms_norm(there(states), there(weight), 1e-5, offset, rounds_first)
     wide = states.double()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
     assert result.shape == shape and result.dtype is dtype
     assert_close(result, normed * (weight.double() + offset))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm_of_what_is_no_number(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), KERNELS)
+def test_rms_norm_of_what_is_no_number(kind: str, dtype: torch.dtype) -> None:
     states = torch.ones(4, 24, dtype=dtype)
     states[0] = 0
     states[1, 3] = torch.nan
     states[2, 5] = torch.inf
-    result = kernels(dtype).rms_norm(states, torch.ones(24, dtype=dtype), 1e-5, 0.0, True)
+    with kernels(dtype, kind) as (layers, there):
+        result = layers.rms_norm(there(states), there(torch.ones(24, dtype=dtype)), 1e-5, 0.0, True)
     assert (result[0] == 0).all() and result[1].isnan().all() and result[2, 5].isnan()
     assert_close(result[3], torch.ones(24) * (1 + 1e-5) ** -0.5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 7), (1, 5, 160), (1, 33, 1024)], ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), KERNELS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 7), (1, 5, 160), (1, 33, 1100)], ids=str)
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(approximate="tanh"), lambda x: x * torch.sigmoid(1.702 * x)])
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_gate(
-    dtype: torch.dtype, shape: tuple[int, ...], activation: Callable[[Tensor], Tensor], is_joined: bool
+    kind: str, dtype: torch.dtype, shape: tuple[int, ...], activation: Callable[[Tensor], Tensor], is_joined: bool
 ) -> None:
     joined = (8 * torch.randn(*shape[:-1], 2 * shape[-1])).to(dtype)
-    gate, up = joined.chunk(2, dim=-1) if is_joined else (part.contiguous() for part in joined.chunk(2, dim=-1))
     coefficients = next(c for c in ACTIVATIONS if fused_layers._computes(activation, c))
-    result = kernels(dtype).gate(gate, up, *coefficients)
+    with kernels(dtype, kind) as (layers, there):
+        parts = there(joined).chunk(2, dim=-1)
+        result = layers.gate(*(parts if is_joined else (part.contiguous() for part in parts)), *coefficients)
     assert result.is_contiguous()
-    assert_close(result, activation(gate.double()) * up.double())
+    gate, up = joined.double().chunk(2, dim=-1)
+    # float16 has no number for exp(-20)
+    torch.testing.assert_close(
+        result.cpu().double(), activation(gate) * up, rtol={F32: 1e-5, BF16: 2.0**-7, F16: 2.0**-9}[dtype], atol=1e-6
+    )
 
 
-def test_gate_at_the_ends() -> None:
+@pytest.mark.parametrize("kind", ["c", "triton", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter
+def test_gate_at_the_ends(kind: str) -> None:
     gate = torch.tensor([[0.0, -0.0, 100.0, -100.0, 1e30, -1e30, torch.inf, torch.nan, 20.0, -20.0]])
     up = torch.full_like(gate, 2.0)
-    result = kernels(F32).gate(gate, up, 1.0, 0.0)
-    expected = nn.functional.silu(gate) * up
-    assert_close(result, expected)
+    with kernels(F32, kind) as (layers, there):
+        result = layers.gate(there(gate), there(up), 1.0, 0.0)
+    assert_close(result, nn.functional.silu(gate) * up)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), KERNELS)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [16, 8, 2])
-@pytest.mark.parametrize("tokens", [1, 5, 300])
-def test_rotary(dtype: torch.dtype, interleaved: bool, rotary_dim: int, tokens: int) -> None:
-    states = torch.randn(3, tokens, 16).to(dtype).transpose(0, 1)  # strided as a layer hands them over
+@pytest.mark.parametrize("rotary_dim", [24, 8, 2])
+@pytest.mark.parametrize("tokens", [1, 5, 50])
+def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, tokens: int) -> None:
+    query = torch.randn(7, tokens, 24).to(dtype).transpose(0, 1)  # strided as a layer hands them over
+    key = torch.randn(tokens, 2, 24).to(dtype)
     cos, sin = torch.randn(tokens, rotary_dim).to(dtype), torch.randn(tokens, rotary_dim).to(dtype)
-    result = kernels(dtype).rotary(states, cos, sin, interleaved, False)
-    wide, rest = states.double()[..., :rotary_dim], states.double()[..., rotary_dim:]
-    if interleaved:
-        turned = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
-    else:
-        turned = torch.cat((-wide[..., rotary_dim // 2 :], wide[..., : rotary_dim // 2]), dim=-1)
-    truth = torch.cat((wide * cos.double()[:, None] + turned * sin.double()[:, None], rest), dim=-1)
-    torch.testing.assert_close(result.double(), truth, rtol=2.0**-7 if dtype is BF16 else 1e-5, atol=1e-6)
+    with kernels(dtype, kind) as (layers, there):
+        results = layers.rotary(there(query), there(key), there(cos), there(sin), interleaved, False)
+    for result, states in zip(results, (query, key), strict=True):
+        wide, rest = states.double()[..., :rotary_dim], states.double()[..., rotary_dim:]
+        if interleaved:
+            turned = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
+        else:
+            turned = torch.cat((-wide[..., rotary_dim // 2 :], wide[..., : rotary_dim // 2]), dim=-1)
+        truth = torch.cat((wide * cos.double()[:, None] + turned * sin.double()[:, None], rest), dim=-1)
+        relative = {F32: 1e-5, BF16: 2.0**-7, F16: 2.0**-9}[dtype]
+        torch.testing.assert_close(result.cpu().double(), truth, rtol=relative, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("triton", F32), ("triton", BF16)])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "phi3"])
+def test_triton_rounds_where_the_models_do(kind: str, dtype: torch.dtype, name: str) -> None:
+    """What is found on CPU with the kernels in C is found with Triton's, too."""
+    model = build(name).to(dtype)
+    expected = [(type(call), call.module) for call in _find(model, dtype, CPU)]
+    with kernels(dtype, kind) as (layers, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_layers, "layer_kernels", lambda dtype, device: layers)
+        assert [(type(call), call.module) for call in _find(model, dtype, CPU)] == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_change_nothing(dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     states, weight = torch.randn(96, 512).to(dtype), torch.randn(512).to(dtype)
+    heads, cos, sin = states.view(96, 8, 64), states[:, :64].contiguous(), states[:, 64:128].contiguous()
     results = []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            results.append(
-                (
-                    kernels(dtype).rms_norm(states, weight, 1e-5, 0.0, True),
-                    kernels(dtype).gate(states, states, 1.0, 0.0),
-                    kernels(dtype).rotary(
-                        states.view(96, 8, 64), states[:, :64].contiguous(), states[:, 64:128].contiguous(), False, True
-                    ),
-                )
-            )
+            with kernels(dtype) as (layers, _):
+                norm, gate = layers.rms_norm(states, weight, 1e-5, 0.0, True), layers.gate(states, states, 1.0, 0.0)
+                results.append((norm, gate, *layers.rotary(heads, heads, cos, sin, False, True)))
     finally:
         torch.set_num_threads(before)
     for one, three in zip(*results, strict=True):
@@ -279,8 +316,8 @@ def test_it_is_used_in_the_engines_forwards_only(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(model.generate(IDS, **GREEDY), expected)
     layers = len(model.model.layers)
     # the first forward also tries them out
-    assert used[-(2 * layers + 1 + layers + 2 * layers) :].count("rms_norm") == 2 * layers + 1
-    assert used.count("gate") >= 6 * layers and used.count("rotary") >= 6 * 2 * layers
+    assert used[-(4 * layers + 1) :].count("rms_norm") == 2 * layers + 1
+    assert used.count("gate") >= 6 * layers and used.count("rotary") >= 6 * layers
     used.clear()
     model(IDS, labels=IDS).loss.backward()  # training
     with torch.no_grad():
@@ -405,7 +442,7 @@ def test_what_attention_looks_up_is_the_modules_own(monkeypatch: pytest.MonkeyPa
 def test_rotary_calls_of_another_kind(arguments: dict[str, Any]) -> None:
     """They go to the function itself."""
     own = modeling_llama.apply_rotary_pos_emb
-    rotary = fused_rotary._Rotary(vars(modeling_llama), kernels(F32), False, True)
+    rotary = fused_rotary._Rotary(vars(modeling_llama), cpu_layers.load(F32), False, True)
     batch, dtype = arguments.pop("batch", 1), arguments.pop("dtype", F32)
     shape = (batch, 5, 3, 16) if arguments else (batch, 3, 5, 16)
     q, k = torch.randn(shape), torch.randn(shape)
@@ -415,7 +452,7 @@ def test_rotary_calls_of_another_kind(arguments: dict[str, Any]) -> None:
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_layers, "load", lambda dtype: "can't be compiled here")
+    monkeypatch.setattr(fused_layers, "layer_kernels", lambda dtype, device: "can't be compiled here")
     model = hf_paged.patch(build("llama"), num_blocks=64)
     assert torch.equal(model.generate(IDS, **GREEDY), build("llama").generate(IDS, **GREEDY))
     assert model.paged._fused._calls == []

@@ -30,7 +30,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "--target",
         *TARGETS,
     ]
-    only = ("decode bf16 bf16 d128 b16 g4 m16 window+", "prefill bf16 e4m3 d128 b16 g1", "write bf16 e4m3 d80", "copy")
+    only = ("decode bf16 bf16 d128 b16 g4 m16 window+", "prefill bf16 e4m3 d128 b16 g1", "write bf16 e4m3 d80", "layers bf16 bf16 d128", "copy")
     result = subprocess.run(
         [*command, "--only", *only],
         env=environment | {"PYTHONPATH": str(ROOT)},
@@ -46,6 +46,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> None:
     """Would break: a kernel that only the interpreter understands."""
     names = {"decode", "decode, split", "combine", "prefill", "reshape_and_cache", "copy_blocks"}
+    names |= {"rms_norm", "gate", "rotary"}
     assert {(row["kernel"], row["target"]) for row in kernels} == {(n, t) for n in names for t in TARGETS}
 
 

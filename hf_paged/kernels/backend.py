@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionMetadata
-from hf_paged.kernels import cpu, reference
+from hf_paged.kernels import cpu, cpu_layers, reference
+from hf_paged.kernels.cpu_layers import CPULayers
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backend
     from hf_paged.kernels.ops import Partials
+    from hf_paged.kernels.triton_layers import TritonLayers
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +252,29 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
     if reason:
         logger.info("hf_paged: plain torch attends on %s, since Triton %s", kv_cache.device, reason)
     return TritonBackend(kv_cache) if wants_triton and not reason else TorchBackend(kv_cache)
+
+
+def layer_kernels(dtype: torch.dtype, device: torch.device) -> CPULayers | TritonLayers | str:
+    """The kernels for what lies between a model's matrix products, or why there are none.
+
+    Args:
+        dtype: Of the model.
+        device: Of the model.
+    """
+    if device.type == "cpu":
+        return cpu_layers.load(dtype)
+    if device.type != "cuda":
+        return f"need a CPU, a CUDA or a ROCm device, the model is on {device}"
+    if dtype not in HALF_OR_SINGLE:
+        return f"compute in float32 and half precision, the model is in {dtype}"
+    if importlib.util.find_spec("triton") is None:
+        return "need the triton package (pip install hf-paged[gpu]), which is not installed"
+    reason = _launch_failure(device)
+    if reason:
+        return reason
+    from hf_paged.kernels.triton_layers import TritonLayers
+
+    return TritonLayers()
 
 
 def _cpu_kernels(kv_cache: Tensor, dtype: torch.dtype) -> cpu.CPUKernels | str:

@@ -103,19 +103,25 @@ class CPULayers:
         self._gate(ctypes.addressof(arguments))
         return output
 
-    def rotary(self, states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool) -> Tensor:
+    def rotary(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool
+    ) -> tuple[Tensor, Tensor]:
         """Rotates pairs of the first `rotary_dim` elements of each head: `x * cos - y * sin`, `y * cos + x * sin`.
 
         Args:
-            states: `[tokens, heads, dim]`, the last dimension contiguous.
+            query: `[tokens, heads, dim]`, the last dimension contiguous.
+            key: Like `query`, of any number of heads.
             cos: `[tokens, rotary_dim]` of the same dtype, contiguous.
             sin: Like `cos`.
             interleaved: Whether pairs are neighbours, or half a `rotary_dim` apart.
             rounds: Whether both products are rounded to the dtype before they are added.
 
         Returns:
-            `[tokens, heads, dim]`, contiguous.
+            Rotated query and key, contiguous.
         """
+        return self._rotate(query, cos, sin, interleaved, rounds), self._rotate(key, cos, sin, interleaved, rounds)
+
+    def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool) -> Tensor:
         tokens, heads, dim = states.shape
         output = torch.empty(states.shape, dtype=states.dtype, device=states.device)
         arguments = _Rotary(

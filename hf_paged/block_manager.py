@@ -311,7 +311,10 @@ class BlockManager:
                 else:
                     self.pool.drop_hash(last)
             num_new = self._new_blocks(table, n)
-            if num_new:
+            if num_new == 1:  # a decode: no list is made for it
+                table.blocks.append(next(fresh))
+                self.log.add("allocated", seq_id, table.blocks[-1])
+            elif num_new:
                 new = list(islice(fresh, num_new))
                 table.blocks += new
                 self.log.add("allocated", seq_id, new)
@@ -588,7 +591,7 @@ class BlockManager:
         blocks = self.pool.allocate(n)
         evicted = self.pool.num_evictions - num_evictions
         if evicted:  # cached blocks are the last that the pool hands out
-            self.log.add("evicted", None, blocks[-evicted:])
+            self.log.add_for_group("evicted", None, blocks[-evicted:])
         return blocks
 
     def _release(self, seq_id: int, table: BlockTable, blocks: list[int]) -> None:

@@ -707,7 +707,7 @@ class Scheduler:
 
     def undo(self, output: SchedulerOutput) -> None:
         """Takes back the slots of a step that failed. Its copies must have been executed."""
-        self._log.add("undone", None, len(output.chunks))
+        self._log.add_for_group("undone", None, len(output.chunks))
         for sequence, start, _ in output.chunks:
             self._manager.crop(sequence.seq_id, start)
             self._in_flight.discard(sequence.group.arrival)

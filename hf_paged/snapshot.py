@@ -20,13 +20,13 @@ class Snapshot:
         facts: Single numbers.
         cells: Ref count and hash of each block.
         groups: The live groups, spelled out.
-        events: The newest events.
+        events: The newest events, and the id of the first of them.
     """
 
     facts: dict[str, Any]
     cells: list[tuple[int, bytes | None]]
     groups: list[dict[str, Any]]
-    events: list[Event]
+    events: tuple[int, list[Event]]
 
     @classmethod
     def take(cls, pool: KVPool, since: int, **facts: Any) -> Snapshot:
@@ -58,7 +58,7 @@ class Snapshot:
                 str(status): [group["id"] for group in self.groups if group["status"] == status]
                 for status in SequenceStatus
             },
-            "events": as_dicts(self.events),
+            "events": as_dicts(*self.events),
         }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.errors import OutOfBlocksError
-from hf_paged.event_log import Event
+from hf_paged.event_log import Event, as_dicts
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kv_pool import KVPool
 from hf_paged.openmp import rest_threads
@@ -112,7 +112,7 @@ class _Ticket:
     """Permission for one step while the worker is paused; whoever uses it leaves the step's event."""
 
     def __init__(self) -> None:
-        self.event: Event | None = None
+        self.event: tuple[int, Event] | None = None
 
 
 class StepWorker:
@@ -366,7 +366,7 @@ class StepWorker:
                 with self._step_lock, self._pool.lock:  # a step that uses it is over then
                     if ticket in self._tickets:
                         self._tickets.remove(ticket)
-        return None if ticket.event is None else ticket.event.as_dict()
+        return None if ticket.event is None else as_dicts(ticket.event[0], ticket.event[1:])[0]
 
     @contextmanager
     def _using(self, ticket: _Ticket | None) -> Iterator[None]:
@@ -606,9 +606,9 @@ class StepWorker:
             self._running.remove(step)
             pool.scheduler.update(step)
             self._token_limit = None
-            event = self.count_step(step.chunks, step.is_stalled)
+            self.count_step(step.chunks)
             self._deliver(step, logits, targets)
-            event["seconds"] = time.perf_counter() - started
+            self.note_step(step.chunks, time.perf_counter() - started, step.is_stalled)
             self.condition.notify_all()
         if num_tokens > 4 * len(step.chunks):
             pool.cost.note_prefill(num_tokens, time.perf_counter() - started)
@@ -722,38 +722,36 @@ class StepWorker:
                 with self._pool.lock:
                     owner.fail(own_error)
 
-    def count_step(self, chunks: list[ScheduledChunk], is_stalled: bool = False) -> dict[str, Any]:
-        """Books a model step that was run. The pool's lock is held.
+    def count_step(self, chunks: list[ScheduledChunk]) -> None:
+        """Books a model step that computed these chunks. The pool's lock is held."""
+        self.num_steps += 1
+        self.num_prefill_tokens += sum([chunk.num_tokens for chunk in chunks]) - len(chunks)
+        self._pool.record_peak()
+        self._pool.log.step = self.num_steps
+
+    def note_step(self, chunks: list[ScheduledChunk], seconds: float, is_stalled: bool = False) -> None:
+        """Puts the step that was just counted, with all that it led to, into the log. The pool's lock is held.
 
         Args:
             chunks: What was computed.
+            seconds: How long it took.
             is_stalled: The first waiting group did not fit.
-
-        Returns:
-            What its event says, to put its `seconds` in.
         """
-        scheduler, manager = self._pool.scheduler, self._pool.manager
-        named = [(sequence.group.arrival, sequence.seq_id, start, count) for sequence, start, count in chunks]
-        num_tokens, num_seqs = sum([chunk[3] for chunk in named]), len(chunks)
+        scheduler = self._pool.scheduler
+        num_tokens = sum([chunk.num_tokens for chunk in chunks])
         num_decode = sum([count == 1 and start >= sequence.num_prompt_tokens for sequence, start, count in chunks])
-        self.num_steps += 1
-        self.num_prefill_tokens += num_tokens - num_seqs
-        self._pool.record_peak()
-        values = {
-            "num_seqs": num_seqs,
-            "num_tokens": num_tokens,
-            "num_decode": num_decode,
-            "num_prefill_tokens": num_tokens - num_decode,
-            "seconds": 0.0,
-            "chunks": named,
-            "num_waiting": scheduler.num_waiting,
-            "num_swapped": scheduler.num_swapped,
-            "is_stalled": is_stalled,
-            "num_free_blocks": manager.pool.num_free,
-        }
-        self._pool.log.step = self.num_steps
-        self._pool.log.add_step(values)
-        return values
+        self._pool.log.add_step(
+            num_seqs=len(chunks),
+            num_tokens=num_tokens,
+            num_decode=num_decode,
+            num_prefill_tokens=num_tokens - num_decode,
+            seconds=seconds,
+            chunks=[(sequence.group.arrival, sequence.seq_id, start, count) for sequence, start, count in chunks],
+            num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_swapped,
+            is_stalled=is_stalled,
+            num_free_blocks=self._pool.manager.pool.num_free,
+        )
 
 
 def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:

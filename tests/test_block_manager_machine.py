@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from event_ledger import Ledger
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -67,6 +68,7 @@ class World:
         self.num_operations = 0
         self.query_tokens = self.hit_tokens = 0
         self.last_query = (0, 0)
+        self.ledger = Ledger()
         self._old_tables: dict[int, list[int]] = {}  # of sequences that a swap-out is still to release, as they were
         self.events: Counter[str] = Counter()
 
@@ -383,6 +385,7 @@ class World:
     def check(self) -> None:
         manager, size = self.manager, self.block_size
         manager.check_invariants()
+        self.ledger.follow(manager)
         assert manager.sequences() == list(self.models)
         stored: set[tuple[int, int]] = set()
         swapped: set[int] = set()

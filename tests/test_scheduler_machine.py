@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
+from event_ledger import Ledger
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -131,6 +132,7 @@ class World:
             self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
         )
         self.events = self.scheduler.events = Counter()
+        self.ledger = Ledger()
         self.pool = self.manager.pool
         self.block_size = block_size
         self.budget = budget
@@ -545,6 +547,7 @@ class World:
     def check(self) -> None:
         """The whole state, between steps."""
         self.manager.check_invariants()
+        self.ledger.follow(self.manager)
         for row in self.rows.values():
             sequence = row.sequence
             assert sequence.num_tokens == len(row.inputs)

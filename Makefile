@@ -1,6 +1,7 @@
 # Everyday commands; `make help` lists them. Needs Python 3.11 - 3.13, make and git; everything else goes into .venv.
 #
 #   make run ARGS="--limit 4 --stream"      arguments for the command
+#   make demo ARGS="--model Qwen/Qwen3-0.6B"
 #   make test T=tests/test_cli.py           some tests only
 #   make venv PIP_ARGS="--index-url ..."    arguments for every pip install (a CPU-only torch, a mirror)
 #   make test PYTHON=python3.12             another interpreter for a new .venv
@@ -23,7 +24,7 @@ T ?= tests
 # (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
 NOT_CORE := tests/test_cli.py tests/test_examples.py tests/test_benchmarks.py tests/test_soak.py tests/test_config.py \
     $(wildcard tests/test_block_*.py tests/test_scheduler*.py) $(wildcard tests/test_kernels_*.py) tests/test_kv_cache.py \
-    tests/test_swap_space.py tests/test_attention_metadata.py
+    tests/test_swap_space.py tests/test_attention_metadata.py $(wildcard tests/test_demo*.py)
 
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
@@ -74,6 +75,10 @@ $(VENV_OLD)/.installed-test: pyproject.toml constraints-5.17.txt | $(VENV_OLD)/b
 run: $(VENV)/.installed ## generate with and without hf_paged, compare: make run ARGS="--limit 4"
 	@$(PY) -m hf_paged run $(ARGS)
 
+.PHONY: demo
+demo: $(VENV)/.installed-demo ## watch the paged cache work, in a browser: make demo ARGS="--model ..."
+	@$(PY) -m demo $(ARGS)
+
 .PHONY: venv
 venv: $(VENV)/.installed-dev ## make .venv with everything that the tests and tools need
 
@@ -84,6 +89,11 @@ test: $(VENV)/.installed-dev ## all CPU tests
 .PHONY: test-slow
 test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) $(T)
+
+# BROWSER: the Chromium or Chrome to drive; by default the first one that is installed.
+.PHONY: test-browser
+test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to be installed
+	$(TEST_ENV) $(if $(BROWSER),BROWSER=$(BROWSER)) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(T)
 
 .PHONY: test-5.17
 test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported transformers, in .venv-5.17

@@ -1,0 +1,1 @@
+"""The demo: watch the paged cache of hf_paged work (`make demo`, or `python -m demo`)."""

@@ -1,0 +1,115 @@
+"""`Pacer`: full speed, slow motion, or paused and one step at a time, over `engine.pause/resume/step`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hf_paged
+
+FULL_SPEED = 0.0
+IDLE_SECONDS = 0.05  # between two looks whether there is something to do, in slow motion
+
+
+class Pacer:
+    """How fast the engine's steps follow each other.
+
+    A small model is done before a person has seen anything. In slow motion the engine is paused, and a thread here has
+    it run one step at a time, so many a second.
+    """
+
+    def __init__(self, engine: Callable[[], hf_paged.Engine]) -> None:
+        """Starts at full speed.
+
+        Args:
+            engine: Looks the engine up, which may be another one each time.
+        """
+        self._engine = engine
+        self._lock = threading.RLock()  # whoever steps, pauses or resumes
+        self._woken = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self.steps_per_second = FULL_SPEED
+        self.is_paused = False
+
+    def set_speed(self, steps_per_second: float) -> None:
+        """Slow motion with so many steps a second, or `FULL_SPEED`."""
+        with self._lock:
+            self.steps_per_second = steps_per_second
+            self._apply()
+
+    def pause(self) -> None:
+        """No step runs until `resume`, but for `step`."""
+        with self._lock:
+            self.is_paused = True
+            self._apply()
+
+    def resume(self) -> None:
+        """Goes on, at the speed that is set."""
+        with self._lock:
+            self.is_paused = False
+            self._apply()
+
+    def step(self) -> dict[str, Any] | None:
+        """Runs one step of a paused engine; its event, or `None` if there was nothing to do.
+
+        Raises:
+            RuntimeError: It isn't paused.
+        """
+        with self._lock:
+            if not self.is_paused:
+                raise RuntimeError("the engine is not paused")
+            return self._engine().step()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it nobody steps, and the engine may be replaced; afterwards it is paused, or not, as before."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._apply()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """Full speed for ever."""
+        with self._lock:
+            self._is_closed = True
+            self.is_paused, self.steps_per_second = False, FULL_SPEED
+            self._apply()
+        self._woken.set()
+
+    def _apply(self) -> None:
+        engine = self._engine()
+        if self.is_paused or self.steps_per_second:
+            engine.pause()
+        else:
+            engine.resume()
+        if self.steps_per_second and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="demo-pacer", daemon=True)
+            self._thread.start()
+        self._woken.set()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            with self._lock:
+                if self._is_closed or not self.steps_per_second:
+                    self._thread = None
+                    return
+                has_stepped = not self.is_paused and self._engine().step() is not None
+                seconds = 1 / self.steps_per_second
+            if has_stepped:
+                # On time on average; after a long step the time lost is not made up for.
+                due = max(due + seconds, time.monotonic())
+                time.sleep(due - time.monotonic() if due > time.monotonic() else 0)
+            else:
+                self._woken.wait(IDLE_SECONDS)
+                self._woken.clear()
+                due = time.monotonic()

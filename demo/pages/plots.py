@@ -1,0 +1,77 @@
+"""The tab of plots over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import gradio as gr
+import pandas as pd
+
+from demo.history import Sample
+from demo.hub import Hub, Picture
+from demo.pages.viewer import Viewer
+
+SHOWN_SECONDS = 90
+NOTHING = Sample(0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0)
+COLORS = {"running": "#0072b2", "waiting": "#e69f00", "swapped": "#cc79a7"}
+
+
+def plots_page(hub: Hub, tab: str) -> Viewer:
+    """Builds the tab of this name."""
+    empty = plot_data([NOTHING])  # a plot learns its colours from what it shows first
+    with gr.Row():
+        speed = _plot(empty[0], "tokens/s", "Tokens a second", elem_id="plot-speed")
+        queues = _plot(
+            empty[1], "sequences", "Running, waiting, swapped", color="queue", color_map=COLORS, elem_id="plot-queues"
+        )
+    with gr.Row():
+        pool = _plot(empty[2], "% of the pool", "Pool in use", y_lim=[0, 100], elem_id="plot-pool")
+        hits = _plot(empty[3], "% of tokens", "Prompt tokens from the cache", y_lim=[0, 100], elem_id="plot-hits")
+
+    def values(_: Picture) -> list[Any]:
+        return plot_data(list(hub.history.samples))
+
+    return Viewer(tab, [speed, queues, pool, hits], values, every=4)
+
+
+def _plot(value: pd.DataFrame, y: str, title: str, **kwargs: Any) -> gr.LinePlot:
+    return gr.LinePlot(
+        value,
+        x="seconds ago",
+        y=y,
+        title=title,
+        height=240,
+        x_lim=[-SHOWN_SECONDS, 0],
+        min_width=300,
+        buttons=[],
+        **kwargs,
+    )
+
+
+def plot_data(samples: Iterable[Sample]) -> list[pd.DataFrame]:
+    """What the four plots show: each sample's age in seconds, below 0, and its numbers."""
+    samples = list(samples)
+    now = samples[-1].time if samples else 0.0
+    samples = [sample for sample in samples if now - sample.time <= SHOWN_SECONDS]
+    ages = [round(sample.time - now, 2) for sample in samples]
+    queues = [
+        (age, name, float(getattr(sample, name))) for name in COLORS for age, sample in zip(ages, samples, strict=True)
+    ]
+    hits = [
+        (age, 100 * sample.hit_rate) for age, sample in zip(ages, samples, strict=True) if sample.hit_rate is not None
+    ]
+    return [
+        _frame({"tokens/s": [sample.tokens_per_second for sample in samples]}, ages),
+        _frame(
+            {"queue": [name for _, name, _ in queues], "sequences": [n for *_, n in queues]},
+            [age for age, *_ in queues],
+        ),
+        _frame({"% of the pool": [100 * sample.pool_use for sample in samples]}, ages),
+        _frame({"% of tokens": [rate for _, rate in hits]}, [age for age, _ in hits]),
+    ]
+
+
+def _frame(columns: dict[str, list[Any]], ages: list[float]) -> pd.DataFrame:
+    types = {name: "str" if name == "queue" else "float64" for name in columns}
+    return pd.DataFrame({"seconds ago": ages} | columns).astype({"seconds ago": "float64"} | types)

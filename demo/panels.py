@@ -1,0 +1,102 @@
+"""Small panels that the browser draws as text: gauges, texts side by side, tables that change, notes.
+
+As the views of `views.py`: a `gr.HTML` whose value is plain data, and nothing in it is ever markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import gradio as gr
+
+from demo.hub import Picture
+from demo.views import STATIC, clean_text
+
+MAX_TEXT = 8000  # characters of a text
+
+
+def Gauges(**kwargs: Any) -> gr.HTML:
+    """The header's gauges. Its value is made by `gauges_value`."""
+    return _panel("gauges", kwargs)
+
+
+def Cards(**kwargs: Any) -> gr.HTML:
+    """Texts side by side. Its value is made by `cards_value`."""
+    return _panel("cards", kwargs)
+
+
+def Table(**kwargs: Any) -> gr.HTML:
+    """A table that changes. Its value is made by `table_value`."""
+    return _panel("table", kwargs)
+
+
+def Notes(**kwargs: Any) -> gr.HTML:
+    """Notes, one below the other. Its value is made by `notes_value`."""
+    return _panel("notes", kwargs)
+
+
+def _panel(name: str, kwargs: dict[str, Any]) -> gr.HTML:
+    folder = STATIC / "panels"
+    return gr.HTML(
+        **{"elem_classes": ["kv-html"], "show_label": False} | kwargs,
+        html_template=f'<div class="kv-view kv-view-{name}"></div>',
+        css_template=_read(STATIC / "shared.css", folder / f"{name}.css"),
+        js_on_load=_read(STATIC / "shared.js", folder / f"{name}.js"),
+        apply_default_css=False,
+    )
+
+
+def _read(*files: Any) -> str:
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def gauges_value(picture: Picture) -> dict[str, Any]:
+    """What `Gauges` draws: blocks held and cached of how many, and gauges `[name, text]`."""
+    blocks, stats, last = picture.snapshot["blocks"], picture.stats, picture.last
+    hit_rate = last.hit_rate if last is not None else None
+    return {
+        "num_blocks": len(blocks) or stats.num_blocks,
+        "held": sum(count > 0 for count in blocks),
+        "cached": sum(count < 0 for count in blocks),
+        "gauges": [
+            ["running", f"{stats.num_running:,}"],
+            ["waiting", f"{stats.num_waiting:,}"],
+            ["swapped", f"{stats.num_swapped:,}"],
+            ["tokens/s", f"{last.tokens_per_second:,.0f}" if last is not None else "0"],
+            ["prefix hits", "–" if hit_rate is None else f"{hit_rate:.0%}"],
+            ["preemptions", f"{stats.num_preemptions:,}"],
+        ],
+    }
+
+
+def cards_value(cards: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
+    """What `Cards` draws, from a title, a text and a note of each."""
+    return {
+        "cards": [[clean_text(title), clean_text(text, MAX_TEXT), clean_text(note, 200)] for title, text, note in cards]
+    }
+
+
+def table_value(columns: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Iterable[int] = ()) -> dict[str, Any]:
+    """What `Table` draws.
+
+    Args:
+        columns: Their names.
+        rows: A key first, that no other row has, and then a cell for each column.
+        numbers: Columns that are numbers, counted from 0.
+    """
+    return {
+        "columns": list(columns),
+        "rows": [[clean_text(str(cell), 400) for cell in row] for row in rows],
+        "numbers": list(numbers),
+    }
+
+
+def notes_value(notes: Iterable[tuple[Any, str, Sequence[str]]], empty: str = "") -> dict[str, Any]:
+    """What `Notes` draws, from a key, a headline and details of each; or else what to say when there are none."""
+    return {
+        "notes": [
+            [str(key), clean_text(head, 600), [clean_text(d, 600) for d in details]] for key, head, details in notes
+        ],
+        "empty": empty,
+    }

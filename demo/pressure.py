@@ -1,0 +1,199 @@
+"""A burst of real prompts against a small pool: who waits, who is preempted and how, and that all are answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from demo.generation import Sampling
+from demo.hub import Hub, Ticket, Watch, cancel, find_group
+from demo.limits import RefusedError
+from demo.prompts import choose_prompts, embedded_prompts, encode
+from demo.run_record import RunRecord
+from demo.streams import decode_reply, in_thread
+from hf_paged import RequestOutput
+
+WATCH_SECONDS = 0.04  # between two snapshots
+SHOW_SECONDS = 0.25  # between two updates of the page
+PARAGRAPH = "\n\n"  # where a reply ends, if replies are to end by themselves
+
+
+@dataclass
+class BurstRow:
+    """A request of a burst.
+
+    Attributes:
+        label: Of the request.
+        prompt_tokens: Tokens of its prompt.
+        state: `"waiting"`, `"running"`, `"swapped"`, or how it ended.
+        new_tokens: Generated so far.
+        swapped: How often its blocks were moved to CPU memory.
+        recomputed: How often they were dropped, to be computed again.
+        reply: Its text, at the end.
+    """
+
+    label: str
+    prompt_tokens: int
+    state: str = "waiting"
+    new_tokens: int = 0
+    swapped: int = 0
+    recomputed: int = 0
+    reply: str = ""
+
+
+@dataclass
+class Burst:
+    """A burst so far."""
+
+    rows: list[BurstRow] = field(default_factory=list)
+    seconds: float = 0.0
+    completed: int = 0
+    failed: int = 0
+    record: RunRecord | None = None
+    is_done: bool = False
+
+    @property
+    def swapped(self) -> int:
+        """Preemptions by swapping."""
+        return sum(row.swapped for row in self.rows)
+
+    @property
+    def recomputed(self) -> int:
+        """Preemptions by recomputation."""
+        return sum(row.recomputed for row in self.rows)
+
+    def describe(self) -> str:
+        """In a sentence."""
+        preemptions = self.swapped + self.recomputed
+        sentence = f"{self.completed} of {len(self.rows)} completed"
+        sentence += f", {preemptions} preemption{'s' * (preemptions != 1)}"
+        if preemptions:
+            sentence += f" ({self.swapped} swapped, {self.recomputed} recomputed)"
+        tokens = sum(row.new_tokens for row in self.rows)
+        if self.failed:
+            sentence += f", {self.failed} ended early"
+        return f"{sentence}; {tokens:,} tokens in {self.seconds:.1f} s"
+
+
+async def burst(
+    hub: Hub, owner: str, count: int, sampling: Sampling, longest_prompt: int, ends_at_paragraph: bool = True
+) -> AsyncIterator[Burst]:
+    """Submits `count` of the package's prompts at once and follows them to their ends.
+
+    Raises:
+        RefusedError: It is beyond a limit.
+    """
+    hub.limits.check_requests(len(hub.tickets), count)
+    room = min(longest_prompt, hub.pool_tokens - sampling.max_new_tokens, hub.limits.prompt_tokens)
+    if hub.limits.positions is not None:
+        room = min(room, hub.limits.positions - sampling.max_new_tokens)
+    if room < 1:
+        raise RefusedError(
+            f"With {sampling.max_new_tokens} new tokens there is no room for a prompt: the pool holds "
+            f"{hub.pool_tokens:,} tokens in all. Make it larger, or ask for fewer tokens."
+        )
+    prompts = await asyncio.to_thread(_prompts, hub, count, room)
+    arguments = sampling.arguments(hub.loaded)
+    if ends_at_paragraph:
+        arguments |= {"stop_strings": [PARAGRAPH], "tokenizer": hub.loaded.tokenizer}
+    tickets: list[Ticket] = []
+    try:
+        tickets = await in_thread(
+            lambda: _submit_all(hub, owner, prompts, sampling, arguments), lambda found: cancel(*found)
+        )
+        async for state in _follow(hub, tickets, sampling):
+            yield state
+    finally:
+        cancel(*tickets)
+
+
+def _prompts(hub: Hub, count: int, room: int) -> list[list[int]]:
+    return choose_prompts([encode(hub.loaded, text) for text in embedded_prompts()], count, room)
+
+
+def _submit_all(
+    hub: Hub, owner: str, prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]
+) -> list[Ticket]:
+    tickets: list[Ticket] = []
+    try:
+        for number, prompt in enumerate(prompts):
+            seed = None if sampling.seed is None else sampling.seed + number
+            tickets.append(hub.submit("burst", owner, prompt, seed=seed, **arguments))
+    except BaseException:
+        cancel(*tickets)
+        raise
+    return tickets
+
+
+async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncIterator[Burst]:
+    loop = asyncio.get_running_loop()
+    started = shown = loop.time()
+    record = RunRecord.begin(hub, tickets, sampling.max_new_tokens)
+    watch = BurstWatch([BurstRow(ticket.label, len(ticket.request.prompt_token_ids)) for ticket in tickets])
+    look = Watch(hub).look
+    results = asyncio.gather(*(_result(ticket) for ticket in tickets))
+    try:
+        while True:
+            snapshot = look()
+            record.see(snapshot)
+            watch.see(snapshot)
+            if results.done():
+                break
+            if loop.time() - shown >= SHOW_SECONDS:
+                shown = loop.time()
+                yield Burst(watch.rows, shown - started)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(results), WATCH_SECONDS)
+    finally:
+        results.cancel()
+    outputs = results.result()
+    seconds = loop.time() - started
+    state = Burst(watch.rows, seconds, is_done=True)
+    for row, output in zip(watch.rows, outputs, strict=True):
+        if isinstance(output, RequestOutput):
+            row.new_tokens = len(output.token_ids)
+            row.reply = decode_reply(hub.loaded.tokenizer, output.prompt_token_ids, output.token_ids)
+            row.state = "done" if output.finish_reason != "cancelled" else "cancelled"
+        else:
+            row.state = f"failed: {output}"
+        state.completed += row.state == "done"
+        state.failed += row.state != "done"
+    if state.completed == len(tickets):
+        record.end([output for output in outputs if isinstance(output, RequestOutput)])
+        state.record = record
+    yield state
+
+
+async def _result(ticket: Ticket) -> RequestOutput | Exception:
+    try:
+        return await ticket.request
+    except Exception as error:
+        return error
+
+
+class BurstWatch:
+    """Keeps the rows of a burst up to date from snapshots and their events."""
+
+    def __init__(self, rows: list[BurstRow]) -> None:
+        """Of requests that were just submitted."""
+        self.rows = rows
+        self._by_label = {row.label: row for row in rows}
+
+    def see(self, snapshot: dict[str, Any]) -> None:
+        """Takes the next snapshot, with the events since the last one."""
+        for event in snapshot["events"]:
+            row = self._by_label.get(event.get("request_id", ""))
+            if row is not None and event["kind"] == "preempted":
+                row.swapped += event["num_sequences"] * (event["how"] == "swap")
+                row.recomputed += event["num_sequences"] * (event["how"] != "swap")
+        for row in self.rows:
+            group = find_group(snapshot, row.label)
+            if group is not None and group["sequences"]:
+                sequence = group["sequences"][0]
+                row.state = group["status"]
+                row.new_tokens = max(0, sequence["num_tokens"] - sequence["num_prompt_tokens"])
+            elif row.new_tokens:
+                row.state = "done"

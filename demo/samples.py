@@ -1,0 +1,226 @@
+"""Samples and beams of one prompt: one request with several sequences, watched while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from demo.beams import BeamRecorder
+from demo.generation import Sampling
+from demo.hub import Hub, Ticket, Watch, cancel, find_group
+from demo.limits import RefusedError
+from demo.prompts import encode
+from demo.run_record import RunRecord
+from demo.sharing import SharingMeter
+from demo.streams import decode_reply, in_thread
+
+WATCH_SECONDS = 0.04  # between two snapshots
+SHOW_SECONDS = 0.2  # between two updates of the page
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One of the sequences.
+
+    Attributes:
+        title: What to call it.
+        text: What was generated; of a running one as much of it as is known.
+        note: What else there is to say.
+    """
+
+    title: str
+    text: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """All sequences of a prompt.
+
+    Attributes:
+        label: Of the request.
+        branches: One each, best first where they have scores.
+        sharing: What sharing saved, in a sentence.
+        nodes: Beams: the tree of all beams that were alive at some step.
+        record: The finished run, for the memory maps.
+        is_done: Whether it has ended.
+        figures: The numbers of `sharing`.
+    """
+
+    label: str
+    branches: list[Branch] = field(default_factory=list)
+    sharing: str = ""
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    record: RunRecord | None = None
+    is_done: bool = False
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+async def samples(hub: Hub, owner: str, prompt: str, count: int, sampling: Sampling) -> AsyncIterator[Branches]:
+    """`count` samples of one prompt, in one request whose sequences share the prompt's blocks.
+
+    Raises:
+        RefusedError: It is beyond a limit.
+    """
+    hub.limits.check_sequences(count)
+    if not sampling.temperature:
+        raise RefusedError("At temperature 0 all samples are the same: choose one above 0.")
+    arguments = sampling.arguments(hub.loaded) | {"num_return_sequences": count}
+    async for branches in _run(hub, owner, "samples", prompt, sampling, arguments, None):
+        yield branches
+
+
+async def beams(hub: Hub, owner: str, prompt: str, count: int, sampling: Sampling) -> AsyncIterator[Branches]:
+    """A beam search with `count` beams, all of which are returned; transformers' own search over the paged cache.
+
+    Raises:
+        RefusedError: It is beyond a limit.
+    """
+    hub.limits.check_sequences(count)
+    if count < 2:
+        raise RefusedError("A beam search needs at least 2 beams.")
+    recorder = BeamRecorder(len(encode(hub.loaded, prompt)), hub.loaded.eos_token_ids)
+    arguments = replace(sampling, temperature=0.0).arguments(hub.loaded) | {
+        "num_beams": count,
+        "num_return_sequences": count,
+        "logits_processor": [recorder],
+    }
+    async for branches in _run(hub, owner, "beams", prompt, sampling, arguments, recorder):
+        yield branches
+
+
+async def _run(
+    hub: Hub,
+    owner: str,
+    kind: str,
+    prompt: str,
+    sampling: Sampling,
+    arguments: dict[str, Any],
+    recorder: BeamRecorder | None,
+) -> AsyncIterator[Branches]:
+    hub.limits.check_text(prompt)
+    prompt_ids = await asyncio.to_thread(encode, hub.loaded, prompt)
+    ticket = await in_thread(lambda: hub.submit(kind, owner, prompt_ids, seed=sampling.seed, **arguments), cancel)
+    meter, record = SharingMeter(ticket.label), RunRecord.begin(hub, [ticket], sampling.max_new_tokens)
+    view = _View(hub, ticket, recorder, meter)
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    ticket.request.on_done(lambda: _tell(loop, done))
+    try:
+        look, shown = Watch(hub).look, 0.0
+        while not done.is_set():
+            snapshot = look()
+            meter.see(snapshot)
+            record.see(snapshot)
+            view.see(snapshot)
+            if loop.time() - shown >= SHOW_SECONDS:
+                shown = loop.time()
+                yield view.running()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), WATCH_SECONDS)
+        meter.see(look())  # its last events
+        output = ticket.request.result(0)
+        record.end([output])
+        yield view.finished(output, None if output.finish_reason == "cancelled" else record)
+    finally:
+        ticket.request.cancel()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        loop.call_soon_threadsafe(event.set)
+
+
+class _View:
+    """A request with several sequences as `Branches`."""
+
+    def __init__(self, hub: Hub, ticket: Ticket, recorder: BeamRecorder | None, meter: SharingMeter) -> None:
+        self._hub = hub
+        self._ticket = ticket
+        self._recorder = recorder
+        self._meter = meter
+        self._tails: dict[int, Tail] = {}  # by sequence
+        self._bytes_per_block = hub.engine.bytes_per_block
+
+    def see(self, snapshot: dict[str, Any]) -> None:
+        """Takes the next snapshot."""
+        group = find_group(snapshot, self._ticket.label)
+        for sequence in group["sequences"] if group is not None else ():
+            tail = self._tails.setdefault(sequence["id"], Tail(sequence["num_prompt_tokens"]))
+            tail.see(sequence["num_tokens"], sequence["tail"])
+
+    def running(self) -> Branches:
+        """As far as it is."""
+        if self._recorder is not None:
+            branches = [
+                Branch(f"beam {rank}", self._text(tokens), f"log-probability {score:.2f}")
+                for rank, (tokens, score) in enumerate(self._recorder.beams(), start=1)
+            ]
+        else:
+            branches = [
+                Branch(f"sample {number}", tail.text(self._text), f"{tail.num_new} tokens")
+                for number, tail in enumerate(self._tails.values(), start=1)
+            ]
+        return Branches(self._ticket.label, branches, self._sharing(), self._nodes())
+
+    def finished(self, output: Any, record: RunRecord | None) -> Branches:
+        """What it returned."""
+        reasons = output.finish_reasons or [output.finish_reason] * len(output.sequences)
+        branches = []
+        for number, (tokens, reason) in enumerate(zip(output.sequences, reasons, strict=True)):
+            note = f"{len(tokens)} tokens · {reason}"
+            if output.scores is not None:
+                note += f" · score {output.scores[number]:.3f}"
+            title = f"{'beam' if self._recorder is not None else 'sample'} {number + 1}"
+            branches.append(Branch(title, self._text(tokens), note))
+        nodes = self._nodes(output.sequences if output.scores is not None else ())
+        return Branches(self._ticket.label, branches, self._sharing(), nodes, record, True, self._figures())
+
+    def _text(self, tokens: list[int]) -> str:
+        return decode_reply(self._hub.loaded.tokenizer, self._ticket.request.prompt_token_ids, tokens)
+
+    def _nodes(self, returned: Any = ()) -> list[dict[str, Any]]:
+        if self._recorder is None:
+            return []
+        return self._recorder.nodes(self._hub.loaded.tokenizer.decode, returned)
+
+    def _sharing(self) -> str:
+        return self._meter.describe(self._bytes_per_block)
+
+    def _figures(self) -> dict[str, Any]:
+        peak = self._meter.most_saved
+        return {
+            "blocks_held": peak.held,
+            "blocks_without_sharing": peak.tables,
+            "blocks_saved": peak.saved,
+            "bytes_saved": peak.saved * self._bytes_per_block,
+            "blocks_copied_on_write": self._meter.num_copies,
+        }
+
+
+class Tail:
+    """The tokens of a running sequence, put together from the last few that each snapshot shows."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        """Of a sequence with so many prompt tokens."""
+        self._prompt_tokens = prompt_tokens
+        self.num_new = 0
+        self.tokens: list[int] = []  # without a gap up to the last one
+        self.has_gap = False  # something before them was missed
+
+    def see(self, num_tokens: int, tail: list[int]) -> None:
+        """Takes what the next snapshot shows."""
+        num_new = max(0, num_tokens - self._prompt_tokens)
+        added = num_new - self.num_new
+        new = tail[-num_new:] if num_new else []
+        if added < 0 or added > len(new):
+            self.tokens, self.has_gap = list(new), num_new > len(new)
+        elif added:
+            self.tokens += new[-added:]
+        self.num_new = num_new
+
+    def text(self, decode: Any) -> str:
+        """As far as it is known."""
+        return "… " * self.has_gap + str(decode(self.tokens))

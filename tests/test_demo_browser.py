@@ -1,456 +1,242 @@
-"""The demo in a real browser: first each view by itself, fed by a real engine, then the whole app.
-
-Needs Chromium (Debian's package `chromium`) and Playwright's Python package; without them these tests fail and say so.
-"""
+"""The whole demo in a real browser: every tab of it, several people at once, dark, on a phone, and under attack."""
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from statistics import median
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
-import gradio as gr
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from test_demo_views import EVIL, make_snapshot
-from transformers import AutoModelForCausalLM
+from browsing import OpenTab, browser, fits, open_tab, picture, wait_until
+from playwright.sync_api import Locator, Page, expect
+from test_demo_views import EVIL
 
-import hf_paged
-from demo import views
+from demo.app import build_app, launch
+from demo.hub import Hub
+from demo.limits import Limits
+from demo.loading import load
+from demo.pacing import FULL_SPEED
+
+__all__ = ["browser", "open_tab"]  # fixtures
 
 pytestmark = pytest.mark.browser
 
-TINY_MODEL = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
-CHROMIUM = Path("/usr/bin/chromium")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-SECONDS = 20.0  # for anything to become visible
-
-
-# ------------------------------------------------------------------------------------------------------------- fixtures
+SLOW = 25.0  # steps a second: slow enough to see two people being served at once
+TABS = ("Chat", "Samples & beams", "Pool", "Pressure", "Memory", "Plots", "Step")
+PHONE = {"width": 390, "height": 844}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = CHROMIUM if CHROMIUM.exists() else shutil.which("chromium")
-    if path is None:
-        pytest.fail("these tests drive Chromium, and there is none: install the package `chromium`")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-class Tab:
-    """One browser tab that notes what must not be: errors on its console, and requests to other machines."""
-
-    def __init__(self, browser: Browser, url: str, **options: Any) -> None:
-        self.complaints: list[str] = []
-        self.context = browser.new_context(**{"viewport": {"width": 1300, "height": 900}} | options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(1000 * SECONDS)
-        self.page.on("console", lambda line: self.complaints.append(line.text) if line.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", self._check_request)
-        self.page.goto(url)
-
-    def _check_request(self, request: Any) -> None:
-        if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:")):
-            self.complaints.append(f"a request to {request.url}")
+def app() -> Iterator[Any]:
+    """The app on the embedded model, and its hub."""
+    hub = Hub(load(), {"num_blocks": 128, "block_size": 16, "preemption": "auto"}, Limits())
+    blocks = build_app(hub, welcome=False)
+    url = launch(blocks, "127.0.0.1", None, wait=False)
+    yield SimpleNamespace(hub=hub, url=url)
+    blocks.close()
+    hub.close()
 
 
 @pytest.fixture
-def open_tab(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens a page; at the end no tab may have complained."""
-    tabs: list[Tab] = []
-
-    def open_one(url: str, **options: Any) -> Page:
-        tabs.append(Tab(browser, url, **options))
-        return tabs[-1].page
-
-    yield open_one
-    complaints = [complaint for tab in tabs for complaint in tab.complaints]
-    for tab in tabs:
-        tab.context.close()
-    assert complaints == []
+def hub(app: Any) -> Iterator[Hub]:
+    """The hub as every test finds it: idle, at full speed, with its first pool."""
+    hub: Hub = app.hub
+    yield hub
+    hub.pacer.resume()
+    hub.pacer.set_speed(FULL_SPEED)
+    hub.cancel()
+    hub.resize(128, "auto", cancel_running=True)
 
 
-def wait_until(condition: Callable[[], Any], what: str, page: Page, seconds: float = SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} seconds: {what}"
-        page.wait_for_timeout(50)  # unlike time.sleep, lets the browser's events in
-    return result
+def open_page_tab(page: Page, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
 
 
-def picture(canvas: Locator) -> str:
-    return canvas.evaluate("canvas => canvas.toDataURL()")
+def say(page: Page, text: str) -> None:
+    box = page.locator("#chat-message textarea")
+    box.fill(text)
+    box.press("Enter")
 
 
-def fits(page: Page) -> bool:
-    return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+def set_slider(page: Page, label: str, value: int) -> None:
+    """By its number field, as somebody does with the keyboard."""
+    box = page.get_by_label(f"number input for {label}", exact=True).locator("visible=true")
+    box.fill(str(value))
+    box.press("Tab")
 
 
-# ------------------------------------------------------------------------------------------- the views on a small page
+def pool_canvas(page: Page) -> Locator:
+    return page.locator("#pool .kv-grid canvas").first
 
 
-class Stage:
-    """A page with all five views, which shows what a test gives it."""
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self.beams: list[dict[str, Any]] = []
-        self.maps: list[dict[str, Any]] = []
-        self.take_snapshot: Callable[[], dict[str, Any]] = lambda: make_snapshot(0, 1) | {"groups": [], "events": []}
-        with gr.Blocks(analytics_enabled=False) as self.blocks:
-            gr.HTML("views")
-            shown = [
-                views.PoolView(elem_id="pool"),
-                views.BlockTables(elem_id="tables"),
-                views.EventLog(elem_id="events"),
-                views.BeamTree(elem_id="beams"),
-                views.MemoryMaps(elem_id="maps"),
-            ]
-            gr.Timer(0.2).tick(self._values, outputs=shown, show_progress="hidden", concurrency_limit=None)
-        _, self.url, _ = self.blocks.launch(prevent_thread_lock=True, server_name="127.0.0.1", quiet=True)
-
-    def _values(self) -> list[dict[str, Any]]:
-        snapshot = self.take_snapshot()
-        return [
-            views.pool_value(snapshot, self.names),
-            views.tables_value(snapshot, self.names),
-            views.events_value(snapshot, self.names),
-            views.beam_tree_value(self.beams),
-            views.memory_maps_value(self.maps),
-        ]
+def held_blocks(hub: Hub) -> int:
+    return sum(refs > 0 for refs in hub.engine.snapshot()["blocks"])
 
 
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    stage = Stage()
-    yield stage
-    stage.blocks.close()
+def test_two_people_chat_at_once(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    hub.pacer.set_speed(SLOW)
+    one, other = open_tab(app.url), open_tab(app.url)
+    say(one, "It was late in the evening when the old man came to the door of the house, and")
+    say(other, "Nobody had seen the letter before,")
+    wait_until(lambda: hub.engine.stats().num_running == 2, "both run in one batch", one)
+    before = picture(pool_canvas(one))
+    wait_until(lambda: picture(pool_canvas(one)) != before, "the pool of the one shows what happens", one)
+    for page in (one, other):  # each sees both
+        expect(page.locator("#pool .kv-owners button")).to_have_count(2)
+        expect(page.locator("#chat .bot").first).not_to_be_empty()
+
+    one.locator("#chat-stop").click()
+    wait_until(lambda: hub.engine.stats().num_running == 1, "the one's reply was stopped", one)
+    expect(one.locator("#chat")).to_contain_text("stopped")
+    expect(one.locator("#chat-send")).to_be_enabled()
+    hub.pacer.set_speed(FULL_SPEED)
+    expect(other.locator("#chat")).to_contain_text("ended by")
+    expect(other.locator("#chat")).to_contain_text("tokens/s")
+    wait_until(lambda: held_blocks(hub) == 0, "all blocks are free again", other)
+
+    say(other, "Then the door opened.")
+    expect(other.locator("#chat")).to_contain_text(re.compile(r"[1-9]\d* of \d+ prompt tokens from the cache"))
+    expect(other.locator("#chat .user")).to_have_count(2)
 
 
-def small_snapshot() -> dict[str, Any]:
-    """Two requests that share a block, one that is swapped out, one that waits; a block that is cached and free."""
+def test_a_burst_with_preemption(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    page = open_tab(app.url)
+    open_page_tab(page, "Pressure")
+    set_slider(page, "Blocks in the pool", 24)
+    hub.pacer.set_speed(60.0)
+    page.locator("#pressure-fire").click()
+    expect(page.locator("#pool")).to_contain_text("24 blocks of 16 tokens")
+    seen: set[str] = set()
 
-    def group(number: int, status: str, *tables: list[int]) -> dict[str, Any]:
-        sequences = [
-            {
-                "id": 10 * number + index,
-                "num_tokens": 16 * len(table) - 3,
-                "num_computed_tokens": max(0, 16 * len(table) - 4),
-                "num_prompt_tokens": 20,
-                "num_cached_tokens": 16,
-                "tail": [],
-                "block_table": table,
-            }
-            for index, table in enumerate(tables)
-        ]
-        head = {"id": number, "request_id": None, "status": status, "is_idle": False, "priority": 0}
-        return head | {"sequences": sequences}
+    def has_preempted() -> bool:
+        seen.add(picture(pool_canvas(page)))
+        return hub.engine.stats().num_preemptions > 0
 
-    events = [
-        {"id": 1, "time": 1.7e9, "step": 1, "kind": "allocated", "group": 1, "sequence": 10, "blocks": [5, 6, 7]},
-        {"id": 2, "time": 1.7e9, "step": 2, "kind": "preempted", "group": 3, "how": "swap", "num_sequences": 1},
-        {"id": 3, "time": 1.7e9, "step": 2, "kind": "step", "num_decode": 2, "num_prefill_tokens": 0, "seconds": 0.01},
-    ]
-    return {
-        "num_blocks": 64,
-        "block_size": 16,
-        "num_swap_blocks": 32,
-        "bytes_per_block": 36864,
-        "is_paused": True,
-        "num_steps": 2,
-        "blocks": [{5: 2, 6: 1, 7: 1, 8: 1, 9: -1}.get(block, 0) for block in range(64)],
-        "hashes": ["0a1b2c3d" if block in (5, 6, 9) else "" for block in range(64)],
-        "groups": [
-            group(1, "running", [5, 6, 7]),
-            group(2, "running", [5, 8]),
-            group(3, "swapped", [0, 1]),
-            group(4, "waiting", []),
-        ],
-        "waiting": [4],
-        "running": [1, 2],
-        "swapped": [3],
-        "events": events,
-    }
-
-
-NAMES = {1: "chat-1", 2: "chat-2", 3: "burst-3", 4: "burst-4"}
-
-
-def test_the_pool_by_keyboard_and_mouse(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    stage.take_snapshot, stage.names = small_snapshot, NAMES
-    page = open_tab(stage.url)
-    pool = page.locator("#pool")
-    expect(pool.get_by_role("list")).to_contain_text("1 shared")
-    expect(pool).to_contain_text("64 blocks of 16 tokens, 36.0 KiB each")
-    expect(pool).to_contain_text("CPU swap space: 2 of 32 blocks in use")
-    expect(pool.locator(".kv-paused")).to_be_visible()
-
-    grid = pool.get_by_role("grid").first
-    grid.focus()
-    page.keyboard.press("Tab")
-    page.keyboard.press("Shift+Tab")  # as somebody does who has no mouse
-    for _ in range(5):
-        page.keyboard.press("ArrowRight")
-    spoken = pool.locator("[aria-live]").first
-    expect(spoken).to_contain_text("Block 5: 16 of 16 tokens")
-    expect(spoken).to_contain_text("ref count 2, hash 0a1b2c3d")
-    expect(spoken).to_contain_text("chat-1, sequence 10: block 1 of 3 (tokens 0 to 15)")
-    expect(spoken).to_contain_text("chat-2, sequence 20: block 1 of 2")
-    expect(grid.get_by_role("gridcell")).to_contain_text("Block 5")
-    for _ in range(4):
-        page.keyboard.press("ArrowRight")
-    expect(spoken).to_contain_text("Block 9: free, its content is cached")
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("Enter")
-    expect(pool.locator("button[aria-pressed=true]")).to_have_text("chat-2")
-    page.keyboard.press("Escape")
-    expect(pool.locator("button[aria-pressed=true]")).to_have_count(0)
-
-    box = grid.locator("canvas").bounding_box()
-    assert box is not None
-    grid.locator("canvas").hover(position={"x": box["width"] - 5, "y": 5})
-    expect(pool.locator(".kv-tip:visible")).to_contain_text("free")
-
-
-def test_a_request_is_shown_alone_in_all_views(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    stage.take_snapshot, stage.names = small_snapshot, NAMES
-    page = open_tab(stage.url)
-    canvas = page.locator("#pool .kv-grid canvas").first
-    row = page.locator("#tables .kv-request", has_text="chat-2")
-    expect(row).to_be_visible()
-    page.wait_for_timeout(1000)  # until nothing glows any more
-    before = picture(canvas)
-    page.locator("#tables .kv-queue button", has_text="chat-2").click()
-    wait_until(lambda: picture(canvas) != before, "the pool shows chat-2 alone", page)
-    assert "kv-picked" in (row.get_attribute("class") or "")
-    expect(page.locator("#events li.kv-dim", has_text="chat-1 took")).to_be_visible()
-    expect(page.locator("#pool button[aria-pressed=true]")).to_have_text("chat-2")
-    page.keyboard.press("Escape")
-    wait_until(lambda: picture(canvas) == before, "the pool shows everybody again", page)
-
-
-def test_block_tables_and_queues(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    stage.take_snapshot, stage.names = small_snapshot, NAMES
-    page = open_tab(stage.url)
-    tables = page.locator("#tables")
-    expect(tables.get_by_role("heading")).to_have_text(["2 Running", "1 Waiting", "1 Swapped"])
-    first = tables.locator(".kv-request", has_text="chat-1")
-    assert first.locator("li").all_inner_texts() == ["0\n5", "1\n6", "2\n7"]
-    expect(first.locator("li.kv-shared")).to_have_count(1)
-    expect(first).to_contain_text("16 found in the prefix cache")
-    expect(tables.locator(".kv-request", has_text="burst-3")).to_contain_text("swapped out")
-
-
-def id_before_ones_eyes(page: Page) -> str:
-    """The event that lies a little below the upper edge of the log."""
-    return page.locator("#events ol").evaluate(
-        """list => {
-          const box = list.getBoundingClientRect();
-          return document.elementFromPoint(box.left + 200, box.top + 60).closest("li").dataset.id }"""
+    wait_until(has_preempted, "somebody loses his blocks", page)
+    assert len(seen) > 1
+    hub.pacer.set_speed(FULL_SPEED)
+    expect(page.locator("#pressure-summary")).to_contain_text("24 of 24 completed")
+    expect(page.locator("#pressure-summary")).to_contain_text(re.compile(r"[1-9]\d* preemption"))
+    expect(page.locator("#pressure-fire")).to_be_enabled()
+    open_page_tab(page, "Pool")
+    expect(page.locator("#events, #event-log").locator("li[data-kind=preempted]").first).to_contain_text(
+        "was preempted"
     )
+    assert held_blocks(hub) == 0
 
 
-def test_the_event_log_only_grows_by_what_is_new(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    snapshot = small_snapshot()
-    stage.take_snapshot, stage.names = lambda: snapshot, NAMES
-    page = open_tab(stage.url)
-    rows = page.locator("#events li")
-    expect(rows.locator("visible=true")).to_have_count(2)
-    expect(rows.nth(1)).to_contain_text("burst-3 was preempted (swap) to make room")
-    page.locator("#events button", has_text="step").click()
-    expect(rows.locator("visible=true")).to_have_count(3)
-    page.locator("#events button", has_text="preempted").click()
-    expect(rows.locator("visible=true")).to_have_count(2)
+def test_samples_beams_and_their_memory(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    page = open_tab(app.url)
+    open_page_tab(page, "Samples & beams")
+    page.locator("#samples-run").click()
+    expect(page.locator("#samples-sharing")).to_contain_text("is done")
+    expect(page.locator("#samples-cards article")).to_have_count(4)
+    page.locator("#samples-kind").get_by_text("Beams").click()
+    page.locator("#samples-run").click()
+    tree = page.locator("#beam-tree")
+    expect(tree.locator(".kv-rank").first).to_be_visible()
+    expect(tree).to_contain_text(re.compile(r"[1-9]\d* tokens explored, [1-9] beams? returned"))
+    expect(page.locator("#samples-run")).to_be_enabled()
+    tree.locator(".kv-tree").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(tree.locator(".kv-told")).to_contain_text("Sum of log-probabilities")
 
-    more = {"time": 1.7e9, "step": 3, "kind": "freed", "group": 1, "sequence": 10, "blocks": [5]}
-    snapshot["events"] = snapshot["events"] + [more | {"id": 4 + each} for each in range(600)]
-    expect(rows.first).to_have_attribute("data-id", "603")
-    assert rows.count() <= 361
-    log = page.locator("#events ol")
-    log.evaluate("list => { list.scrollTop = 400 }")
-    read = id_before_ones_eyes(page)
-    snapshot["events"] = snapshot["events"] + [more | {"id": 604 + each} for each in range(20)]
-    expect(rows.first).to_have_attribute("data-id", "623")
-    assert id_before_ones_eyes(page) == read
-
-
-def make_beams(width: int = 8, steps: int = 40) -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = []
-    alive: list[int | None] = [None]
-    for step in range(steps):
-        parents = [alive[index % max(1, len(alive) - 2)] for index in range(width)]
-        alive = []
-        for parent in parents:
-            score = (nodes[parent]["score"] if parent is not None else 0.0) - 0.1 * (len(nodes) % 7 + 1)
-            node = {"id": len(nodes), "parent": parent, "token": f" t{len(nodes)}", "score": score, "step": step}
-            alive.append(len(nodes))
-            nodes.append(node | {"rank": None})
-    for rank, number in enumerate(alive[:3], 1):
-        assert number is not None
-        nodes[number]["rank"] = rank
-    return nodes
+    open_page_tab(page, "Memory")
+    page.locator("#memory-compare").click()
+    expect(page.locator("#memory-summary")).to_contain_text("times that")
+    expect(page.locator("#memory-maps .kv-panel")).to_have_count(3)
 
 
-def test_the_beam_tree(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    stage.beams = make_beams()
-    page = open_tab(stage.url)
-    tree = page.locator("#beams")
-    expect(tree).to_contain_text("320 tokens explored, 3 beams returned")
-    expect(tree.locator(".kv-rank")).to_contain_text(["#3", "#2", "#1"])
-    # Boxes of one lane never lie upon each other.
-    overlaps = page.evaluate(
-        """() => {
-          const boxes = [...document.querySelectorAll('#beams .kv-box, #beams .kv-badge')].map((box) => box.getBBox());
-          return boxes.filter((a, i) => boxes.some((b, j) => i < j && Math.abs(a.y - b.y) < 12
-            && a.x < b.x + b.width && b.x < a.x + a.width)).length }"""
-    )
-    assert overlaps == 0
-    assert tree.locator("svg").evaluate("svg => svg.getBoundingClientRect().height") < 700
-    frame = tree.get_by_role("group")
-    frame.focus()
-    for _ in range(40):
-        page.keyboard.press("ArrowRight")
-    expect(tree.locator(".kv-told")).to_contain_text("returned, rank 1")
-    path: list[str] = []
-    number: int | None = next(node["id"] for node in stage.beams if node["rank"] == 1)
-    while number is not None:
-        path.insert(0, stage.beams[number]["token"])
-        number = stage.beams[number]["parent"]
-    expect(tree.locator(".kv-told q")).to_have_text("".join(path))
-    assert frame.evaluate("frame => frame.scrollLeft") > 500
+def test_the_memory_of_ragged_prompts(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    page = open_tab(app.url)
+    open_page_tab(page, "Memory")
+    page.locator("#memory-run").click()
+    panels = page.locator("#memory-maps .kv-panel")
+    expect(panels).to_have_count(3)
+    wastes = [float(text.split()[0]) for text in panels.locator(".kv-waste").all_inner_texts()]
+    assert wastes[-1] < 15 < min(wastes[:-1])
 
 
-def make_maps() -> list[dict[str, Any]]:
-    used = [40, 100, 64]
-    rows = [{"label": f"chat-{index}", "reserved": 256, "used": tokens} for index, tokens in enumerate(used)]
-    blocks = [{"label": f"block {index}", "reserved": 16, "used": 16 if index else 12} for index in range(13)]
-    return [
-        {"name": "Longest length", "note": "All at once.", "bytes_per_token": 2304, "rows": rows, "waste": 0.734},
-        {"name": "hf_paged", "note": "Block by block.", "bytes_per_token": 2304, "rows": blocks, "waste": 0.019},
-    ]
+def test_step_by_step(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    page = open_tab(app.url)
+    open_page_tab(page, "Step")
+    page.locator("#step-pause").click()
+    expect(page.locator("#paused")).to_be_visible()
+    expect(page.locator("#pool .kv-paused")).to_be_visible()
+    page.locator("#step-queue").click()
+    expect(page.locator("#step-notes")).to_contain_text("are queued")
+    page.locator("#step-one").click()
+    expect(page.locator("#step-notes .kv-note-head").first).to_contain_text(re.compile(r"\d"))
+    expect(page.locator("#pool .kv-owners button").first).to_be_visible()
+    before = hub.engine.snapshot()["num_steps"]
+    page.locator("#step-ten").click()
+    wait_until(lambda: hub.engine.snapshot()["num_steps"] >= before + 5, "ten steps", page)
+    page.locator("#step-resume").click()
+    expect(page.locator("#paused")).to_be_hidden()
+    wait_until(lambda: not hub.tickets, "what was queued comes to its end", page)
 
 
-def test_memory_maps(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    stage.maps = make_maps()
-    page = open_tab(stage.url)
-    maps = page.locator("#maps")
-    expect(maps.locator(".kv-waste")).to_have_text(["73.4 % wasted", "1.9 % wasted"])
-    expect(maps).to_contain_text("459 KiB used of 1.7 MiB reserved")
-    page.locator("#maps .kv-map").first.focus()
-    page.keyboard.press("ArrowDown")
-    expect(maps.locator("[aria-live]").first).to_have_text("chat-0. 40 of 256 tokens used, 576 KiB. 216 wasted")
-    # The same scale: each map's height is its number of lines, and all lines are equally high.
-    heights = maps.locator("canvas").evaluate_all("all => all.map((canvas) => canvas.clientHeight)")
-    assert heights[0] == 3 * heights[1]
+def test_plots_follow_the_engine(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    page = open_tab(app.url)
+    say(page, "Nobody had seen the letter before,")
+    open_page_tab(page, "Plots")
+    expect(page.locator("#tabs canvas:visible, #tabs svg.marks:visible").first).to_be_visible()
 
 
-def test_nothing_is_ever_markup(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    snapshot = small_snapshot()
-    snapshot["events"].append({"id": 9, "time": 1.7e9, "step": 3, "kind": EVIL, "group": 1, "sequence": 10})
-    stage.take_snapshot, stage.names = lambda: snapshot, dict.fromkeys(NAMES, EVIL)
-    stage.beams = [{"id": 0, "parent": None, "token": EVIL, "score": -1.0, "step": 0, "rank": 1}]
-    stage.maps = make_maps()
-    stage.maps[0] |= {"name": EVIL, "note": EVIL}
-    stage.maps[0]["rows"][0]["label"] = EVIL
-    page = open_tab(stage.url)
-    asked: list[str] = []
-    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
-    for view in ("pool", "tables", "events", "maps"):
-        expect(page.locator(f"#{view}")).to_contain_text("<img src=x onerror=")
-    expect(page.locator("#beams")).to_contain_text("1 beam returned")
-    page.locator("#beams .kv-node").first.hover()
-    expect(page.locator("#beams q")).to_have_text(EVIL)
-    page.locator("#pool canvas").nth(5).hover(position={"x": 200, "y": 5})
-    page.locator("#maps canvas").first.hover(position={"x": 10, "y": 5})
-    expect(page.locator("#maps .kv-tip:visible")).to_contain_text("<script>")
-    assert page.locator(".kv-view img, .kv-view script").count() == 0
-    assert asked == []
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_tab_in_both_themes_on_a_phone(app: Any, hub: Hub, open_tab: OpenTab, theme: str) -> None:
+    page = open_tab(f"{app.url}?__theme={theme}", viewport=PHONE, has_touch=True)
+    expect(page.locator("#pool .kv-legend")).to_be_visible()
+    assert page.evaluate("document.body.classList.contains('dark')") == (theme == "dark")
+    for name in TABS:
+        tab = page.get_by_role("tab", name=name, exact=True)
+        if not tab.is_visible():  # there is a menu for those that a phone has no room for
+            page.locator("#tabs .overflow-menu > button").click()
+            tab = page.locator("#tabs .overflow-dropdown").get_by_role("button", name=name, exact=True)
+        tab.click()
+        page.wait_for_timeout(300)
+        assert fits(page), f"{name} is wider than the screen"
 
 
-def test_themes_and_widths(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    stage.take_snapshot, stage.names, stage.beams, stage.maps = small_snapshot, NAMES, make_beams(), make_maps()
-    page = open_tab(f"{stage.url}?__theme=light")
-    canvas = page.locator("#pool .kv-grid canvas").first
-    expect(page.locator("#tables .kv-request")).to_have_count(3)
-    page.wait_for_timeout(1000)
-    light = picture(canvas)
-    page.evaluate("document.body.classList.add('dark')")
-    wait_until(lambda: picture(canvas) != light, "the canvas has taken on the dark theme", page)
-    page.evaluate("document.body.classList.remove('dark')")
-    wait_until(lambda: picture(canvas) == light, "and the light one again", page)
-    page.set_viewport_size({"width": 390, "height": 800})
-    wait_until(
-        lambda: page.locator("#pool .kv-grid canvas").first.evaluate("c => c.clientWidth") < 390, "narrower", page
-    )
-    assert fits(page)
-    expect(page.locator("#maps .kv-panel").nth(1)).to_be_visible()
-    tops = page.locator("#maps .kv-panel").evaluate_all("all => all.map((panel) => panel.getBoundingClientRect().top)")
-    assert tops[1] > tops[0] + 50  # one below the other
+def test_text_stays_text(app: Any, hub: Hub, open_tab: OpenTab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody writes, and what the model writes, never becomes markup."""
+    decode = hub.loaded.tokenizer.decode
+
+    def decode_evil(tokens: Any, **options: Any) -> str:
+        return str(decode(tokens, **options)).replace("e", EVIL)
+
+    monkeypatch.setattr(hub.loaded.tokenizer, "decode", decode_evil)
+    page = open_tab(app.url)
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    say(page, f"{EVIL} said the Mouse, and")
+    expect(page.locator("#chat .user").first).to_contain_text("<img src=x onerror=alert(1)>")
+    expect(page.locator("#chat")).to_contain_text("ended by")
+    expect(page.locator("#chat .bot").first).to_contain_text("<script>alert(2)</script>")
+    open_page_tab(page, "Samples & beams")
+    page.locator("#samples-prompt textarea").fill(f"{EVIL} Once there was")
+    page.locator("#samples-kind").get_by_text("Beams").click()
+    page.locator("#samples-run").click()
+    expect(page.locator("#beam-tree .kv-rank").first).to_be_visible()
+    expect(page.locator("#samples-cards")).to_contain_text("<script>alert(2)</script>")
+    assert page.locator("img[src=x], #tabs script").count() == 0
+    assert dialogs == []
 
 
-def test_five_thousand_blocks_are_drawn_in_time(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    snapshots = [make_snapshot(seed=seed) for seed in range(4)]
-    turn = iter(range(1_000_000))
-    stage.take_snapshot = lambda: snapshots[next(turn) % 4]  # every block has another owner each time
-    page = open_tab(stage.url)
-    view = page.locator("#pool .kv-view")
-    expect(view).to_contain_text("5,000 blocks")
-    times = []
-    for _ in range(12):
-        page.wait_for_timeout(250)
-        times.append(view.evaluate("view => view.kvDrawMs"))
-    print(f"\ndrawing 5,000 blocks that all change: {median(times):.1f} ms, at most {max(times):.1f} ms")
-    assert median(times) < 50
-    grid = page.locator("#pool .kv-grid").first.bounding_box()
-    assert grid is not None and grid["height"] < 700
+def test_refusals_are_sentences(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    page = open_tab(app.url)
+    say(page, "word " * 6000)
+    expect(page.locator(".toast-body")).to_contain_text("this demo takes")
+    expect(page.locator("#chat-send")).to_be_enabled()
+    expect(page.locator("#chat-send")).to_have_text("Send")
 
 
-def test_a_real_engine_on_stage(stage: Stage, open_tab: Callable[..., Page]) -> None:
-    """A burst into a pool that is too small: blocks change hands, somebody is preempted, all come to their end."""
-    model = hf_paged.patch(
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL), block_size=8, num_blocks=40, preemption="swap"
-    )
-    engine = model.paged
-    stage.take_snapshot = engine.snapshot
-    try:
-        page = open_tab(stage.url)
-        expect(page.locator("#pool")).to_contain_text("The pool is made with the first request.")
-        requests = [
-            engine.submit(
-                list(range(5 + each, 45 + each)), max_new_tokens=120, min_new_tokens=120, request_id=f"r-{each}"
-            )
-            for each in range(6)
-        ]
-        canvas = page.locator("#pool .kv-grid canvas").first
-        expect(canvas).to_be_visible()
-        seen = set()
-
-        def is_done() -> bool:
-            seen.add(picture(canvas))
-            return all(request.is_done for request in requests)
-
-        wait_until(is_done, "all six requests come to their end", page, seconds=60)
-        assert len(seen) >= 3
-        assert all(len(request.result().token_ids) == 120 for request in requests)
-        expect(page.locator("#events li[data-kind=preempted]").first).to_contain_text("was preempted (swap)")
-        expect(page.locator("#events li[data-kind=swapped_in]").first).to_contain_text("came back from CPU memory")
-        expect(page.locator("#tables")).to_contain_text("No request holds blocks now.")
-        expect(page.locator("#pool .kv-legend li").first).to_have_text("0 held")
-    finally:
-        hf_paged.unpatch(model)
+def test_a_closed_tab_frees_its_blocks(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    hub.pacer.set_speed(5.0)
+    page, other = open_tab(app.url), open_tab(app.url)
+    say(page, "Nobody had seen the letter before,")
+    wait_until(lambda: hub.tickets, "the request runs", page)
+    page.close()
+    wait_until(lambda: not hub.tickets and held_blocks(hub) == 0, "its blocks are free", other)

@@ -1,17 +1,20 @@
 // How one block looks: the pool's cells, the swapped ones, and the legend.
 "use strict";
 
+const NUMBERED_CELL = 34; // from this width on, cells show their block's number
+
 /**
  * A function `paint(x, y, cell, look)` for cells of one size.
  *
  * A cell is `{kind, owners, refs, share, tag}`: "free", "cached", "held" or "swapped"; the groups that hold it; its ref
- * count; how much of it has tokens (0 to 1); what to write into it. A look is `{isDim, isPicked, isFocused, glow}`.
+ * count; how much of it has tokens (0 to 1); what to write into it. A look is `{block, isDim, isPicked, isFocused, glow}`.
  */
 function cellPainter(context, pitch, colors) {
   const gap = pitch >= 12 ? 2 : 1;
   const size = pitch - gap;
   const radius = pitch >= 12 ? 3 : 0;
   const hasText = pitch >= 17;
+  const hasNumber = pitch >= NUMBERED_CELL;
   const hatches = { "#ffffff": hatching(context, "rgb(255 255 255 / 0.6)"), "#1a1a1a": hatching(context, "rgb(0 0 0 / 0.5)") };
   const marks = MARKS.map((mark) => new Path2D(mark));
   const unit = size / 10;
@@ -32,7 +35,7 @@ function cellPainter(context, pitch, colors) {
   }
 
   function write(x, y, text, color, halo = null) {
-    context.font = `600 ${Math.min(11, (text.length > 2 ? 0.43 : 0.54) * size)}px ${colors.font}`;
+    context.font = `600 ${Math.min(13, (text.length > 2 ? 0.43 : 0.54) * size)}px ${colors.font}`;
     context.textAlign = "center";
     context.textBaseline = "middle";
     if (halo) {
@@ -43,6 +46,15 @@ function cellPainter(context, pitch, colors) {
     }
     context.fillStyle = color;
     context.fillText(text, x + size / 2, y + size / 2 + 0.5);
+  }
+
+  /** The block's number, in a corner of cells that have room for it. */
+  function number(x, y, block, color) {
+    context.font = `9px ${colors.font}`;
+    context.textAlign = "left";
+    context.textBaseline = "top";
+    context.fillStyle = color;
+    context.fillText(block, x + 3, y + 3);
   }
 
   function mark(x, y, owner, color) {
@@ -102,6 +114,10 @@ function cellPainter(context, pitch, colors) {
         context.arc(x + size / 2, y + size / 2, Math.max(1, size / 7), 0, 7);
         context.fill();
       }
+    }
+    if (hasNumber && look.block !== undefined) {
+      const isFull = cell.kind === "held" && cell.share > 0.8 && cell.refs < 2;
+      number(x, y, look.block, isFull ? ownerOf(cell.owners[0]).ink : colors.text);
     }
     if (look.glow) {
       context.globalAlpha = look.glow;

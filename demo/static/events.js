@@ -16,12 +16,14 @@ const KINDS = {
   finished: ["✓", "finished"],
   step: ["•", "step"],
 };
+const NEW_POOL = "new pool"; // told between the events of one engine and the next
 // Of steps there are many, and they say little: they have a smaller share of the list, and are hidden at first.
 const MOST_ROWS = { step: 60, other: 300 };
 
 const hidden = new Set(["step"]);
 const rows = { step: [], other: [] }; // oldest first
 let lastId = -1;
+let lastTime = 0;
 let held = null; // events that came while the list is held
 
 const list = el("ol", { class: "kv-log", role: "log", "aria-live": "off", "aria-label": "Events, newest first", tabindex: 0 });
@@ -29,7 +31,7 @@ const empty = el("div", { class: "kv-empty" }, "Nothing has happened yet.");
 const none = el("div", { class: "kv-empty", hidden: true }, "Every kind that has happened is switched off above.");
 
 function makeRow([id, kind, group, step, time, text]) {
-  const [icon, word] = KINDS[kind] ?? ["·", kind];
+  const [icon, word] = Object.hasOwn(KINDS, kind) ? KINDS[kind] : ["·", kind];
   const clock = new Date(1000 * time).toLocaleTimeString("en-GB");
   return el(
     "li",
@@ -105,11 +107,13 @@ sum();
 drawEach((value) => {
   const events = value ? JSON.parse(value.events) : [];
   if (!events.length) return;
-  const newest = events.at(-1)[0];
-  if (newest < lastId) lastId = -1; // another engine, which counts from the start
-  const fresh = events.filter(([id]) => id > lastId);
+  const newest = events.at(-1);
+  // Another pool counts from the start: what has an old number was not there then.
+  const isAnew = newest[0] < lastId || events.some(([id, , , , time]) => id <= lastId && time > lastTime + 1);
+  const fresh = isAnew ? events : events.filter(([id]) => id > lastId);
   if (!fresh.length) return;
-  lastId = newest;
+  if (isAnew) fresh.unshift([0, NEW_POOL, null, 0, fresh[0][4], "The pool was made anew; its events are counted from the start."]);
+  [lastId, lastTime] = [newest[0], newest[4]];
   if (held) {
     held = [...held, ...fresh].slice(-MOST_ROWS.other - MOST_ROWS.step);
     sum();

@@ -4,13 +4,18 @@
 const GLOW_MS = 700;
 const MOST_GLOWING = 600; // where everything changes, nothing needs pointing out
 
+/** How many cells fit side by side, in fours: rows begin with round numbers. */
+function columnsIn(width, pitch) {
+  const columns = Math.max(1, Math.floor(width / pitch));
+  return columns < 12 ? columns : columns - (columns % 4);
+}
+
 /** The largest cells with which `total` of them fit into a width and a height. */
 function layOut(total, width, { maxHeight, maxPitch, hasNumbers }) {
   for (let pitch = maxPitch; ; pitch -= 1) {
-    const isNumbered = hasNumbers && pitch >= 9 && width > 480;
+    const isNumbered = hasNumbers && pitch >= 9 && pitch < NUMBERED_CELL && width > 480;
     const margin = isNumbered ? 10 + 7 * String(Math.max(total - 1, 0)).length : 0;
-    let columns = Math.max(1, Math.floor((width - margin) / pitch));
-    if (columns > 16) columns -= columns % 8; // rows that begin with round numbers
+    const columns = columnsIn(width - margin, pitch);
     const rows = Math.max(1, Math.ceil(total / columns));
     if (rows * pitch <= maxHeight || pitch <= 6) return { pitch, columns, rows, margin, isNumbered };
   }
@@ -54,6 +59,7 @@ function makeGrid({ name, cellOf, describe, pick, ...limits }) {
     const isOwn = group !== null && shown.owners.includes(group);
     const glow = glowing.has(block) ? 1 - (performance.now() - glowing.get(block)) / GLOW_MS : 0;
     paint(...place(block), shown, {
+      block,
       isDim: group !== null && !isOwn,
       isPicked: isOwn || block === hovered,
       isFocused: block === cursor && isFocused(),

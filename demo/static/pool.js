@@ -2,6 +2,7 @@
 "use strict";
 
 const SWAP_ROWS = 2;
+const SWAP_PITCH = 14;
 
 /** What a value says of each block: `holders[block]` is a list of `[group, sequence, position]`. */
 function readPool(value) {
@@ -126,7 +127,7 @@ const pickOwner = (holders) => {
 const grid = makeGrid({
   name: "Blocks of the KV pool. Arrow keys walk through them, Enter shows one request alone, Escape all.",
   maxHeight: 400,
-  maxPitch: 28,
+  maxPitch: 42,
   hasNumbers: true,
   cellOf: (block) => cells[block],
   describe: (block) => poolLines(pool, block),
@@ -135,14 +136,14 @@ const grid = makeGrid({
 const swapGrid = makeGrid({
   name: "Blocks of the CPU swap space",
   maxHeight: 120,
-  maxPitch: 14,
+  maxPitch: SWAP_PITCH,
   hasNumbers: false,
   cellOf: (block) => swapCells[block],
   describe: (block) => swapLines(pool, block),
   pick: (block) => pickOwner(pool.swapHolders[block]),
 });
 
-const facts = el("span", { class: "kv-quiet kv-number" });
+const facts = el("div", { class: "kv-quiet kv-number kv-facts" });
 const paused = el("span", { class: "kv-paused", hidden: true }, "⏸ paused");
 const swapTitle = el("div", { class: "kv-quiet kv-number kv-swap-title" });
 const swapBox = el("div", { class: "kv-swap" }, swapTitle, swapGrid.node);
@@ -197,8 +198,8 @@ function showSwap() {
   if (!total) return;
   setText(swapTitle, `CPU swap space: ${NUMBER.format(pool.numSwapped)} of ${count(total, "block")} in use`);
   // Usually nearly empty and as large as the pool: the first rows, and as many more as were ever used.
-  const perRow = Math.max(16, Math.floor(swapGrid.width() / 14));
-  const shown = Math.min(total, Math.max(swapCells.length, SWAP_ROWS * perRow, pool.swapHolders.length));
+  const leastShown = SWAP_ROWS * columnsIn(swapGrid.width(), SWAP_PITCH);
+  const shown = Math.min(total, Math.max(swapCells.length, leastShown, pool.swapHolders.length));
   const before = swapCells;
   swapCells = Array.from({ length: shown }, (_, block) => poolCell(pool, block, "swapped"));
   show(swapGrid, before, swapCells);

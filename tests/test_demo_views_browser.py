@@ -180,6 +180,7 @@ def id_before_ones_eyes(page: Page) -> str:
     """The event that lies a little below the upper edge of the log."""
     return page.locator("#events ol").evaluate(
         """list => {
+          list.scrollIntoView({ block: "center" });
           const box = list.getBoundingClientRect();
           return document.elementFromPoint(box.left + 200, box.top + 60).closest("li").dataset.id }"""
     )

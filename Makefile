@@ -90,10 +90,9 @@ test: $(VENV)/.installed-dev ## all CPU tests
 test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) $(T)
 
-# BROWSER: the Chromium or Chrome to drive; by default the first one that is installed.
 .PHONY: test-browser
 test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to be installed
-	$(TEST_ENV) $(if $(BROWSER),BROWSER=$(BROWSER)) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(T)
+	$(TEST_ENV) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(T)
 
 .PHONY: test-5.17
 test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported transformers, in .venv-5.17

@@ -183,9 +183,8 @@ class _Story:
             else:
                 parts.append(f"was preempted to make room: it gave back {_blocks(freed)}, to be computed again")
         if self._all("finished"):
-            held = f" and gave back {_blocks(freed)}" if freed and not self._all("preempted") else ""
-            parts.append(f"is finished{held}")
-        elif freed and not self._all("preempted"):
+            parts.append("is finished")
+        if freed and not self._all("preempted"):
             parts.append(f"gave back {_blocks(freed)}")
         return parts
 

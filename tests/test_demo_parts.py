@@ -1,0 +1,549 @@
+"""Parts of the demo that need no server: words, trees, maps, limits, streams, and the command line's errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+import torch
+from models import build
+from typer.testing import CliRunner
+
+import hf_paged
+from demo.__main__ import command
+from demo.beams import BeamRecorder
+from demo.chat import Reply, describe
+from demo.compare import memory_maps
+from demo.generation import Sampling
+from demo.history import History
+from demo.hub import Hub, names_of
+from demo.limits import Limits, RefusedError
+from demo.loading import LoadError, load
+from demo.pages.chat import _as_messages, _before_last_question, _unescaped
+from demo.pages.plots import plot_data
+from demo.prompts import check_messages, choose_prompts, conversation_text, encode_conversation
+from demo.run_record import Row, RunRecord, held_rows
+from demo.samples import Tail
+from demo.sharing import SharingMeter, group_sharing
+from demo.stepping import explain, quote
+from demo.streams import TextStream, in_batches, in_thread
+from demo.told import raised, told
+from hf_paged import EngineStats
+from hf_paged.report import stock_kv_usage
+
+EVIL = "<img src=x onerror=alert(1)> & <script>alert(2)</script> &lt;b&gt;"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return load()
+
+
+# ----------------------------------------------------------------------------------------------------------- step mode
+
+
+def step(number: int, chunks: list[list[int]], **fields: Any) -> dict[str, Any]:
+    num_tokens = sum(chunk[3] for chunk in chunks)
+    num_decode = sum(chunk[3] == 1 for chunk in chunks)
+    return {
+        "id": 99, "time": 0.0, "step": number, "kind": "step", "chunks": chunks, "num_seqs": len(chunks),
+        "num_tokens": num_tokens, "num_decode": num_decode, "num_prefill_tokens": num_tokens - num_decode,
+        "seconds": 0.0051, "num_waiting": 0, "num_swapped": 0, "num_free_blocks": 3, "is_stalled": False,
+    } | fields  # fmt: skip
+
+
+def event(kind: str, group: int | None, step: int = 7, **fields: Any) -> dict[str, Any]:
+    return {
+        "id": 1,
+        "time": 0.0,
+        "step": step,
+        "kind": kind,
+        "group": group,
+        "sequence": fields.pop("sequence", group),
+    } | (fields)
+
+
+def group(number: int, *sequences: tuple[int, int, list[int]], status: str = "running") -> dict[str, Any]:
+    """A group whose sequences have so many tokens, so many of them prompt, and this tail."""
+    return {
+        "id": number,
+        "status": status,
+        "request_id": f"chat-{number}",
+        "sequences": [
+            {"id": number + place, "num_tokens": tokens, "num_prompt_tokens": prompt, "tail": tail, "block_table": []}
+            for place, (tokens, prompt, tail) in enumerate(sequences)
+        ],
+    }
+
+
+def told_of(step_event: dict[str, Any], groups: list[Any], events: list[Any], **queues: list[int]) -> list[str]:
+    snapshot = {"groups": groups, "events": [*events, step_event], "waiting": [], "swapped": []} | queues
+    explanation = explain(step_event, snapshot, names_of(snapshot), lambda tokens: f" t{tokens[0]}\n")
+    return [explanation.headline, *explanation.details]
+
+
+def test_a_prompt_is_admitted() -> None:
+    groups = [group(1, (42, 41, [5]))]
+    events = [
+        event("admitted", 1, num_sequences=1, num_tokens=41, request_id="chat-1"),
+        event("prefix_hit", 1, blocks=[3, 4], num_tokens=32, request_id="chat-1"),
+        event("allocated", 1, blocks=[9], request_id="chat-1"),
+    ]
+    assert told_of(step(7, [[1, 1, 32, 9]]), groups, events) == [
+        "Step 7: one forward of 9 tokens for 1 sequence (9 tokens of prompts) in 5.1 ms.",
+        "chat-1 was admitted, found 32 tokens of its prompt in the cache (blocks 3 to 4), computed 9 tokens of its "
+        "prompt, took block 9 for them and chose “ t5⏎”.",
+    ]
+
+
+def test_a_block_is_full() -> None:
+    groups = [group(2, (50, 20, [8]))]
+    events = [event("allocated", 2, blocks=[17], request_id="chat-2"), event("allocated", 2, step=6, blocks=[1])]
+    assert told_of(step(7, [[2, 2, 48, 1]]), groups, events)[1:] == [
+        "chat-2 had filled its last block, so it got block 17 and chose “ t8⏎”."
+    ]
+
+
+def test_a_shared_block_is_copied() -> None:
+    groups = [group(2, (31, 20, [8]), (31, 20, [9]))]
+    events = [event("copied", 2, source=4, destination=9, request_id="chat-2")]
+    assert told_of(step(7, [[2, 2, 29, 1], [2, 3, 29, 1]]), groups, events)[1:] == [
+        "chat-2 wrote into a block that others share, so block 4 was copied to block 9 and chose “ t8⏎”, “ t9⏎”."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "events", "expected"),
+    [
+        ("swap", [event("swapped_out", 3, num_blocks=5, blocks=[1])], "its 5 blocks moved to CPU memory"),
+        ("recompute", [event("freed", 3, blocks=[4, 5])], "it gave back blocks 4 to 5, to be computed again"),
+    ],
+)
+def test_somebody_is_preempted_and_somebody_waits(how: str, events: list[Any], expected: str) -> None:
+    groups = [
+        group(2, (31, 20, [8])),
+        group(3, (40, 20, [1]), status="waiting"),
+        group(4, (9, 9, []), status="waiting"),
+    ]
+    preempted = event("preempted", 3, how=how, num_sequences=1, request_id="chat-3")
+    sentences = told_of(step(7, [[2, 2, 30, 1]], is_stalled=True), groups, [preempted, *events], waiting=[3, 4])
+    assert sentences[2] == f"chat-3 was preempted to make room: {expected}."
+    assert sentences[3] == "chat-3 waits, and 1 request behind it: it does not fit into the 3 free blocks."
+
+
+def test_somebody_comes_back_and_somebody_ends() -> None:
+    groups = [group(3, (40, 20, [1]))]
+    events = [
+        event("swapped_in", 3, num_blocks=3, blocks=[1, 2, 3], request_id="chat-3"),
+        event("freed", 5, blocks=[8], request_id="chat-5"),
+        event("finished", 5, reason="eos", request_id="chat-5"),
+        event("evicted", None, blocks=[6]),
+    ]
+    assert told_of(step(7, [[3, 3, 38, 1], [5, 5, 10, 1]]), groups, events)[1:] == [
+        "chat-3 came back from CPU memory with 3 blocks and chose “ t1⏎”.",
+        "chat-5 chose its last token, is finished and gave back block 8.",
+        "Block 6 was cached and held by nobody: the content was dropped for new use.",
+    ]
+
+
+def test_a_search_chooses_elsewhere_and_crowds_are_counted() -> None:
+    groups = [group(number, (30, 20, [1])) for number in range(10, 30)]
+    sentences = told_of(step(7, [[number, number, 29, 1] for number in range(10, 30)]), groups, [])
+    assert sentences[1] == "chat-10 handed its logits to the loop that chooses its tokens."
+    assert sentences[-1] == "And 12 other requests took part."
+
+
+def test_every_step_of_a_real_run_is_explained(loaded: Any) -> None:
+    hub = Hub(loaded, {"num_blocks": 12, "block_size": 4, "preemption": "swap"}, Limits(prompt_tokens=40))
+    try:
+        hub.pacer.pause()
+        sampling = Sampling(max_new_tokens=16, temperature=0.0)
+        prompts = [loaded.tokenizer(text).input_ids for text in ("The old man", "The old man", "She said that the")]
+        tickets = [hub.submit("chat", "me", prompt, **sampling.arguments(loaded)) for prompt in prompts]
+        explanations = []
+        while (explanation := hub.step()) is not None:
+            explanations.append(explanation)
+        texts = [explanation.text for explanation in explanations]
+        chosen: dict[str, str] = {ticket.label: "" for ticket in tickets}
+        for text in texts:
+            for label in chosen:
+                if f"{label} " in text and "chose “" in text.split(f"{label} ", 1)[1].split(". ")[0]:
+                    chosen[label] += text.split(f"{label} ", 1)[1].split("chose “", 1)[1].split("”", 1)[0]
+        for ticket in tickets:
+            reply = loaded.tokenizer.decode(ticket.request.result(5).token_ids[:-1], skip_special_tokens=True)
+            assert chosen[ticket.label].replace("⏎", "\n") == reply
+        assert any("preempted to make room" in text for text in texts)
+        assert any("came back from CPU memory" in text for text in texts)
+        assert any("had filled its last block" in text for text in texts)
+        assert [each.step for each in explanations] == list(range(explanations[0].step, explanations[-1].step + 1))
+    finally:
+        hub.close()
+
+
+def test_a_token_is_quoted_as_text() -> None:
+    assert quote("\n\ta") == "“⏎⇥a”"
+
+
+# --------------------------------------------------------------------------------------------------------------- beams
+
+
+@pytest.mark.parametrize("eos", [[], list(range(3, 60, 3))])
+def test_the_recorder_adds_up_what_transformers_does(eos: list[int]) -> None:
+    """Also where beams end in the midst of the search, which no later step shows."""
+    model = build("llama")
+    prompt = torch.tensor([[7, 8, 9, 10, 11]])
+    recorder = BeamRecorder(5, eos)
+    output = model.generate(
+        prompt, num_beams=4, num_return_sequences=4, max_new_tokens=10, do_sample=False, return_dict_in_generate=True,
+        output_scores=True, eos_token_id=eos or None, pad_token_id=0, logits_processor=[recorder],
+    )  # fmt: skip
+    returned = []
+    for row in output.sequences[:, 5:].tolist():
+        end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
+        returned.append(row[:end])
+    nodes = {node["rank"]: node for node in recorder.nodes(str, returned) if node["rank"]}
+    assert sorted(nodes) == [1, 2, 3, 4]
+    for rank, (tokens, score) in enumerate(zip(returned, output.sequences_scores.tolist()), start=1):
+        assert nodes[rank]["step"] == len(tokens)
+        assert nodes[rank]["score"] / len(tokens) == pytest.approx(score, abs=1e-3)
+    if eos:
+        assert any(len(tokens) < 10 for tokens in returned), "no beam ended early: the test tests nothing"
+
+
+# ----------------------------------------------------------------------------------------------------- sharing and maps
+
+
+def snapshot_of(*groups: dict[str, Any], block_size: int = 4) -> dict[str, Any]:
+    return {"block_size": block_size, "groups": list(groups), "events": [], "waiting": []}
+
+
+def holding(label: str, *sequences: tuple[int, int, list[int]], status: str = "running") -> dict[str, Any]:
+    """A group whose sequences have so many tokens, so many of them computed, and this block table."""
+    return {
+        "id": 1,
+        "request_id": label,
+        "status": status,
+        "sequences": [
+            {"id": number, "num_tokens": tokens, "num_computed_tokens": computed, "block_table": table}
+            for number, (tokens, computed, table) in enumerate(sequences)
+        ],
+    }
+
+
+def test_shared_blocks_count_once() -> None:
+    samples = holding("a", (10, 9, [1, 2, 3]), (10, 9, [1, 2, 4]), (0, 0, []))
+    sharing = group_sharing(samples)
+    assert (sharing.held, sharing.tables, sharing.saved, sharing.sequences) == (4, 6, 2, 2)
+    assert held_rows(snapshot_of(samples, holding("b", (3, 2, [7]))), {"a"}) == [
+        Row("a · 1", 12, 9),
+        Row("a · 2", 4, 1),
+    ]
+    assert held_rows(snapshot_of(holding("a", (3, 2, [7]), status="swapped")), {"a"}) == []
+
+
+def test_the_meter_keeps_the_moment_when_sharing_saved_most() -> None:
+    meter = SharingMeter("a")
+    for tables in ([[1], [1]], [[1, 2], [1, 2]], [[1, 2], [1, 3]]):
+        meter.see(snapshot_of(holding("a", *[(8, 8, table) for table in tables])))
+    meter.see(snapshot_of() | {"events": [{"id": 1, "kind": "copied", "request_id": "a"}]})
+    assert meter.describe(1024) == (
+        "2 blocks held at the moment when sharing saved most; with copies of their own the 2 sequences would hold 4: "
+        "2 blocks more, 2.0 KiB (50% saved). 1 block was copied on write."
+    )
+
+
+def test_stock_is_measured_on_its_own_cache(loaded: Any) -> None:
+    """The middle map against a stock call of the same prompts that nobody made choose its tokens."""
+    texts = ["The old man", "It was late in the evening when the", "She said"]
+    batch = loaded.tokenizer(texts, return_tensors="pt", padding=True)
+    output = loaded.twin.generate(**batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    rows = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
+    usage = stock_kv_usage(output.past_key_values, batch["attention_mask"], [12] * 3)
+    prompts = [loaded.tokenizer(text).input_ids for text in texts]
+    record = RunRecord(
+        ["a", "b", "c"], prompts, 20, 4, 99, 6144, [[rows[0]], [rows[1][:5]], [rows[2]]], [Row("a", 4, 3)], 1
+    )
+    reserved, stock, paged = memory_maps(loaded, record)
+    assert stock.reserved * stock.bytes_per_token * 2 == usage.allocated_bytes * 6144 * 2 // (6 * 2 * 2 * 32 * 4)
+    assert [row.used for row in stock.rows] == [len(prompts[0]) + 11, len(prompts[1]) + 5, len(prompts[2]) + 11]
+    assert [row.reserved for row in reserved.rows] == [len(prompt) + 20 for prompt in prompts]
+    assert [row.used for row in reserved.rows] == [len(prompts[0]) + 11, len(prompts[1]) + 4, len(prompts[2]) + 11]
+    assert (paged.reserved, paged.waste) == (4, 0.25)
+
+
+def test_a_run_too_large_for_stock_is_refused(loaded: Any) -> None:
+    record = RunRecord(["a"] * 300, [[1] * 1000] * 300, 20, 4, 99, 1, [[[1]]] * 300, [Row("a", 4, 3)], 1)
+    with pytest.raises(RefusedError, match="300 rows of 1,001 tokens"):
+        memory_maps(loaded, record)
+
+
+# --------------------------------------------------------------------------------------------------------------- texts
+
+
+def test_characters_of_several_tokens_are_not_broken(loaded: Any) -> None:
+    text = "naïve 😀 café — 日本語 ok"
+    prompt, tokens = [1], loaded.tokenizer(text, add_special_tokens=False).input_ids
+    stream = TextStream(loaded.tokenizer, prompt)
+    pieces = [stream.push([token]) for token in tokens]
+    assert "".join(pieces) + stream.push([], is_last=True) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_character_do_not_hold_up_the_rest(loaded: Any) -> None:
+    broken = loaded.tokenizer("😀", add_special_tokens=False).input_ids[:1]
+    after = loaded.tokenizer("the door", add_special_tokens=False).input_ids
+    stream = TextStream(loaded.tokenizer)
+    text = "".join(stream.push([token]) for token in broken * 6 + after) + stream.push([], is_last=True)
+    assert text.endswith("the door") and "\ufffd" in text
+
+
+def test_what_the_tail_misses_is_said() -> None:
+    tail = Tail(prompt_tokens=3)
+    tail.see(4, [1, 2, 3, 10])
+    tail.see(6, [2, 3, 10, 11, 12])
+    assert tail.text(str) == "[10, 11, 12]" and tail.num_new == 3
+    tail.see(20, [20, 21, 22])
+    assert tail.text(str) == "… [20, 21, 22]"
+    tail.see(21, [21, 22, 23])
+    assert tail.text(str) == "… [20, 21, 22, 23]"
+
+
+def test_a_conversation_is_a_text() -> None:
+    messages = [
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": " b."},
+        {"role": "user", "content": "C"},
+    ]
+    assert conversation_text(messages) == "A b.\n\nC"
+
+
+def test_a_chat_template_is_used(loaded: Any) -> None:
+    import copy
+    from dataclasses import replace
+
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    chatty = replace(loaded, tokenizer=tokenizer)
+    ids = encode_conversation(chatty, [{"role": "user", "content": "Hi"}])
+    assert chatty.has_chat_template and tokenizer.decode(ids) == "[user]Hi[a]"
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RefusedError, match="roles must alternate"):
+        encode_conversation(chatty, [{"role": "user", "content": "Hi"}])
+
+
+def test_prompts_are_chosen_from_short_to_long() -> None:
+    prompts = [[0] * length for length in (5, 1, 3, 9, 7)]
+    chosen = choose_prompts(prompts, 4, 7)
+    assert sorted(map(len, chosen)) == [1, 3, 5, 7] and list(map(len, chosen)) != [1, 3, 5, 7]
+    assert len(choose_prompts(prompts, 9, 3)) == 9
+    with pytest.raises(RefusedError, match="0 tokens"):
+        choose_prompts(prompts, 2, 0)
+
+
+def test_a_reply_is_described() -> None:
+    reply = Reply("chat-3", "x", 57, 32, 41, 0.034, 85.2, "length")
+    assert describe(reply) == (
+        "chat-3: 41 tokens · 85 tokens/s · first after 34 ms · 32 of 57 prompt tokens from the cache · ended by the "
+        "limit of new tokens"
+    )
+    assert describe(Reply("chat-3", "", 57)) == "chat-3: 57 prompt tokens, waiting for a step"
+
+
+# ------------------------------------------------------------------------------------------------ nothing is markup
+
+
+def test_the_chat_view_gets_escaped_text_and_gives_it_back() -> None:
+    shown = [{"role": "user", "content": "hi"}, *_as_messages(Reply("chat-1", EVIL, 1), "chat-1: 3 tokens")]
+    assert not any(sign in json.dumps(shown) for sign in "<>")
+    as_gradio_returns_it = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in shown]
+    assert _unescaped(as_gradio_returns_it) == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": EVIL},
+    ]
+    assert _before_last_question(as_gradio_returns_it, [2, 2])[1] == "hi"
+
+
+@pytest.mark.parametrize("history", ["x", [1], [{"role": "user"}], [{"role": "tool", "content": "x"}]])
+def test_a_history_that_is_none_is_refused(history: Any) -> None:
+    with pytest.raises(RefusedError):
+        check_messages(history)
+
+
+def test_errors_are_shown_as_text(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise RefusedError(EVIL)
+
+    async def fail() -> None:
+        raise KeyError(EVIL)
+
+    with pytest.raises(gr.Error) as refusal:
+        raised(refuse)()
+    assert "<" not in refusal.value.message and not caplog.records
+    with pytest.raises(gr.Error) as failure:
+        asyncio.run(told(fail)())
+    assert "<" not in failure.value.message and "KeyError" in failure.value.message
+    assert "a handler failed" in caplog.text
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [((2000, 10, 99_999), "up to 1,024"), ((500, 60, 99_999), "at most 12 new"), ((100, 20, 64), "64 tokens in all")],
+)
+def test_refusals_say_what_is_allowed(numbers: tuple[int, int, int], says: str) -> None:
+    with pytest.raises(RefusedError, match=says):
+        Limits(positions=512).check_tokens(*numbers)
+
+
+@pytest.mark.parametrize("value", [True, "8", None, float("nan"), 1.5, [8]])
+def test_numbers_are_numbers(value: Any) -> None:
+    with pytest.raises(RefusedError, match="whole number from 1 to 256"):
+        Sampling.checked(Limits(), value, 0.8)
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert Sampling.checked(Limits(), 8, 0.8, seed=-1).seed is None
+    with pytest.raises(RefusedError, match="seed"):
+        Sampling.checked(Limits(), 8, 0.8, seed=-2)
+
+
+# ------------------------------------------------------------------------------------------------------- time and tasks
+
+
+def test_the_history_counts_tokens_a_second() -> None:
+    history = History(EngineStats)
+    history.close()
+    for quarter in range(9):
+        sample = history.sample(
+            EngineStats(num_blocks=8, num_free_blocks=6, num_generated_tokens=10 * quarter), quarter / 4
+        )
+    assert sample.tokens_per_second == pytest.approx(40) and sample.pool_use == 0.25 and sample.hit_rate is None
+    assert history.sample(EngineStats(num_blocks=8, num_generated_tokens=0), 3.0).tokens_per_second == 0
+    speed, queues, pool, hits = plot_data(history.samples)
+    assert speed["seconds ago"].max() == 0 and len(queues) == 3 * len(speed) and len(hits) == 0
+    assert pool["% of the pool"].iloc[-2] == 25
+
+
+def test_batches_come_at_most_so_often_and_empty_ones_while_nothing_does(loaded: Any) -> None:
+    model = hf_paged.patch(loaded.model, num_blocks=32)
+    try:
+        engine = model.paged
+        engine.pause()
+        request = engine.submit([1, 5, 6], max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+        async def collect() -> list[list[int]]:
+            batches = []
+            async for batch in in_batches(request, lambda: 0.01, patience=0.05):
+                batches.append(batch)
+                if len(batches) == 2:
+                    engine.resume()
+            return batches
+
+        batches = asyncio.run(collect())
+        assert batches[0] == [] and [token for batch in batches for token in batch] == request.result().token_ids
+    finally:
+        hf_paged.unpatch(model)
+
+
+def test_dropping_the_batches_cancels_the_request(loaded: Any) -> None:
+    model = hf_paged.patch(loaded.model, num_blocks=32)
+    try:
+        request = model.paged.submit([1, 5, 6], max_new_tokens=400, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+        async def look() -> None:
+            batches = in_batches(request, lambda: 0.01)
+            await anext(batches)
+            await batches.aclose()
+
+        asyncio.run(look())
+        assert request.result(5).finish_reason == "cancelled"
+    finally:
+        hf_paged.unpatch(model)
+
+
+def test_what_is_made_for_somebody_who_is_gone_is_undone() -> None:
+    import threading
+
+    may_go_on, undone = threading.Event(), []
+
+    def make() -> str:
+        may_go_on.wait(5)
+        return "made"
+
+    async def main() -> None:
+        task = asyncio.create_task(in_thread(make, undone.append))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_go_on.set()
+        while not undone:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+    assert undone == ["made"]
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(command, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def failed(*arguments: str) -> str:
+    """The message of a run that ends with exit code 2 and no traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    assert "there is no folder /nowhere" in failed("--model", "/nowhere")
+    assert "holds no model" in failed("--model", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
+    assert "cannot load the model" in failed("--model", str(tmp_path))
+    assert "--dtype must be one of" in failed("--dtype", "float8")
+    assert "cannot use --device" in failed("--device", "nonsense")
+    assert "preemption must be one of" in failed("--preemption", "never")
+    with pytest.raises(LoadError, match="cannot load"):
+        load("no-such-owner/no-such-model")
+
+
+def test_a_model_that_cannot_be_paged_is_one_sentence(tmp_path: Path, loaded: Any) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(vocab_size=2048, hidden_size=32, num_hidden_layers=1, state_size=4)).save_pretrained(
+        tmp_path
+    )
+    loaded.tokenizer.save_pretrained(tmp_path)
+    assert "hf_paged does not support MambaForCausalLM" in failed("--model", str(tmp_path))
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"port {port} is not free" in failed("--port", port)
+
+
+def test_the_demo_uses_the_public_api_only() -> None:
+    """Of the engine's modules only the package itself, and what it shares on purpose."""
+    allowed = {"hf_paged", "hf_paged.report"}
+    for file in Path(sys.modules["demo"].__file__ or "").parent.rglob("*.py"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            words = line.split()
+            if words[:1] in (["from"], ["import"]) and words[1].startswith("hf_paged"):
+                assert words[1] in allowed, f"{file.name}: {line}"

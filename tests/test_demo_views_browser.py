@@ -371,6 +371,6 @@ def test_a_real_engine_on_stage(stage: Stage, open_tab: OpenTab) -> None:
         expect(page.locator("#events li[data-kind=preempted]").first).to_contain_text("was preempted (swap)")
         expect(page.locator("#events li[data-kind=swapped_in]").first).to_contain_text("came back from CPU memory")
         expect(page.locator("#tables")).to_contain_text("No request holds blocks now.")
-        expect(page.locator("#pool .kv-legend li").first).to_have_text("0 held")
+        expect(page.locator("#pool .kv-legend li").first).to_have_text("0 held by one")
     finally:
         hf_paged.unpatch(model)

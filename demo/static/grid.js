@@ -173,6 +173,8 @@ function makeGrid({ name, cellOf, describe, pick, ...limits }) {
     pick(block);
     hover(block);
   });
+  // A finger leaves the canvas only by touching something else.
+  listen(document, "pointerdown", (event) => hovered !== null && !canvas.contains(event.target) && hover(null));
   node.addEventListener("keydown", walk);
   node.addEventListener("focus", () => {
     if (!shape || !isFocused()) return;

@@ -67,6 +67,7 @@ def run(
 ) -> None:
     """Watch the paged cache of hf_paged work, in a browser."""
     transformers_logging.disable_progress_bar()  # of loading weights
+    transformers_logging.set_verbosity_error()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         loaded = load(model or None, dtype, device)

@@ -11,8 +11,8 @@ from typing import Any
 from demo.generation import Sampling
 from demo.hub import Hub, Ticket, cancel, find_group
 from demo.limits import RefusedError
-from demo.prompts import encode_conversation
-from demo.streams import TextStream, in_batches, in_thread
+from demo.prompts import render
+from demo.streams import TextStream, decode_reply, in_batches, in_thread
 
 SHOW_SECONDS = 0.05  # at least, between two pieces of a reply on the way to the browser
 MOST_UPDATES = 60  # a second, of all replies together: each is some milliseconds' work
@@ -63,22 +63,34 @@ async def reply(hub: Hub, owner: str, messages: list[dict[str, str]], sampling: 
     if messages[-1]["role"] != "user":
         raise RefusedError("The last message must be the user's.")
     started = time.monotonic()
-    ticket = await in_thread(lambda: _submit(hub, owner, messages, sampling), cancel)
+    text = render(hub.loaded, messages)
+    hub.limits.check_text(text)
+    ticket = await in_thread(lambda: _submit(hub, owner, text, sampling), cancel)
     try:
         async with aclosing(_follow(hub, ticket, started)) as replies:
             async for current in replies:
+                if current.finish_reason is not None:
+                    _remember(hub, ticket, text)
                 yield current
     finally:
         ticket.request.cancel()
 
 
-def _submit(hub: Hub, owner: str, messages: list[dict[str, str]], sampling: Sampling) -> Ticket:
+def _submit(hub: Hub, owner: str, text: str, sampling: Sampling) -> Ticket:
     """Encodes and submits: milliseconds that the event loop has no time for."""
-    for message in messages:
-        if message["content"]:
-            hub.limits.check_text(message["content"])
-    prompt_ids = encode_conversation(hub.loaded, messages)
+    loaded = hub.loaded
+    prompt_ids = hub.transcripts.encode(loaded.tokenizer, text, adds_special_tokens=not loaded.has_chat_template)
     return hub.submit("chat", owner, prompt_ids, seed=sampling.seed, **sampling.arguments(hub.loaded))
+
+
+def _remember(hub: Hub, ticket: Ticket, text: str) -> None:
+    """Notes what the conversation consists of now, for its next turn."""
+    loaded, tokens = hub.loaded, list(ticket.request.result(0).token_ids)
+    if not loaded.has_chat_template and tokens[-1:] and tokens[-1] in loaded.eos_token_ids:
+        tokens.pop()  # the text goes on
+    prompt_ids = ticket.request.prompt_token_ids
+    said = decode_reply(loaded.tokenizer, prompt_ids, tokens, skips_special_tokens=not loaded.has_chat_template)
+    hub.transcripts.remember(text + said, [*prompt_ids, *tokens])
 
 
 async def _follow(hub: Hub, ticket: Ticket, started: float) -> AsyncIterator[Reply]:

@@ -17,6 +17,7 @@ from demo.limits import Limits, RefusedError, check_whole_number
 from demo.loading import LoadedModel
 from demo.pacing import Pacer
 from demo.stepping import Explanation, explain
+from demo.transcripts import Transcripts
 from hf_paged import EngineStats, Request
 
 SHOWN_EVENTS = 600  # before the last picture's newest
@@ -76,6 +77,7 @@ class Hub:
     settings: dict[str, Any]
     limits: Limits
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    transcripts: Transcripts = field(default_factory=Transcripts)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _counters: Counter[str] = field(default_factory=Counter)
     _picture: Picture | None = None

@@ -37,20 +37,18 @@ def encode(loaded: LoadedModel, text: str) -> list[int]:
     return list(loaded.tokenizer(text)["input_ids"])
 
 
-def encode_conversation(loaded: LoadedModel, messages: Sequence[dict[str, str]]) -> list[int]:
-    """A conversation, whose last message is the user's, as the token ids of a prompt.
+def render(loaded: LoadedModel, messages: Sequence[dict[str, str]]) -> str:
+    """A conversation, whose last message is the user's, as the text of a prompt.
 
     A model with a chat template gets it in that form. Any other gets the text of all messages: it goes on with the
     user's, and what the user says next begins a new paragraph.
     """
-    if loaded.has_chat_template:
-        try:
-            return list(
-                loaded.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-            )
-        except Exception as error:  # jinja2's, raised by the template itself: roles in an order it does not like
-            raise RefusedError(f"The model's chat template does not take this conversation: {error}") from error
-    return encode(loaded, conversation_text(messages))
+    if not loaded.has_chat_template:
+        return conversation_text(messages)
+    try:
+        return str(loaded.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # jinja2's, raised by the template itself: roles in an order it does not like
+        raise RefusedError(f"The model's chat template does not take this conversation: {error}") from error
 
 
 def conversation_text(messages: Iterable[dict[str, str]]) -> str:

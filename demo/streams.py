@@ -15,9 +15,7 @@ MAX_BYTES = 4  # of one character in UTF-8, and so of tokens that are each a pie
 CONTEXT = 8  # tokens before the first new one that are decoded with it: some tokenizers drop the space of a first word
 
 
-async def in_batches(
-    request: Request, seconds: Callable[[], float], patience: float = 1.0
-) -> AsyncIterator[list[int]]:
+async def in_batches(request: Request, seconds: Callable[[], float], patience: float = 1.0) -> AsyncIterator[list[int]]:
     """A request's new tokens, at most every `seconds()`, so that fast requests do not drown browser and server.
 
     Where nothing new comes for `patience` seconds (it waits in the queue, or the engine is paused) an empty batch does:
@@ -67,9 +65,10 @@ async def in_thread(call: Callable[[], ResultT], undo: Callable[[ResultT], objec
 class TextStream:
     """Turns tokens into text as they come, without breaking a character that several tokens make up."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = (), skips_special_tokens: bool = True) -> None:
         """Begins behind a prompt, which is not part of the text."""
         self._tokenizer = tokenizer
+        self._skips = skips_special_tokens
         self._ids = list(prompt_ids[-CONTEXT:])
         self._start, self._read = 0, len(self._ids)
 
@@ -85,9 +84,11 @@ class TextStream:
         return whole[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False))
 
 
-def decode_reply(tokenizer: Any, prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:
+def decode_reply(
+    tokenizer: Any, prompt_ids: Sequence[int], tokens: Sequence[int], skips_special_tokens: bool = True
+) -> str:
     """A finished reply as text."""
-    return TextStream(tokenizer, prompt_ids).push(tokens, is_last=True)
+    return TextStream(tokenizer, prompt_ids, skips_special_tokens).push(tokens, is_last=True)

@@ -70,7 +70,7 @@ def _wrapped(handler: Callable[..., Any], fail: Callable[[Exception], Any]) -> C
                     async for item in items:
                         yield item
             except Exception as error:
-                fail(error)
+                yield fail(error)  # a stream of nothing would empty all components
 
         return stream
 

@@ -21,6 +21,8 @@ from demo.hub import Hub
 from demo.limits import Limits
 from demo.loading import load
 
+pytestmark = pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning")  # what Gradio uses of pandas
+
 BLOCKS = 256
 OPENING = "It was late in the evening when the old man came to the door of the house, and"
 ENDPOINTS = (
@@ -127,12 +129,13 @@ def test_seeded_replies_are_the_same(client: Client) -> None:
 
 
 def test_history_is_found_in_the_cache(client: Client) -> None:
-    text, first = chat(client, max_new_tokens=64, temperature=0.0)
+    text, first = chat(client, max_new_tokens=64, temperature=1.0)
     history = [{"role": "user", "content": OPENING}, {"role": "assistant", "content": text}]
     _, second = chat(client, '"Who is there?" asked the girl.', history=history, max_new_tokens=8)
     before = first["prompt_tokens"] + first["new_tokens"]
     assert second["prompt_tokens"] > before
-    assert second["cached_tokens"] >= before // 2, second
+    # All but the last token, which had no keys and values yet, in full blocks.
+    assert second["cached_tokens"] == (before - 1) // 16 * 16, second
 
 
 def test_eight_chats_take_far_less_than_eight_times_one(url: str) -> None:

@@ -27,13 +27,14 @@ from demo.limits import Limits, RefusedError
 from demo.loading import LoadError, load
 from demo.pages.chat import _as_messages, _before_last_question, _unescaped
 from demo.pages.plots import plot_data
-from demo.prompts import check_messages, choose_prompts, conversation_text, encode_conversation
+from demo.prompts import check_messages, choose_prompts, conversation_text, render
 from demo.run_record import Row, RunRecord, held_rows
 from demo.samples import Tail
 from demo.sharing import SharingMeter, group_sharing
 from demo.stepping import explain, quote
 from demo.streams import TextStream, in_batches, in_thread
 from demo.told import raised, told
+from demo.transcripts import Transcripts
 from hf_paged import EngineStats
 from hf_paged.report import stock_kv_usage
 
@@ -332,11 +333,25 @@ def test_a_chat_template_is_used(loaded: Any) -> None:
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
     )
     chatty = replace(loaded, tokenizer=tokenizer)
-    ids = encode_conversation(chatty, [{"role": "user", "content": "Hi"}])
-    assert chatty.has_chat_template and tokenizer.decode(ids) == "[user]Hi[a]"
+    assert chatty.has_chat_template and render(chatty, [{"role": "user", "content": "Hi"}]) == "[user]Hi[a]"
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RefusedError, match="roles must alternate"):
-        encode_conversation(chatty, [{"role": "user", "content": "Hi"}])
+        render(chatty, [{"role": "user", "content": "Hi"}])
+
+
+def test_a_known_beginning_keeps_its_tokens(loaded: Any) -> None:
+    tokenizer, transcripts = loaded.tokenizer, Transcripts(most=2)
+    spelled = [1, *(token for letter in "The door" for token in tokenizer(letter, add_special_tokens=False).input_ids)]
+    plain = tokenizer("The door was open.").input_ids
+    assert transcripts.encode(tokenizer, "The door was open.", True) == plain
+    transcripts.remember("The door", spelled)
+    transcripts.remember("The", spelled[:4])
+    ids = transcripts.encode(tokenizer, "The door was open.", True)
+    assert ids[: len(spelled)] == spelled and tokenizer.decode(ids) == tokenizer.decode(plain) and ids != plain
+    transcripts.remember("x", [5])
+    assert transcripts.encode(tokenizer, "The door was open.", True)[:4] == spelled[:4], "the oldest is kept"
+    transcripts.remember("The", [9, 9])  # not what the text says
+    assert transcripts.encode(tokenizer, "The door was open.", True) == plain
 
 
 def test_prompts_are_chosen_from_short_to_long() -> None:

@@ -94,7 +94,10 @@ class AttentionMetadata:
         max_decode_len: Tokens of the longest of them; 0 if there is none.
         num_decode_tokens: Tokens of all of them.
         max_query_len: New tokens of the sequence that has most.
+        is_recorded: Whether its tensors are those of later steps, too.
     """
+
+    is_recorded = False
 
     def __init__(
         self,
@@ -233,6 +236,37 @@ class AttentionMetadata:
             )
             for rows in _bucket(self._query_lens[first:], num_blocks[first:])
         ]
+
+
+class DecodeMetadata(AttentionMetadata):
+    """Of decode steps of a fixed number of rows: what is written into its tensors is the next step.
+
+    `max_decode_len` is the longest that any step's sequences may be, and decides how they are split.
+    """
+
+    is_recorded = True
+
+    def __init__(
+        self,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        block_size: int,
+        null_block: int,
+        longest: int,
+    ) -> None:
+        """Of tensors as in `AttentionMetadata`: `[B]`, `[B, N]` and `[B]`, one new token a sequence."""
+        rows = len(seq_lens)
+        self.slot_mapping = slot_mapping
+        self.block_tables = block_tables
+        self.seq_lens = seq_lens
+        self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=seq_lens.device)
+        self.block_size = block_size
+        self.null_block = null_block
+        self.max_query_len = 1
+        self.num_decodes = rows
+        self.max_decode_len = longest
+        self.num_decode_tokens = rows * longest
 
 
 def _bucket(query_lens: np.ndarray, num_blocks: np.ndarray) -> list[np.ndarray]:

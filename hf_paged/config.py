@@ -16,10 +16,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
 
-# Settings of the published contract whose feature does not exist yet: asking for one raises instead of being ignored.
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "cuda_graphs": (True,),
-}
 DEFAULT_SWAP_SPACE_GIB = 4.0
 
 
@@ -51,7 +47,8 @@ class PagedConfig:
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
             compiler), or `"auto"`: whichever kernels the device can run, else torch.
-        cuda_graphs: Capture decode steps in CUDA graphs; `None`: where they exist.
+        cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
+            on a CUDA device and served by the Triton kernels, `True`: the same, and raise elsewhere.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
     """
 
@@ -89,10 +86,6 @@ class PagedConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name, values in _NOT_BUILT.items():
-            if any(getattr(self, name) is value or getattr(self, name) == value for value in values):
-                built = [choice for choice in _CHOICES.get(name, ("False", "None")) if choice not in values]
-                raise ValueError(f"{name}={getattr(self, name)!r} is not built yet; available: {', '.join(built)}")
         if self.preemption == "swap" and self.swap_space_gib == 0:
             raise ValueError('preemption="swap" needs swap_space_gib above 0 (or None), got 0')
 

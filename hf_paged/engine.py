@@ -82,6 +82,9 @@ class Engine:
             model._supports_logits_to_keep(),
             self._layers,
             may_infer=lambda: traits.allows_inference_mode and state.is_plain,
+            num_moves=lambda: state.num_moves,
+            cuda_graphs=config.cuda_graphs,
+            max_num_seqs=config.max_num_seqs,
         )
         self._pool = KVPool(config, traits, self._runner)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
@@ -167,6 +170,7 @@ class Engine:
             self._collect_abandoned()
             self._pool.release()
             self._linears.forget()
+            self._runner.forget_graphs()
 
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""

@@ -27,6 +27,9 @@ class ModelState:
     steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
     `.data = ...` show in identity and address. Writes into `.data` leave no trace but in the values, which are compared
     where somebody holds copies of them; elsewhere call `engine.reset_prefix_cache()` after them.
+
+    Attributes:
+        num_moves: How often weights were found elsewhere in memory than before, or of another shape.
     """
 
     def __init__(self, model: nn.Module, linears: PackedLinears | None = None) -> None:
@@ -36,7 +39,9 @@ class ModelState:
         self._is_plain: tuple[int, bool] | None = None  # and how many hooks the process had seen by then
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: Sequence[tuple[object, ...]] = []
+        self._code: list[tuple[type, int]] = []
         self._epoch = 0
+        self.num_moves = 0
         self._was_stepped = False
         _watch_optimizers()
         with _STATES_LOCK:
@@ -49,16 +54,22 @@ class ModelState:
             raise RuntimeError("the patched model no longer exists")
         tensors = list(chain(model.parameters(), model.buffers()))
         versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
+        # Modules of another class, and forwards of an instance's own; not what was written over a class's forward.
+        code = [(type(module), id(vars(module).get("forward"))) for module in model.modules()]
         is_same = (
             not self._was_stepped
             and versions == self._versions
+            and code == self._code
             # Identity, not id(): a new parameter may lie where an old one was.
             and all(seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True))
             and not (self._linears is not None and self._linears.is_outdated())
         )
         if not is_same:
             self._epoch += 1
+            if [version[1:] for version in versions] != [version[1:] for version in self._versions]:
+                self.num_moves += 1
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
+            self._code = code
             self._was_stepped = False
             if self._linears is not None:
                 self._linears.forget()

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_paged import cuda_graph
 from hf_paged.attention import attention_configs, paged_attention_scope, step_mask
-from hf_paged.attention_metadata import AttentionMetadata
+from hf_paged.attention_metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
+from hf_paged.cuda_graph import DecodeGraphs, Recording
 from hf_paged.kv_cache import KVCache, KVGeometry
 from hf_paged.scheduler import SchedulerOutput
+
+DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,14 @@ class TokenInputs:
         positions = torch.cat([part.position_ids for part in parts])
         return cls(torch.cat(ids) if ids else None, torch.cat(embeds) if embeds else None, positions)
 
+    def to(self, device: torch.device) -> TokenInputs:
+        """The same on a device."""
+        return TokenInputs(
+            None if self.input_ids is None else self.input_ids.to(device),
+            None if self.inputs_embeds is None else self.inputs_embeds.to(device),
+            self.position_ids.to(device),
+        )
+
     def part(self, start: int, length: int) -> TokenInputs:
         """`length` tokens from `start` on."""
         stop = start + length
@@ -101,6 +113,9 @@ class ModelRunner:
         supports_logits_to_keep: bool,
         layers: Callable[[], AbstractContextManager[None]],
         may_infer: Callable[[], bool],
+        num_moves: Callable[[], int] = lambda: 0,
+        cuda_graphs: bool | None = False,
+        max_num_seqs: int = 1,
     ) -> None:
         """Binds to a model.
 
@@ -109,13 +124,20 @@ class ModelRunner:
             forward: The forward function of its class before patching, unbound.
             supports_logits_to_keep: Whether that forward can compute the logits of chosen rows only.
             layers: Within it, layers of the model are computed in the engine's way.
-            may_infer: Whether forwards may run in inference mode now.
+            may_infer: Whether forwards may run in inference mode now: nothing but known code runs in them.
+            num_moves: How often the weights have moved in memory.
+            cuda_graphs: `PagedConfig.cuda_graphs`.
+            max_num_seqs: Sequences in the largest step.
         """
         self._model = weakref.ref(model)
         self._forward = forward
         self._supports_logits_to_keep = supports_logits_to_keep
         self._layers = layers
         self._may_infer = may_infer
+        self._num_moves = num_moves
+        self._cuda_graphs = cuda_graphs
+        self._max_num_seqs = max_num_seqs
+        self._graphs: tuple[int, DecodeGraphs] | None = None  # and where the weights were
         self.configs = attention_configs(model)
 
     @property
@@ -148,13 +170,19 @@ class ModelRunner:
             step: What the scheduler chose; its block copies are done.
             manager: Holds the block tables.
             kv_cache: The pool.
-            tokens: The chunks' tokens.
+            tokens: The chunks' tokens, on the CPU where the host knows all of them, else on the device.
             logit_rows: `[K]` int64, rows of the flat batch whose logits are wanted.
 
         Returns:
             `[K, vocab_size]`.
         """
-        device = tokens.position_ids.device
+        device = kv_cache.tensor.device
+        may_infer = self._may_infer()
+        if may_infer and len(logit_rows) == len(step.chunks):
+            logits = self._replay(step, manager, kv_cache, tokens)
+            if logits is not None:
+                return logits
+        tokens = tokens.to(device)
         metadata = AttentionMetadata.build(
             block_tables=[manager.block_table(chunk.sequence.seq_id) for chunk in step.chunks],
             query_lens=[chunk.num_tokens for chunk in step.chunks],
@@ -164,28 +192,82 @@ class ModelRunner:
             device=device,
         )
         rows = torch.from_numpy(logit_rows).to(device)
+        return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+
+    def _run_model(
+        self, tokens: TokenInputs, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor | None, may_infer: bool
+    ) -> Tensor:
+        """The model's forward; logits of `rows` of the flat batch, or of all."""
         inputs: dict[str, Any] = {}
         if tokens.input_ids is not None:
             inputs["input_ids"] = tokens.input_ids[None]
         else:
             assert tokens.inputs_embeds is not None
             inputs["inputs_embeds"] = tokens.inputs_embeds[None]
-        if self._supports_logits_to_keep:
+        if self._supports_logits_to_keep and rows is not None:
             inputs["logits_to_keep"] = rows
         # Not inference_mode(False), which would turn gradients on.
-        mode = torch.inference_mode() if self._may_infer() else nullcontext()
+        mode = torch.inference_mode() if may_infer else nullcontext()
         with mode, paged_attention_scope(self.configs), self._layers():
             output = self._forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
-                attention_mask=step_mask(kv_cache.backend.step(metadata), device),
+                attention_mask=step_mask(kv_cache.backend.step(metadata), kv_cache.tensor.device),
                 past_key_values=StepCache(),
                 use_cache=True,
                 return_dict=True,
                 **inputs,
             )
         logits = output.logits[0]
-        return logits if self._supports_logits_to_keep else logits[rows]
+        return logits if self._supports_logits_to_keep or rows is None else logits[rows]
+
+    def _replay(
+        self, step: SchedulerOutput, manager: BlockManager, kv_cache: KVCache, tokens: TokenInputs
+    ) -> Tensor | None:
+        """A decode step by a CUDA graph, where there is one for it.
+
+        Args:
+            step: As in `run`, with the logits of each chunk's last token wanted.
+            manager: As in `run`.
+            kv_cache: As in `run`.
+            tokens: As in `run`.
+
+        Raises:
+            ValueError: `cuda_graphs=True`, and there can be none here.
+        """
+        if self._cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
+            return None
+        if len(tokens.input_ids) != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
+            return None
+        num_moves = self._num_moves()
+        if self._graphs is None or not self._graphs[1].is_of(kv_cache) or self._graphs[0] != num_moves:
+            self._graphs = None  # before the next ones are recorded: two sets need not fit
+            record = cuda_graph.recorder(kv_cache)
+            if isinstance(record, str):
+                if self._cuda_graphs:
+                    raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
+                return None
+            self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
+        return self._graphs[1].run(step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy())
+
+    def _make_graphs(
+        self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]
+    ) -> DecodeGraphs:
+        config = self.model.config.get_text_config(decoder=True)
+        context = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+        max_blocks = min(manager.pool.num_blocks, -(-context // manager.block_size))
+        runner, pool = weakref.ref(self), weakref.ref(kv_cache)
+
+        def forward(ids: Tensor, positions: Tensor, metadata: DecodeMetadata) -> Tensor:
+            own, kv_cache = runner(), pool()
+            assert own is not None and kv_cache is not None
+            return own._run_model(TokenInputs(ids, None, positions), metadata, kv_cache, None, True)
+
+        return DecodeGraphs(forward, kv_cache, self._max_num_seqs, max_blocks, record)
+
+    def forget_graphs(self) -> None:
+        """Gives their memory back; they are recorded again when they are next needed."""
+        self._graphs = None
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""

@@ -624,8 +624,8 @@ class StepWorker:
         targets: list[tuple[LogitsSink, int, int]] = []
         flat_start = 0
 
-        def known() -> TokenInputs:
-            made = TokenInputs(torch.tensor(ids, device=device), None, torch.tensor(positions, device=device))
+        def known(where: str | torch.device) -> TokenInputs:
+            made = TokenInputs(torch.tensor(ids, device=where), None, torch.tensor(positions, device=where))
             ids.clear()
             positions.clear()
             return made
@@ -641,7 +641,7 @@ class StepWorker:
                 tensors = sink.tokens(row, start, num_tokens)
                 assert tensors is not None, "tokens that neither the sequence nor its caller knows"
                 if ids:
-                    given.append(known())
+                    given.append(known(device))
                 given.append(tensors)
             wanted = sink.wants(row, start, num_tokens)
             if wanted is not None:
@@ -653,7 +653,7 @@ class StepWorker:
                 targets.append((sink, row, 1))
             flat_start += num_tokens
         if ids:
-            given.append(known())
+            given.append(known(device if given else "cpu"))
         return (given[0] if len(given) == 1 else TokenInputs.cat(given)), logit_rows, targets
 
     def _deliver(self, step: SchedulerOutput, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]) -> None:

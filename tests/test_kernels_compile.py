@@ -30,7 +30,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "--target",
         *TARGETS,
     ]
-    only = ("decode bf16 bf16 d128 b16 g4 m16 window+", "prefill bf16 e4m3 d128 b16 g1", "write bf16 e4m3 d80", "layers bf16 bf16 d128", "copy")
+    only = (
+        "decode bf16 bf16 d128 b16 g4 m16 window+",
+        "prefill bf16 e4m3 d128 b16 g1",
+        "write bf16 e4m3 d80",
+        "layers bf16 bf16 d128",
+        "copy",
+    )
     result = subprocess.run(
         [*command, "--only", *only],
         env=environment | {"PYTHONPATH": str(ROOT)},

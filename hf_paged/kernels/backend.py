@@ -164,13 +164,15 @@ class TritonBackend:
         self._copy_blocks = ops.copy_blocks
         self._kv_cache = kv_cache
         self._partials = ops.Partials()
+        self._recorded_partials = ops.Partials(keeps=True)
         # fp8 numbers as they are; a model with outliers would want others.
         layers, _, heads = kv_cache.shape[1:4]
         is_fp8 = kv_cache.dtype in reference.FP8
         self._scales = torch.ones(layers, 2, heads, dtype=torch.float32, device=kv_cache.device) if is_fp8 else None
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
-        return TritonStep(self._kv_cache, metadata, self._partials, self._scales)
+        partials = self._recorded_partials if metadata.is_recorded else self._partials
+        return TritonStep(self._kv_cache, metadata, partials, self._scales)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, destinations = _to_device(copies, self._kv_cache.device)

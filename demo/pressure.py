@@ -50,10 +50,13 @@ class Burst:
 
     rows: list[BurstRow] = field(default_factory=list)
     seconds: float = 0.0
-    completed: int = 0
-    failed: int = 0
     record: RunRecord | None = None
     is_done: bool = False
+
+    @property
+    def completed(self) -> int:
+        """Requests that were answered."""
+        return sum(row.state == "done" for row in self.rows)
 
     @property
     def swapped(self) -> int:
@@ -73,8 +76,8 @@ class Burst:
         if preemptions:
             sentence += f" ({self.swapped} swapped, {self.recomputed} recomputed)"
         tokens = sum(row.new_tokens for row in self.rows)
-        if self.failed:
-            sentence += f", {self.failed} ended early"
+        if self.is_done and self.completed < len(self.rows):
+            sentence += f", {len(self.rows) - self.completed} ended early"
         return f"{sentence}; {tokens:,} tokens in {self.seconds:.1f} s"
 
 
@@ -137,10 +140,11 @@ async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncI
     results = asyncio.gather(*(_result(ticket) for ticket in tickets))
     try:
         while True:
+            is_over = results.done()  # then the next snapshot has their last events
             snapshot = look()
             record.see(snapshot)
             watch.see(snapshot)
-            if results.done():
+            if is_over:
                 break
             if loop.time() - shown >= SHOW_SECONDS:
                 shown = loop.time()
@@ -159,8 +163,6 @@ async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncI
             row.state = "done" if output.finish_reason != "cancelled" else "cancelled"
         else:
             row.state = f"failed: {output}"
-        state.completed += row.state == "done"
-        state.failed += row.state != "done"
     if state.completed == len(tickets):
         record.end([output for output in outputs if isinstance(output, RequestOutput)])
         state.record = record

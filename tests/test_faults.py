@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -956,10 +956,10 @@ PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
 }
 
 
-def run_processes() -> None:
+def run_processes(processes: Iterable[Callable[[], None]]) -> None:
     """Runs each of them in a fork of this process, which has imported everything and done nothing."""
     results = {}
-    for name, (process, _) in PROCESSES.items():
+    for process in processes:
         started = time.monotonic()
         with tempfile.TemporaryFile() as file:
             pid = os.fork()
@@ -972,19 +972,24 @@ def run_processes() -> None:
             code = _wait_for(pid, 30)
             file.seek(0)
             text = file.read().decode()
-        results[name] = {"code": code, "seconds": time.monotonic() - started, "text": text}
+        results[process.__name__] = {"code": code, "seconds": time.monotonic() - started, "text": text}
     print(json.dumps(results))
+
+
+def ends_of_processes(script: str) -> dict[str, Any]:
+    """How those ended that a script runs by `run_processes`: exit code, seconds, and what was printed."""
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=240, cwd=os.path.dirname(script) + "/.."
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
 
 
 @pytest.fixture(scope="module")
 def processes() -> dict[str, Any]:
     """How they ended."""
-    result = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=240, cwd=os.path.dirname(__file__) + "/.."
-    )
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return ends_of_processes(__file__)
 
 
 @pytest.mark.timeout(280)
@@ -1002,4 +1007,4 @@ def test_processes(processes: dict[str, Any], name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_processes()
+    run_processes(process for process, _ in PROCESSES.values())

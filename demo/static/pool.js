@@ -51,8 +51,11 @@ function poolCell(pool, block, kind = "held") {
     if (!owners.includes(holder[0].id)) owners.push(holder[0].id);
     tokens = Math.max(tokens, tokensAt(pool, holder));
   }
+  const [group, sequence] = holders[0];
+  // Of several samples or beams, which one it is; they all have their request's colour.
+  const tag = holders.length === 1 && group.sequences.length > 1 ? `#${sequence.id % 100}` : group.tag;
   const refs = kind === "held" ? Math.max(refCount(pool, block), holders.length) : holders.length;
-  return { kind, owners, refs, share: tokens / pool.block_size, tag: holders[0][0].tag };
+  return { kind, owners, refs, share: tokens / pool.block_size, tag };
 }
 
 function holderLines(pool, holders) {

@@ -324,6 +324,25 @@ def test_themes_and_widths(stage: Stage, open_tab: OpenTab) -> None:
     assert tops[1] > tops[0] + 50  # one below the other
 
 
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_what_changes_lights_up_for_a_moment(stage: Stage, open_tab: OpenTab, motion: str) -> None:
+    """Not for people who want no motion."""
+    snapshot = small_snapshot()
+    stage.take_snapshot = lambda: snapshot
+    page = open_tab(stage.url, reduced_motion=motion)
+    expect(page.locator("#pool")).to_contain_text("Step 2.")
+    blocks = snapshot["groups"][0]["sequences"][0]["block_table"] + [40]
+    snapshot["groups"][0]["sequences"][0]["block_table"] = blocks
+    snapshot["num_steps"] = 3
+    expect(page.locator("#pool")).to_contain_text("Step 3.")
+    canvas = page.locator("#pool .kv-grid canvas").first
+    pictures = []
+    for _ in range(12):
+        pictures.append(picture(canvas))
+        page.wait_for_timeout(80)
+    assert (len(set(pictures)) > 1) == (motion != "reduce")
+
+
 def test_five_thousand_blocks_are_drawn_in_time(stage: Stage, open_tab: OpenTab) -> None:
     snapshots = [make_snapshot(seed=seed) for seed in range(4)]
     turn = iter(range(1_000_000))

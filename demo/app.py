@@ -174,6 +174,12 @@ def launch(app: gr.Blocks, host: str, port: int | None, share: bool = False, wai
         ssr_mode=False,
         footer_links=["api", "settings"],
         show_error=True,
+        # Nothing is kept of what people do here, and no files are taken.
+        run_history=False,
+        enable_monitoring=False,
+        mcp_server=False,
+        pwa=False,
+        max_file_size="1kb",
         prevent_thread_lock=not wait,
         quiet=not wait,
     )

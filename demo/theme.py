@@ -28,6 +28,9 @@ CSS = """
 #chat .thought-group .arrow { display: none; }
 #chat .thought-group .content { height: 0; padding: 0; overflow: hidden; }
 
+/* All three beside each other, where there is room at all. */
+#memory-maps .kv-maps { grid-template-columns: repeat(auto-fit, minmax(min(200px, 100%), 1fr)); }
+
 @media (max-width: 900px) {
   #pool-panel { position: static; max-height: none; }
 }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import socket
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from typer.testing import CliRunner
 import hf_paged
 from demo.__main__ import command
 from demo.beams import BeamRecorder
-from demo.chat import Reply, describe
+from demo.chat import Reply, describe, reply
 from demo.compare import memory_maps
 from demo.generation import Sampling
 from demo.history import History
@@ -325,9 +328,6 @@ def test_a_conversation_is_a_text() -> None:
 
 
 def test_a_chat_template_is_used(loaded: Any) -> None:
-    import copy
-    from dataclasses import replace
-
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -337,6 +337,31 @@ def test_a_chat_template_is_used(loaded: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RefusedError, match="roles must alternate"):
         render(chatty, [{"role": "user", "content": "Hi"}])
+
+
+def test_a_chat_model_finds_what_it_said(loaded: Any) -> None:
+    """Through the template, whose tokens stand between the turns."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    hub = Hub(replace(loaded, tokenizer=tokenizer), {"num_blocks": 64, "block_size": 4, "preemption": "auto"}, Limits())
+
+    async def last(messages: list[dict[str, str]]) -> Reply:
+        return [
+            each async for each in reply(hub, "me", messages, Sampling(max_new_tokens=24, temperature=1.2, seed=3))
+        ][-1]
+
+    try:
+        messages = [{"role": "user", "content": "Who is there?"}]
+        first = asyncio.run(last(messages))
+        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "It is I."}]
+        second = asyncio.run(last(messages))
+    finally:
+        hub.close()
+    assert first.finish_reason == "length" and "<s>" not in first.text
+    assert second.cached_tokens == (first.prompt_tokens + first.new_tokens - 1) // 4 * 4
 
 
 def test_a_known_beginning_keeps_its_tokens(loaded: Any) -> None:
@@ -364,8 +389,7 @@ def test_prompts_are_chosen_from_short_to_long() -> None:
 
 
 def test_a_reply_is_described() -> None:
-    reply = Reply("chat-3", "x", 57, 32, 41, 0.034, 85.2, "length")
-    assert describe(reply) == (
+    assert describe(Reply("chat-3", "x", 57, 32, 41, 0.034, 85.2, "length")) == (
         "chat-3: 41 tokens · 85 tokens/s · first after 34 ms · 32 of 57 prompt tokens from the cache · ended by the "
         "limit of new tokens"
     )
@@ -487,8 +511,6 @@ def test_dropping_the_batches_cancels_the_request(loaded: Any) -> None:
 
 
 def test_what_is_made_for_somebody_who_is_gone_is_undone() -> None:
-    import threading
-
     may_go_on, undone = threading.Event(), []
 
     def make() -> str:

@@ -76,7 +76,12 @@ def sampling_controls(hub: Hub, new_tokens: int = 128) -> list[Any]:
     with gr.Row():
         controls = [
             gr.Slider(
-                1, hub.limits.new_tokens, min(new_tokens, hub.limits.new_tokens), step=1, label="New tokens, at most"
+                1,
+                hub.limits.new_tokens,
+                min(new_tokens, hub.limits.new_tokens),
+                step=1,
+                label="New tokens, at most",
+                elem_id="chat-new-tokens",
             ),
             gr.Slider(0, 2, 0.8, step=0.05, label="Temperature", info="0: always the likeliest token"),
         ]

@@ -38,7 +38,7 @@ def memory_page(hub: Hub, last_run: gr.State) -> None:
         new_tokens = gr.Slider(
             8, hub.limits.new_tokens, min(96, hub.limits.new_tokens), step=1, label="New tokens", min_width=160
         )
-        longest = gr.Slider(8, 1000, 400, step=1, label="Longest prompt, in tokens", min_width=160)
+        longest = gr.Slider(8, 1000, 400, step=1, label="Longest prompt", min_width=160)
     with gr.Row():
         run = gr.Button("Run prompts and compare", variant="primary", elem_id="memory-run")
         compare = gr.Button("Compare my last burst or samples", elem_id="memory-compare")

@@ -53,7 +53,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
         new_tokens = gr.Slider(
             8, hub.limits.new_tokens, min(64, hub.limits.new_tokens), step=1, label="New tokens", min_width=160
         )
-        longest = gr.Slider(8, 1000, 120, step=1, label="Longest prompt, in tokens", min_width=160)
+        longest = gr.Slider(8, 1000, 120, step=1, label="Longest prompt", min_width=160)
     with gr.Row():
         paragraph = gr.Checkbox(True, label="Replies end with their paragraph", min_width=220)
         cancel = gr.Checkbox(

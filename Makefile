@@ -131,17 +131,18 @@ kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels
 # command goes on where it was. A step that fails leaves its output in FILE.tmp and keeps no other from running. Each has
 # a target of its own, for machines that are lent for minutes:
 #
-#   make gpu-tests gpu-kernels gpu-preemption gpu-sanitizer
+#   make gpu-tests gpu-generate gpu-kernels gpu-preemption gpu-sanitizer
 GPU_CODE := $(shell find hf_paged tests -name '*.py' 2>/dev/null)
 # All that are marked; the other files need more than is there.
 GPU_TESTS := $(sort $(wildcard tests/test_gpu.py tests/test_kernels_triton.py) $(shell grep -l mark.gpu tests/test_*.py))
 
 .PHONY: gpu
 gpu: ## GPU tests and benchmarks, with the system's python3
-	$(MAKE) -j1 --keep-going gpu-tests gpu-kernels gpu-preemption gpu-sanitizer
+	$(MAKE) -j1 --keep-going gpu-tests gpu-generate gpu-kernels gpu-preemption gpu-sanitizer
 
-.PHONY: gpu-tests gpu-kernels gpu-preemption gpu-sanitizer
+.PHONY: gpu-tests gpu-generate gpu-kernels gpu-preemption gpu-sanitizer
 gpu-tests: $(RESULTS)/gpu-tests.txt
+gpu-generate: $(RESULTS)/gpu-generate.txt
 gpu-kernels: $(RESULTS)/gpu_kernels.txt
 gpu-preemption: $(RESULTS)/gpu-preemption.txt
 gpu-sanitizer: $(RESULTS)/gpu-sanitizer.txt
@@ -152,6 +153,12 @@ $(RESULTS)/gpu-tests.txt: $(GPU_CODE)
 	python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
 	$(OFFLINE) python3 -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS) $(GPU_TESTS) 2>&1 | tee $@.tmp \
 	    || { code=$$?; [ $$code = 5 ] || exit $$code; }
+	@mv $@.tmp $@
+
+# Pieces of some minutes; what a call of ten minutes leaves to do, the next one goes on with.
+$(RESULTS)/gpu-generate.txt: benchmarks/generate_gpu.py benchmarks/generate.py benchmarks/common.py $(GPU_CODE)
+	@mkdir -p $(RESULTS)
+	PYTHONPATH=. $(OFFLINE) python3 benchmarks/generate.py --device cuda --out $(RESULTS) $(ARGS) 2>&1 | tee $@.tmp
 	@mv $@.tmp $@
 
 # The program writes its own JSON, markdown and plot as it goes.

@@ -20,6 +20,8 @@ left-padded batches that run until their longest request is done, in the given o
 size that was fastest for the first 128 requests. Engines alternate, repetition by repetition, after a warm-up; figures
 are medians. Tokens are compared with hf_paged's, request by request; what was sampled is compared by 16 further calls,
 one by one from the same seed. vLLM runs in an environment of its own (`--vllm`, see generate_vllm.py).
+
+With `--device cuda` other workloads run: see generate_gpu.py.
 """
 
 from __future__ import annotations
@@ -58,7 +60,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import Report, device_facts, markdown_table, versions
 
 import hf_paged
-from hf_paged.cli import read_prompts
 from hf_paged.report import first_divergence, paged_kv_usage
 
 TINY = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
@@ -156,6 +157,8 @@ def workload_b(dtype: torch.dtype, prompts: Path | None, limit: int, **_: Any) -
 
 
 def workload_c(**given: Any) -> Workload:
+    from hf_paged.cli import read_prompts  # needs what a GPU machine's python may not have
+
     base = workload_b(**given)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     system = tokenizer("\n\n".join(sorted(read_prompts(PROMPTS), key=len, reverse=True)))["input_ids"][:SYSTEM_TOKENS]
@@ -189,6 +192,8 @@ def tiny_model(dtype: torch.dtype) -> Any:
 
 def read_texts(folder: Path | None, limit: int, draw: random.Random) -> list[str]:
     """Real prompts, shuffled; without a folder, pieces of the package's own."""
+    from hf_paged.cli import read_prompts
+
     texts: list[str] = []
     if folder is not None:
         for name, read in (
@@ -405,6 +410,7 @@ def _in_batches(
         for row, (prompt, _) in enumerate(batch):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
+        ids, mask = ids.to(model.device), mask.to(model.device)
         longest = max(count for _, count in batch)
         output: Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=longest, **options)
         for index, row in zip(indices, output[:, width:].tolist(), strict=True):
@@ -614,6 +620,10 @@ def plot(results: dict[str, Any], path: Path, title: str) -> None:
 
 
 def main() -> None:
+    if "--device" in sys.argv:
+        import generate_gpu
+
+        return generate_gpu.main(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D", "E", "S"], choices=[*WORKLOADS, "S"])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)

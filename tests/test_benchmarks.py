@@ -340,25 +340,31 @@ def test_whole_calls_are_measured_and_compared(tmp_path: Path, monkeypatch: pyte
     assert result["engines"]["hf_paged"]["peak_kv_bytes"] > 0
 
 
-def test_pieces_on_a_gpu_are_saved_one_by_one_and_not_measured_again(tmp_path: Path) -> None:
+def test_pieces_on_a_gpu_are_saved_one_by_one_and_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Here on CPU, with a tiny model; a piece that fails is said, and tried again."""
-    command = [sys.executable, str(FOLDER / "generate.py"), "--device", "cpu", "--batches", "1", "2"]
-    command += ["--out", str(tmp_path), "--limit", "2", "--only"]
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    gpu = load("generate_gpu")
+    given = ["--device", "cpu", "--batches", "1", "2", "--out", str(tmp_path), "--only"]
 
-    def run(*pieces: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *pieces], env=environment, capture_output=True, text=True, timeout=200)
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """In this process instead of one of its own."""
+        try:
+            gpu.main(command[2:])
+        except Exception as error:
+            return subprocess.CompletedProcess(command, 1, stderr=repr(error))
+        return subprocess.CompletedProcess(command, 0)
 
-    failing = run("tiny-nonsense", "tiny-decode")
-    assert failing.returncode and "still to do: tiny-nonsense" in failing.stderr
-    saved = json.loads((tmp_path / "generate-gpu.json").read_text())
-    rows = saved["pieces"]["tiny-decode"]["rows"]
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    with pytest.raises(SystemExit, match="still to do: tiny-nonsense"):
+        gpu.main([*given, "tiny-nonsense", "tiny-decode"])
+    pieces = json.loads((tmp_path / "generate-gpu.json").read_text())["pieces"]
+    rows = pieces["tiny-decode"]["rows"]
     engines = {"hf_paged", "hf_paged, nothing fused", "hf_paged, no graphs", "stock"}
     assert {(row["engine"], row["batch"]) for row in rows} == {(engine, n) for engine in engines for n in (1, 2)}
     assert all(row["step_ms"] > 0 and row["of_roofline"] > 0 for row in rows)
-    assert "KeyError" in saved["pieces"]["tiny-nonsense"]["error"]
-    again = run("tiny-decode", "tiny-start")
-    assert again.returncode == 0, again.stderr
+    assert "KeyError" in pieces["tiny-nonsense"]["error"]
+    gpu.main([*given, "tiny-decode", "tiny-start"])
     pieces = json.loads((tmp_path / "generate-gpu.json").read_text())["pieces"]
     assert pieces["tiny-decode"]["rows"] == rows
     assert 0 < pieces["tiny-start"]["first_token"] <= pieces["tiny-start"]["third_token"]

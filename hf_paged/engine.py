@@ -244,9 +244,9 @@ class Engine:
 
             - "step": `num_seqs`, `num_tokens`, of them `num_decode` (one new token of a sequence) and
               `num_prefill_tokens`, `seconds`, `chunks` (`[group, sequence, start, num_tokens]`; in the end forgotten
-              before the event is), `is_stalled` (the first waiting group did not fit); and after it `num_waiting`,
-              `num_swapped`, `num_free_blocks`. It is the last event of its step, but for what callers' own code (a
-              beam search) then does with the result.
+              before the event is), `is_stalled` (the first waiting group did not fit); and after it `num_waiting`
+              (groups), `num_swapped` (sequences that wait to come back), `num_free_blocks`. It is the last event of its
+              step, but for what callers' own code (a beam search) then does with the result.
             - "admitted": `num_sequences`, `num_tokens` (of the longest). "finished": the group's last sequence has
               ended; `reason` as a request's `finish_reason`, or `None` if its caller knows.
             - "allocated": `blocks`. "shared": `blocks`, `parent` (the sequence they are shared with). "prefix_hit":

@@ -65,7 +65,7 @@ class EventLog:
         self._num_events = 0
         self._events: deque[Event] = deque(maxlen=num_events)
         self._groups: dict[int, SequenceGroup] = {}  # of the live sequences
-        self._chunks: deque[list[Any]] = deque()  # of the step events
+        self._chunks: deque[list[Any]] = deque()  # of the step events, each as its four columns
         self._num_chunks = 0
 
     def enter(self, sequence: int, group: SequenceGroup) -> None:
@@ -103,14 +103,19 @@ class EventLog:
         self._events.append((kind, time.time(), self.step, arrival, None, request_id, *values))
 
     def add_step(self, **values: Any) -> None:
-        """Notes a step that was run. Its `chunks` are forgotten when many later steps have had theirs."""
+        """Notes a step that was run.
+
+        Args:
+            **values: By the names in `_FIELDS`; `chunks` as columns (groups, sequences, starts, numbers of tokens),
+                which are forgotten when many later steps have had theirs.
+        """
         self.add_for_group("step", None, *(values[name] for name in _FIELDS["step"]))
         self.last_step = self._num_events, self._events[-1]
         self._chunks.append(values["chunks"])
-        self._num_chunks += len(values["chunks"])
+        self._num_chunks += len(values["chunks"][0])
         while self._num_chunks > NUM_CHUNKS and len(self._chunks) > 1:
             oldest = self._chunks.popleft()
-            self._num_chunks -= len(oldest)
+            self._num_chunks -= len(oldest[0])
             oldest.clear()
 
     def newer(self, since: int = 0) -> tuple[int, list[Event]]:
@@ -128,7 +133,7 @@ def as_dicts(first_id: int, events: Iterable[Event]) -> list[dict[str, Any]]:
         said = {"id": number} | {name: value for name, value in common if value is not None}
         said |= {name: value.copy() if isinstance(value, list) else value for name, value in values}
         if "chunks" in said:
-            said["chunks"] = [list(chunk) for chunk in said["chunks"]]
+            said["chunks"] = [list(chunk) for chunk in zip(*said["chunks"], strict=True)]
         if isinstance(said.get("blocks"), int):
             said["blocks"] = [said["blocks"]]
         result.append(said)

@@ -158,6 +158,11 @@ class Scheduler:
         )
 
     @property
+    def num_to_swap_in(self) -> int:
+        """Those of them that somebody waits for. Costs nothing for groups that wait elsewhere."""
+        return sum(len(group.sequences) for group in self._swapped.values())
+
+    @property
     def has_work(self) -> bool:
         """Whether any group has pending tokens and isn't in a running step."""
         if self._head(self._waiting, self._waiting_heap) or self._head(self._swapped, self._swapped_heap):

@@ -63,9 +63,7 @@ def build_app(hub: Hub, welcome: bool = True) -> gr.Blocks:
             with gr.Column(scale=6, min_width=330, elem_id="pool-panel"):
                 pool_view = PoolView(elem_id="pool")
         pool = Viewer(EVERYWHERE, [pool_view], lambda picture: [pool_value(picture.snapshot, picture.names)])
-        ticker = Ticker(hub, [header, pool, tables, plots], first_tab="chat")
-        ticker.follow(list(tabs.items()))
-        app.load(ticker.tick, ticker.seen, ticker.outputs, **quietly(queue=False))
+        Ticker(hub, [header, pool, tables, plots], tabs, app)
         if welcome:
             greeter = Greeter(hub)
             app.load(greeter.greet, **quietly(queue=False))
@@ -77,6 +75,8 @@ def build_app(hub: Hub, welcome: bool = True) -> gr.Blocks:
 
 def _header(hub: Hub) -> Viewer:
     """The title, the speed, the gauges, and the banner of a paused engine."""
+    first = hub.pacer.steps_per_second
+    speeds = SPEEDS if first in SPEEDS.values() else {f"{first:g} steps/s": first} | SPEEDS
     with gr.Row(equal_height=True):
         gr.HTML(
             "<h1>hf_paged</h1><p>Keys and values in blocks behind <code>model.generate()</code>: every reply below is "
@@ -85,8 +85,7 @@ def _header(hub: Hub) -> Viewer:
             elem_id="title",
         )
         speed = gr.Radio(
-            list(SPEEDS),
-            value=_speed_name(hub),
+            list(speeds),
             label="Speed of the engine, for everybody",
             elem_id="speed",
             scale=0,
@@ -99,9 +98,7 @@ def _header(hub: Hub) -> Viewer:
 
     @told
     async def on_speed(name: str) -> None:
-        if name not in SPEEDS:
-            raise RefusedError("There is no such speed.")
-        await asyncio.to_thread(hub.pacer.set_speed, SPEEDS[name])
+        await asyncio.to_thread(hub.pacer.set_speed, speeds[name])
 
     @told
     async def on_resume() -> Any:
@@ -112,9 +109,10 @@ def _header(hub: Hub) -> Viewer:
     resume.click(on_resume, None, banner, **quietly(trigger_mode="once"))
 
     def values(picture: Picture) -> list[Any]:
-        return [gauges_value(picture), gr.Row(visible=hub.pacer.is_paused), gr.Radio(value=_speed_name(hub))]
+        name = next((name for name, value in speeds.items() if value == hub.pacer.steps_per_second), None)
+        return [gauges_value(picture), gr.update(visible=hub.pacer.is_paused), name]
 
-    return Viewer(EVERYWHERE, [gauges, banner, speed], values)
+    return Viewer(EVERYWHERE, [gauges, banner, speed], values, is_small=True)
 
 
 def _cancel_all_of(hub: Hub) -> Any:
@@ -124,10 +122,6 @@ def _cancel_all_of(hub: Hub) -> Any:
             hub.cancel(request.session_hash)
 
     return on_unload
-
-
-def _speed_name(hub: Hub) -> str | None:
-    return next((name for name, speed in SPEEDS.items() if speed == hub.pacer.steps_per_second), None)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from hf_paged import EngineStats, Request
 
 SHOWN_EVENTS = 600  # before the last picture's newest
 STEP_EVENTS = 1500  # among which all those of a step are
+ALWAYS_ALLOWED_BLOCKS = 4096
 PICTURE_SECONDS = 0.2  # a picture this old is shown to the next viewer too
 CANCEL_SECONDS = 10.0
 WELCOME = "welcome"  # as a kind of requests: the demo's own, which nobody waits for
@@ -71,6 +72,16 @@ class Hub:
     """Owns model, tokenizer and engine of one app.
 
     Nothing else in the app touches the engine's life: it is patched here, sized here, slowed down and paused here.
+
+    Attributes:
+        loaded: The model.
+        settings: Of the pool as it is: `num_blocks`, `block_size`, `preemption`.
+        limits: What may be asked for.
+        tickets: What runs or waits, by label.
+        transcripts: Of the conversations.
+        pacer: How fast it goes.
+        history: The last minutes.
+        max_blocks: What the pool may grow to: its size at the start, or what is comfortable to look at.
     """
 
     loaded: LoadedModel
@@ -85,6 +96,7 @@ class Hub:
     _versions: Any = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
+        self.max_blocks = max(ALWAYS_ALLOWED_BLOCKS, int(self.settings["num_blocks"]))
         self._patch(self.settings)
         self.pacer = Pacer(lambda: self.engine)
         self.history = History(self.stats)
@@ -221,11 +233,6 @@ class Hub:
             self._picture = None
             return f"The pool has {num_blocks:,} blocks now; preemption: {preemption}."
 
-    @property
-    def max_blocks(self) -> int:
-        """What the pool may grow to: the size it had at the start, or what is still comfortable to look at."""
-        return max(4096, int(self.settings["num_blocks"]))
-
     def _patch(self, settings: dict[str, Any]) -> None:
         self._engine: hf_paged.Engine = hf_paged.patch(self.loaded.model, **settings).paged
 
@@ -238,8 +245,8 @@ class Hub:
                 ticket.request.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise RefusedError(f"{ticket.label} did not end within {CANCEL_SECONDS:.0f} s. Try again.") from None
-            except Exception:
-                pass
+            except Exception:  # whoever asked for it is told
+                continue
 
     def _warm_up(self) -> None:
         """What only the first request pays: compiled kernels, the pool itself."""

@@ -12,7 +12,7 @@ import gradio as gr
 
 from demo.chat import Reply, describe, reply
 from demo.generation import MAX_SEED, Sampling
-from demo.hub import Hub
+from demo.hub import Hub, cancel
 from demo.limits import RefusedError
 from demo.pages.viewer import quietly
 from demo.prompts import check_messages, openings
@@ -55,14 +55,15 @@ def chat_page(hub: Hub) -> None:
     begin = quietly(
         trigger_mode="once", concurrency_limit=hub.limits.requests, concurrency_id="chat-page", outputs=outputs
     )
-    for reply_event in (
+    replies = [
         gr.on([message.submit, send.click], page.send, [message, chatbot, *settings], **begin),
         chatbot.example_select(page.example, [chatbot, *settings], **begin),
         chatbot.retry(page.retry, [chatbot, *settings], **begin),
-    ):
+    ]
+    for reply_event in replies:
         reply_event.then(at_rest, None, [send, stop], **quietly(queue=False))  # whatever became of it
     chatbot.undo(page.undo, [chatbot], [chatbot, message], **quietly())
-    chatbot.clear(page.stop, None, None, **quietly(queue=False))
+    chatbot.clear(page.clear, None, None, **quietly(queue=False))
     stop.click(page.stop, None, None, **quietly(queue=False))
 
 
@@ -108,6 +109,7 @@ class _ChatHandlers:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        self._unwanted: set[str] = set()  # replies to a conversation that was cleared meanwhile
         self.send = told(self._send)
         self.example = told(self._example)
         self.retry = told(self._retry)
@@ -138,6 +140,11 @@ class _ChatHandlers:
     def stop(self, request: gr.Request) -> None:
         self._hub.cancel(owner=_owner(request), kind="chat")
 
+    def clear(self, request: gr.Request) -> None:
+        tickets = self._hub.of(_owner(request), "chat")
+        self._unwanted.update(ticket.label for ticket in tickets)
+        cancel(*tickets)
+
     async def _stream(
         self, history: History, message: str, settings: tuple[Any, ...], request: gr.Request
     ) -> AsyncIterator[list[Any]]:
@@ -151,6 +158,9 @@ class _ChatHandlers:
         try:
             async with aclosing(reply(hub, owner, messages, sampling)) as replies:
                 async for current in replies:
+                    if current.label in self._unwanted:
+                        yield [[], gr.skip(), *at_rest()]
+                        return
                     line = describe(current, hub.pacer.steps_per_second > 0)
                     if current.finish_reason is None and hub.pacer.is_paused:
                         line += " · the engine is paused"
@@ -160,6 +170,9 @@ class _ChatHandlers:
                 failed = replace(current, finish_reason="error")
                 yield [[*shown, *_as_messages(failed, f"{current.label} failed")], "", *_running()]
             raise
+        finally:
+            if current is not None:
+                self._unwanted.discard(current.label)
 
 
 def _running() -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,25 @@ class Viewer:
         outputs: The components.
         values: What they show of a picture, one value each.
         every: Updated on every so-many-th tick.
+        is_small: Its values are compared with those sent last, one by one; otherwise all are sent when the picture is
+            another one.
     """
 
     tab: str
     outputs: Sequence[Any]
     values: Callable[[Picture], Sequence[Any]]
     every: int = 1
+    is_small: bool = False
+
+    def updates(self, picture: Picture, tick: int, sent: Any) -> tuple[Sequence[Any], Any]:
+        """Values for the outputs, or nothing where nothing is new; and what to compare the next ones with."""
+        if self.is_small:
+            values = self.values(picture)
+            return [gr.skip() if sent and value == old else value for value, old in zip(values, sent or values)], values
+        version = (picture.version, tick if self.every > 1 else 0)
+        if tick % self.every or version == sent:
+            return [gr.skip()] * len(self.outputs), sent
+        return self.values(picture), version
 
 
 def quietly(**more: Any) -> dict[str, Any]:
@@ -40,47 +53,37 @@ class Ticker:
     """One timer a browser, whose tick updates the components that are to be seen there, if there is anything new.
 
     What a browser has seen is its own state; the picture is everybody's.
-
-    Attributes:
-        seen: What this browser shows: the open tab, ticks since it was opened, and the version of each viewer.
-        outputs: What `tick` returns: that, and all viewers' components.
     """
 
-    def __init__(self, hub: Hub, viewers: Sequence[Viewer], first_tab: str) -> None:
-        """Sets up the timer. Within the app's `gr.Blocks`."""
+    def __init__(self, hub: Hub, viewers: Sequence[Viewer], tabs: Mapping[str, gr.Tab], app: gr.Blocks) -> None:
+        """Sets up the timer. Within the app's `gr.Blocks`.
+
+        Args:
+            hub: The engine.
+            viewers: What there is to update.
+            tabs: By name, the open one first.
+            app: The app, whose loading is the first tick.
+        """
         self._hub = hub
         self._viewers = viewers
-        self.seen = gr.State({"tab": first_tab, "tick": 0, "versions": {}})
-        self.outputs = [self.seen, *(output for viewer in viewers for output in viewer.outputs)]
-        gr.Timer(TICK_SECONDS).tick(
-            self.tick,
-            self.seen,
-            self.outputs,
-            # Never behind somebody's reply; a browser that is slow skips ticks.
-            **quietly(queue=False, trigger_mode="once"),
-        )
+        # Two states: a tick that is under way must not bring the tab back that was open when it began.
+        tab = gr.State(next(iter(tabs)))
+        seen = gr.State({"tick": 0, "sent": {}})
+        outputs = [seen, *(output for viewer in viewers for output in viewer.outputs)]
+        # Never behind somebody's reply; a browser that is slow skips ticks.
+        gr.Timer(TICK_SECONDS).tick(self._tick, [tab, seen], outputs, **quietly(queue=False, trigger_mode="once"))
+        app.load(self._tick, [tab, seen], outputs, **quietly(queue=False))
+        for name, component in tabs.items():
+            component.select(lambda name=name: name, None, tab, **quietly(queue=False))
 
-    def follow(self, tabs: Sequence[tuple[str, gr.Tab]]) -> None:
-        """Notes which tab is open."""
-        for name, tab in tabs:
-            tab.select(
-                lambda seen, name=name: seen | {"tab": name, "tick": 0},
-                self.seen,
-                self.seen,
-                **quietly(queue=False),
-            )
-
-    def tick(self, seen: dict[str, Any]) -> list[Any]:
-        """Updates for `outputs`."""
-        picture = self._hub.picture()
+    def _tick(self, tab: str, seen: dict[str, Any]) -> list[Any]:
+        picture, tick = self._hub.picture(), seen["tick"]
+        sent = dict(seen["sent"])
         updates: list[Any] = []
-        shown = dict(seen["versions"])
         for number, viewer in enumerate(self._viewers):
-            is_due = viewer.tab in (EVERYWHERE, seen["tab"]) and seen["tick"] % viewer.every == 0
-            version = (picture.version, viewer.every > 1 and seen["tick"])
-            if not is_due or shown.get(number) == version:
+            if viewer.tab not in (EVERYWHERE, tab):
                 updates += [gr.skip()] * len(viewer.outputs)
                 continue
-            shown[number] = version
-            updates += viewer.values(picture)
-        return [seen | {"tick": seen["tick"] + 1, "versions": shown}, *updates]
+            values, sent[number] = viewer.updates(picture, tick, sent.get(number))
+            updates += values
+        return [{"tick": tick + 1, "sent": sent}, *updates]

@@ -38,15 +38,34 @@ class KVGeometry:
 
 
 def num_blocks_for_memory(
-    geometry: KVGeometry, block_size: int, memory_fraction: float, max_tokens: int, device: torch.device
+    geometry: KVGeometry,
+    block_size: int,
+    memory_fraction: float,
+    max_tokens: int,
+    device: torch.device,
+    reserved: int = 0,
 ) -> int:
-    """Blocks that fit into a fraction of the device's free memory, at least 1 and at most enough for `max_tokens`."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    affordable = int(free * memory_fraction) // geometry.bytes_per_block(block_size)
+    """Blocks that fit into a fraction of the device's free memory, at least 1 and at most enough for `max_tokens`.
+
+    Args:
+        geometry: Shape of one token.
+        block_size: Tokens in a block.
+        memory_fraction: Share of the free memory.
+        max_tokens: No more are of use.
+        device: Where they will be.
+        reserved: Bytes of the free memory that must stay free (a step's own tensors).
+    """
+    free = free_memory(device)
+    affordable = int(min(free * memory_fraction, free - reserved)) // geometry.bytes_per_block(block_size)
     return max(1, min(affordable, -(-max_tokens // block_size)))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now; on a GPU also what torch keeps and nobody uses."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 class KVCache:

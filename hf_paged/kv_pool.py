@@ -79,6 +79,7 @@ class KVPool:
                     self.config.memory_fraction,
                     self.config.max_num_seqs * max_context,
                     self._runner.model.device,
+                    self._runner.activation_bytes(min(self.config.max_num_batched_tokens, max_context)),
                 )
                 self._manager = BlockManager(
                     num_blocks,

@@ -265,6 +265,24 @@ class ModelRunner:
 
         return DecodeGraphs(forward, kv_cache, self._max_num_seqs, max_blocks, record)
 
+    @torch.no_grad()
+    def activation_bytes(self, num_tokens: int) -> int:
+        """Most bytes that a step of so many tokens holds beside weights and pool: measured, on a GPU, by running one.
+
+        0 on CPU, where memory is taken page by page when it is used. Starts torch's peak memory statistics anew.
+        """
+        model = self.model
+        device = model.device
+        if device.type != "cuda":
+            return 0
+        inputs: dict[str, Any] = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64, device=device)}
+        if self._supports_logits_to_keep:
+            inputs["logits_to_keep"] = self._max_num_seqs
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        self._forward(model, use_cache=False, **inputs)
+        return torch.cuda.max_memory_allocated(device) - before
+
     def forget_graphs(self) -> None:
         """Gives their memory back; they are recorded again when they are next needed."""
         self._graphs = None

@@ -74,6 +74,16 @@ def test_pool_is_sized_from_free_memory() -> None:
     assert 0 < stats.num_blocks * model.paged.bytes_per_block <= 0.00011 * free
 
 
+def test_pool_leaves_room_for_a_step() -> None:
+    """Breaks if `memory_fraction=1` takes what a full step's own tensors need."""
+    model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=1.0, block_size=4)
+    measured = model.paged._runner.activation_bytes(2048)
+    assert 0 < measured < 2**30
+    outputs = model.paged.generate([random_ids(1, 60)[0].tolist()] * 64, max_new_tokens=4)
+    assert len(outputs) == 64
+    model.paged.release()
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_requests_under_pressure(preemption: str) -> None:
     """Breaks if blocks swapped through pinned memory, or rows of many requests, come back as others."""

@@ -97,10 +97,16 @@ def test_num_blocks_asks_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
         asked.append(device)
         return 40 * LLAMA_8B.bytes_per_block(16), 10**15
 
+    block = LLAMA_8B.bytes_per_block(16)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * block)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 8 * block)
     device = torch.device("cuda", 1)
-    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device) == 20
+    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device) == 21  # of 40 that are free and 2 that torch keeps
     assert asked == [device]
+    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=20 * block) == 21
+    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=30 * block) == 12
+    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=50 * block) == 1
 
 
 # Allocation

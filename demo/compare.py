@@ -146,10 +146,13 @@ def _run_stock(loaded: LoadedModel, record: RunRecord) -> tuple[KVUsage, list[Ro
             stopping_criteria=StoppingCriteriaList([_ReplyEnd(replies, width)]),
         )
     cache = output.past_key_values
-    slots = int(cache.get_seq_length())
-    lengths = [len(tokens) for tokens in replies]
-    usage = stock_kv_usage(cache, mask, lengths)
-    return usage, [Row(label, slots, len(prompt) + min(len(tokens), slots - width)) for label, prompt, tokens in rows]
+    num_steps = int(cache.get_seq_length()) - width  # the last token chosen has no keys and values
+    usage = stock_kv_usage(cache, mask, [len(tokens) for tokens in replies])
+    # What its tensors hold: layers with a sliding window keep no more than that.
+    room = round(usage.allocated_bytes / record.bytes_per_token / len(rows))
+    return usage, [
+        Row(label, room, min(room, len(prompt) + min(len(tokens), num_steps))) for label, prompt, tokens in rows
+    ]
 
 
 class _Replay(LogitsProcessor):

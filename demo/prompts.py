@@ -60,18 +60,13 @@ def conversation_text(messages: Iterable[dict[str, str]]) -> str:
 
 
 def check_messages(history: Any) -> list[dict[str, str]]:
-    """Messages as they come from the chat view or from an API client, as plain roles and texts.
-
-    What is no part of the conversation (the line below a reply that says what it took: it has a title) is left out.
-    """
+    """Messages as they come from an API client, as plain roles and texts."""
     if not isinstance(history, list):
         raise RefusedError("The history must be a list of messages, each with a role and a content.")
     messages = []
     for message in history:
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
             raise RefusedError('Each message of the history needs a role, "user" or "assistant", and a content.')
-        if (message.get("metadata") or {}).get("title"):
-            continue
         messages.append({"role": message["role"], "content": _text(message.get("content"))})
     return messages
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import html
 import json
 import socket
 import sys
@@ -28,7 +29,7 @@ from demo.history import History
 from demo.hub import Hub, names_of
 from demo.limits import Limits, RefusedError
 from demo.loading import LoadError, load
-from demo.pages.chat import _as_messages, _before_last_question, _unescaped
+from demo.pages.chat import Message, as_shown, before_last_question
 from demo.pages.plots import plot_data
 from demo.prompts import check_messages, choose_prompts, conversation_text, render
 from demo.run_record import Row, RunRecord, held_rows
@@ -399,15 +400,14 @@ def test_a_reply_is_described() -> None:
 # ------------------------------------------------------------------------------------------------ nothing is markup
 
 
-def test_the_chat_view_gets_escaped_text_and_gives_it_back() -> None:
-    shown = [{"role": "user", "content": "hi"}, *_as_messages(Reply("chat-1", EVIL, 1), "chat-1: 3 tokens")]
+def test_the_chat_view_gets_escaped_text() -> None:
+    conversation = [Message("user", EVIL), Message("assistant", EVIL, "chat-1: 3 tokens"), Message("user", EVIL)]
+    shown = as_shown(conversation)
     assert not any(sign in json.dumps(shown) for sign in "<>")
-    as_gradio_returns_it = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in shown]
-    assert _unescaped(as_gradio_returns_it) == [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": EVIL},
-    ]
-    assert _before_last_question(as_gradio_returns_it, [2, 2])[1] == "hi"
+    assert [html.unescape(each["content"]) for each in shown] == [EVIL, EVIL, "", EVIL]
+    assert shown[2]["metadata"] == {"title": "chat-1: 3 tokens"}
+    assert before_last_question(conversation) == (conversation[:2], EVIL)
+    assert before_last_question(conversation[:2]) == ([], EVIL)
 
 
 @pytest.mark.parametrize("history", ["x", [1], [{"role": "user"}], [{"role": "tool", "content": "x"}]])

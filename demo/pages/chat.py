@@ -5,20 +5,38 @@ from __future__ import annotations
 import html
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
 
-from demo.chat import Reply, describe, reply
+from demo.chat import describe, reply
 from demo.generation import MAX_SEED, Sampling
 from demo.hub import Hub, cancel
 from demo.limits import RefusedError
 from demo.pages.viewer import quietly
-from demo.prompts import check_messages, openings
+from demo.prompts import openings
 from demo.told import told
 
-History = list[dict[str, Any]]
+
+@dataclass(frozen=True)
+class Message:
+    """A message of a conversation.
+
+    Attributes:
+        role: `"user"` or `"assistant"`.
+        content: Its text.
+        note: What a reply took.
+        is_running: Whether it is still being written.
+    """
+
+    role: str
+    content: str
+    note: str = ""
+    is_running: bool = False
+
+
+Conversation = list[Message]
 
 
 def chat_page(hub: Hub) -> None:
@@ -35,7 +53,7 @@ def chat_page(hub: Hub) -> None:
         placeholder="Choose an opening, or write one. Each reply is a request in the batch that all visitors share.",
         examples=[{"text": text} for text in openings(loaded)],
         # What people and models write is shown as what it is, text. Gradio renders HTML even without Markdown: all
-        # that goes in is escaped, and unescaped when it comes back.
+        # that goes in is escaped.
         render_markdown=False,
         sanitize_html=True,
         allow_tags=False,
@@ -50,20 +68,23 @@ def chat_page(hub: Hub) -> None:
     with gr.Accordion("How tokens are chosen", open=False, elem_id="chat-settings"):
         settings = sampling_controls(hub)
 
+    conversation = gr.State([])  # what the view shows; Gradio changes white space in what it is given
     page = _ChatHandlers(hub)
-    outputs = [chatbot, message, send, stop]
     begin = quietly(
-        trigger_mode="once", concurrency_limit=hub.limits.requests, concurrency_id="chat-page", outputs=outputs
+        trigger_mode="once",
+        concurrency_limit=hub.limits.requests,
+        concurrency_id="chat-page",
+        outputs=[chatbot, conversation, message, send, stop],
     )
     replies = [
-        gr.on([message.submit, send.click], page.send, [message, chatbot, *settings], **begin),
-        chatbot.example_select(page.example, [chatbot, *settings], **begin),
-        chatbot.retry(page.retry, [chatbot, *settings], **begin),
+        gr.on([message.submit, send.click], page.send, [message, conversation, *settings], **begin),
+        chatbot.example_select(page.example, settings, **begin),
+        chatbot.retry(page.retry, [conversation, *settings], **begin),
     ]
     for reply_event in replies:
         reply_event.then(at_rest, None, [send, stop], **quietly(queue=False))  # whatever became of it
-    chatbot.undo(page.undo, [chatbot], [chatbot, message], **quietly())
-    chatbot.clear(page.clear, None, None, **quietly(queue=False))
+    chatbot.undo(page.undo, conversation, [chatbot, conversation, message], **quietly())
+    chatbot.clear(page.clear, None, conversation, **quietly(queue=False))
     stop.click(page.stop, None, None, **quietly(queue=False))
 
 
@@ -116,90 +137,87 @@ class _ChatHandlers:
         self.undo = told(self._undo)
 
     async def _send(
-        self, request: gr.Request, message: str, history: History, *settings: Any
+        self, request: gr.Request, message: str, before: Conversation, *settings: Any
     ) -> AsyncIterator[list[Any]]:
-        async for update in self._stream(history, message, settings, request):
+        async for update in self._stream(request, before, message, settings):
             yield update
 
-    async def _example(
-        self, request: gr.Request, event: gr.SelectData, history: History, *settings: Any
-    ) -> AsyncIterator[list[Any]]:
-        async for update in self._stream(history, event.value["text"], settings, request):
+    async def _example(self, request: gr.Request, event: gr.SelectData, *settings: Any) -> AsyncIterator[list[Any]]:
+        async for update in self._stream(request, [], event.value["text"], settings):
             yield update
 
-    async def _retry(
-        self, request: gr.Request, event: gr.RetryData, history: History, *settings: Any
-    ) -> AsyncIterator[list[Any]]:
-        before, message = _before_last_question(history, event.index)
-        async for update in self._stream(before, message, settings, request):
+    async def _retry(self, request: gr.Request, conversation: Conversation, *settings: Any) -> AsyncIterator[list[Any]]:
+        before, message = before_last_question(conversation)
+        async for update in self._stream(request, before, message, settings):
             yield update
 
-    def _undo(self, event: gr.UndoData, history: History) -> list[Any]:
-        return list(_before_last_question(history, event.index))
+    def _undo(self, conversation: Conversation) -> list[Any]:
+        before, message = before_last_question(conversation)
+        return [as_shown(before), before, message]
 
     def stop(self, request: gr.Request) -> None:
         self._hub.cancel(owner=_owner(request), kind="chat")
 
-    def clear(self, request: gr.Request) -> None:
+    def clear(self, request: gr.Request) -> Conversation:
         tickets = self._hub.of(_owner(request), "chat")
         self._unwanted.update(ticket.label for ticket in tickets)
         cancel(*tickets)
+        return []
 
     async def _stream(
-        self, history: History, message: str, settings: tuple[Any, ...], request: gr.Request
+        self, request: gr.Request, before: Conversation, message: str, settings: tuple[Any, ...]
     ) -> AsyncIterator[list[Any]]:
         hub, owner = self._hub, _owner(request)
         if hub.of(owner, "chat"):
             raise RefusedError("A reply is still running in this tab: stop it first, or open another tab.")
         sampling = Sampling.checked(hub.limits, *settings)
-        messages = [*_unescaped(history), {"role": "user", "content": message}]
-        shown = [*history, {"role": "user", "content": html.escape(message)}]
+        asked = [*before, Message("user", message)]
         current = None
         try:
-            async with aclosing(reply(hub, owner, messages, sampling)) as replies:
+            async with aclosing(reply(hub, owner, _as_messages(asked), sampling)) as replies:
                 async for current in replies:
                     if current.label in self._unwanted:
-                        yield [[], gr.skip(), *at_rest()]
+                        yield [[], [], gr.skip(), *at_rest()]
                         return
                     line = describe(current, hub.pacer.steps_per_second > 0)
-                    if current.finish_reason is None and hub.pacer.is_paused:
+                    is_running = current.finish_reason is None
+                    if is_running and hub.pacer.is_paused:
                         line += " · the engine is paused"
-                    yield [[*shown, *_as_messages(current, line)], "", *_running()]
+                    yield self._update([*asked, Message("assistant", current.text, line, is_running)])
         except Exception:
             if current is not None:
-                failed = replace(current, finish_reason="error")
-                yield [[*shown, *_as_messages(failed, f"{current.label} failed")], "", *_running()]
+                yield self._update([*asked, Message("assistant", current.text, f"{current.label} failed")])
             raise
         finally:
             if current is not None:
                 self._unwanted.discard(current.label)
 
-
-def _running() -> list[Any]:
-    return [gr.Button(interactive=False), gr.Button(interactive=True)]
-
-
-def _as_messages(current: Reply, line: str) -> History:
-    """A reply and the line below it."""
-    status = {"status": "pending"} if current.finish_reason is None else {}
-    return [
-        {"role": "assistant", "content": html.escape(current.text)},
-        {"role": "assistant", "content": "", "metadata": {"title": line} | status},
-    ]
+    @staticmethod
+    def _update(conversation: Conversation) -> list[Any]:
+        return [as_shown(conversation), conversation, "", gr.Button(interactive=False), gr.Button(interactive=True)]
 
 
-def _before_last_question(history: History, index: Any) -> tuple[History, str]:
-    """The history before the last message of the user's, at or before an index, and that message."""
-    last = index[0] if isinstance(index, list | tuple) else index
-    for position in range(min(last, len(history) - 1), -1, -1):
-        if history[position]["role"] == "user":
-            return history[:position], _unescaped([history[position]])[0]["content"]
+def as_shown(conversation: Conversation) -> list[dict[str, Any]]:
+    """As the view takes it: escaped, and with what a reply took below it."""
+    shown: list[dict[str, Any]] = []
+    for message in conversation:
+        shown.append({"role": message.role, "content": html.escape(message.content)})
+        if message.note:
+            metadata = {"title": message.note} | ({"status": "pending"} if message.is_running else {})
+            shown.append({"role": message.role, "content": "", "metadata": metadata})
+    return shown
+
+
+def before_last_question(conversation: Conversation) -> tuple[Conversation, str]:
+    """The conversation before the user's last message, and that message."""
+    for position in range(len(conversation) - 1, -1, -1):
+        if conversation[position].role == "user":
+            return conversation[:position], conversation[position].content
     raise RefusedError("There is no message to go back to.")
 
 
-def _unescaped(history: History) -> list[dict[str, str]]:
-    """The conversation that the view shows."""
-    return [{**message, "content": html.unescape(message["content"])} for message in check_messages(history)]
+def _as_messages(conversation: Conversation) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in conversation]
 
 
 def _owner(request: gr.Request) -> str:

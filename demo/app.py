@@ -170,7 +170,6 @@ def launch(app: gr.Blocks, host: str, port: int | None, share: bool = False, wai
         show_error=True,
         # Nothing is kept of what people do here, and no files are taken.
         run_history=False,
-        enable_monitoring=False,
         mcp_server=False,
         pwa=False,
         max_file_size="1kb",

@@ -259,10 +259,10 @@ def test_the_beam_tree(stage: Stage, open_tab: OpenTab) -> None:
 def make_maps() -> list[dict[str, Any]]:
     used = [40, 100, 64]
     rows = [{"label": f"chat-{index}", "reserved": 256, "used": tokens} for index, tokens in enumerate(used)]
-    blocks = [{"label": f"block {index}", "reserved": 16, "used": 16 if index else 12} for index in range(13)]
+    blocks = [{"label": f"block {index}", "reserved": 16, "used": 16 if index else 12} for index in range(61)]
     return [
         {"name": "Longest length", "note": "All at once.", "bytes_per_token": 2304, "rows": rows, "waste": 0.734},
-        {"name": "hf_paged", "note": "Block by block.", "bytes_per_token": 2304, "rows": blocks, "waste": 0.019},
+        {"name": "hf_paged", "note": "Block by block.", "bytes_per_token": 2304, "rows": blocks, "waste": 0.004},
     ]
 
 
@@ -270,14 +270,14 @@ def test_memory_maps(stage: Stage, open_tab: OpenTab) -> None:
     stage.maps = make_maps()
     page = open_tab(stage.url)
     maps = page.locator("#maps")
-    expect(maps.locator(".kv-waste")).to_have_text(["73.4 % wasted", "1.9 % wasted"])
+    expect(maps.locator(".kv-waste")).to_have_text(["73.4 % wasted", "0.4 % wasted"])
     expect(maps).to_contain_text("459 KiB used of 1.7 MiB reserved")
     page.locator("#maps .kv-map").first.focus()
     page.keyboard.press("ArrowDown")
     expect(maps.locator("[aria-live]").first).to_have_text("chat-0. 40 of 256 tokens used, 576 KiB. 216 wasted")
-    # The same scale: each map's height is its number of lines, and all lines are equally high.
+    # One scale: all lines are equally high. A line a request; the many blocks lie behind each other, 16 of them a line.
     heights = maps.locator("canvas").evaluate_all("all => all.map((canvas) => canvas.clientHeight)")
-    assert heights[0] == 3 * heights[1]
+    assert 4 * heights[0] == 3 * heights[1]
 
 
 def test_nothing_is_ever_markup(stage: Stage, open_tab: OpenTab) -> None:
@@ -390,6 +390,6 @@ def test_a_real_engine_on_stage(stage: Stage, open_tab: OpenTab) -> None:
         expect(page.locator("#events li[data-kind=preempted]").first).to_contain_text("was preempted (swap)")
         expect(page.locator("#events li[data-kind=swapped_in]").first).to_contain_text("came back from CPU memory")
         expect(page.locator("#tables")).to_contain_text("No request holds blocks now.")
-        expect(page.locator("#pool .kv-legend li").first).to_have_text("0 held by one")
+        expect(page.locator("#pool .kv-legend li").first).to_have_text("0 held once")
     finally:
         hf_paged.unpatch(model)

@@ -2,6 +2,7 @@
 "use strict";
 
 const TALLEST = 300;
+const MOST_LINES = 48;
 const USED = "#0072b2";
 const WASTED = "#d55e00";
 
@@ -17,8 +18,12 @@ const key = el(
 const body = el("div", { hidden: true }, key, panels, scale);
 VIEW.append(empty, body);
 
-/** Puts rows behind each other into lines of `most` tokens, as blocks lie in memory: `[row, line, start]`. */
+/**
+ * Where each row lies: `[row, line, start]`. A line each; where that would be too many, behind each other in lines of `most`
+ * tokens. Either way its area is its memory.
+ */
 function shelve(rows, most) {
+  if (rows.length <= MOST_LINES) return rows.map((row, line) => [row, line, 0]);
   let line = 0;
   let start = 0;
   return rows.map((row) => {

@@ -107,9 +107,9 @@ function legendItem(label, title, cell) {
 
 const SAMPLE = { kind: "held", owners: [0], refs: 1, share: 1, tag: "" };
 const legend = {
-  held: legendItem("held by one", "One block table holds the block. The colour is its request, the filled part its tokens.", SAMPLE),
+  held: legendItem("held once", "One block table holds the block. The colour is its request, the filled part its tokens.", SAMPLE),
   shared: legendItem("shared", "Several block tables hold the block (hatched; the number is its ref count).", { ...SAMPLE, refs: 2 }),
-  cached: legendItem("cached and free", "Nobody holds the block, but its content is kept for prompts that begin alike.", CACHED),
+  cached: legendItem("cached", "Free: nobody holds the block, but its content is kept for prompts that begin alike.", CACHED),
   free: legendItem("free", "Nobody holds the block.", FREE),
   swapped: legendItem("swapped", "In CPU memory, of a request that waits for room in the pool.", { ...SAMPLE, kind: "swapped" }),
 };

@@ -310,6 +310,7 @@ class StepWorker:
         """Steps run again."""
         with self._pool.lock:
             self._pause.end()
+            self._stuck = (-1, 0.0)  # the time of the pause doesn't count
             self.notify()
 
     def warn_of_pause(self) -> None:
@@ -332,7 +333,7 @@ class StepWorker:
             with self.condition:
                 if not self.is_paused:
                     raise RuntimeError("the engine is not paused: call pause() before step()")
-                self._stuck = (-1, 0.0)  # the time of the pause doesn't count
+                self._stuck = (-1, 0.0)
                 self._pause.ask(ticket)
                 self.notify()
                 while ticket.event is None:

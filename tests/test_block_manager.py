@@ -9,6 +9,7 @@ import pytest
 
 from hf_paged.block_manager import BlockManager
 from hf_paged.errors import OutOfBlocksError
+from hf_paged.event_log import as_dicts
 
 
 def manager_of(num_blocks: int = 16, block_size: int = 4, **kwargs: int) -> BlockManager:
@@ -667,6 +668,131 @@ def test_check_invariants_notices() -> None:
         with pytest.raises(AssertionError) as caught:
             corrupted(change).check_invariants()
         assert str(caught.value)
+
+
+# The log
+
+
+def told(manager: BlockManager) -> list[tuple[object, ...]]:
+    """Kind, sequence and values of all events."""
+    common = {"id", "time", "step", "kind", "sequence"}
+    return [
+        (event["kind"], event.get("sequence"), *(value for name, value in event.items() if name not in common))
+        for event in as_dicts(*manager.log.newer())
+    ]
+
+
+def test_the_log_says_who_takes_and_gives_which_blocks() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    grown(manager, 1, 6)
+    manager.append([(1, 1)])
+    manager.fork(1, 2)
+    manager.append([(2, 6)])
+    manager.crop(2, 4)
+    manager.swap_out([2])
+    manager.free(2)
+    manager.evict(1)
+    manager.append([(1, 1)])
+    manager.free(1)
+    assert told(manager) == [
+        ("allocated", 1, [0, 1]),
+        ("shared", 2, [0, 1], 1),
+        ("copied", 2, 1, 2),
+        ("allocated", 2, [3, 4]),
+        ("freed", 2, [2, 3, 4]),
+        ("swapped_out", None, 1, [0]),
+        ("freed", 1, [0, 1]),
+        ("allocated", 1, [0]),
+        ("freed", 1, [0]),
+    ]
+
+
+def test_the_log_says_what_comes_back_by_a_swap() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    written(manager, 1, list(range(8)))
+    manager.fork(1, 2)
+    manager.append([(2, 1)])
+    manager.swap_out([1, 2])
+    grown(manager, 3, 1)
+    manager.swap_in([1, 2])
+    blocks = manager.block_table(1) + manager.block_table(2)
+    assert told(manager)[-3:] == [
+        ("swapped_out", None, 3, [0, 1, 0, 1, 2]),
+        ("allocated", 3, [2]),
+        ("swapped_in", None, 1, blocks),  # two of its blocks are still cached
+    ]
+
+
+def test_the_log_names_the_content_that_is_dropped() -> None:
+    manager = manager_of(num_blocks=4)
+    written(manager, 1, list(range(8)))
+    manager.free(1)
+    grown(manager, 2, 12)
+    assert told(manager)[-2:] == [("evicted", None, [1]), ("allocated", 2, [2, 3, 1])]
+
+
+def test_a_beginning_that_is_taken_back_is_no_event() -> None:
+    manager = manager_of()
+    tokens = list(range(9))
+    written(manager, 1, tokens)
+    before = told(manager)
+    assert matched(manager, 2, tokens) == 8
+    manager.unmatch(2)
+    manager.share_prefix(2, 1, 6)
+    manager.check_invariants()
+    manager.unmatch(2)
+    manager.check_invariants()
+    assert told(manager) == before and manager.pool.num_in_use == 3
+    manager.match_prefix(2, tokens)
+    manager.append([(2, 1)])
+    manager.add(3)
+    manager.share_prefix(3, 2, 6)
+    manager.append([(3, 1)])
+    assert told(manager)[len(before) :] == [
+        ("prefix_hit", 2, [0, 1], 8),
+        ("allocated", 2, [3]),
+        ("shared", 3, [0, 1], 2),
+        ("copied", 3, 1, 4),
+    ]
+
+
+def test_a_beginning_that_is_built_upon_is_an_event() -> None:
+    for use in (
+        lambda m: m.fork(2, 3),
+        lambda m: m.crop(2, 4),
+        lambda m: m.free(2),
+        lambda m: m.evict(2),
+        lambda m: m.swap_out([2]),
+        lambda m: (m.add(3), m.share_prefix(3, 2, 4), m.append([(3, 1)])),
+    ):
+        manager = manager_of(num_swap_blocks=8)
+        written(manager, 1, list(range(9)))
+        matched(manager, 2, list(range(9)))
+        use(manager)
+        assert told(manager)[1] == ("prefix_hit", 2, [0, 1], 8)
+
+
+def test_sharing_a_prefix() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    written(manager, 1, list(range(9)))
+    manager.add(2)
+    manager.share_prefix(2, 1, 6)
+    assert manager.block_table(2) == [0, 1] and manager.num_tokens(2) == 6
+    assert [manager.pool.ref_count(block) for block in range(3)] == [2, 2, 1]
+    assert manager.append([(2, 1)]) == [(1, 3)]
+    manager.check_invariants()
+    for sibling, num_tokens in ((1, 10), (1, -1), (9, 1)):
+        manager.add(5)
+        with pytest.raises(ValueError):
+            manager.share_prefix(5, sibling, num_tokens)
+        manager.free(5)
+    with pytest.raises(ValueError, match="only an empty one"):
+        manager.share_prefix(2, 1, 4)
+    manager.swap_out([1])
+    manager.add(5)
+    with pytest.raises(ValueError, match="in the pool"):
+        manager.share_prefix(5, 1, 4)
+    manager.check_invariants()
 
 
 def test_the_layer_needs_no_torch() -> None:

@@ -211,6 +211,14 @@ def test_cancelling_frees_the_blocks_in_a_pause(
         for _ in range(3):
             assert pair.engine.step() is not None
         assert pair.engine.stats().num_free_blocks < 64
+        # A forward of its own waits as one in the queue does.
+        eventually(
+            lambda: (
+                pair.engine.stats().num_waiting + pair.engine._worker._pause.num_held == 1
+                or pair.engine.scheduler.has_work
+            ),
+            "its next forward is not there",
+        )
     request.cancel()
     assert request.result(PATIENCE).finish_reason == "cancelled"
     eventually(lambda: pair.engine.stats().num_free_blocks == pair.engine.stats().num_blocks, "blocks are held")
@@ -226,8 +234,8 @@ def test_a_dropped_handle_frees_its_blocks_in_a_pause(pair: Pair) -> None:
     pair.engine.step()
     requests.clear()
     gc.collect()
-    eventually(lambda: pair.engine.stats().num_free_blocks == 256, "blocks are held")
-    assert not pair.engine.snapshot()["groups"]
+    eventually(lambda: not pair.engine.snapshot()["groups"], "somebody is still there")
+    assert pair.engine.stats().num_free_blocks == 256
     pair.engine.resume()
     settle(pair)
 
@@ -400,6 +408,35 @@ def test_stepping_fails_nobody_for_lack_of_room(make_pair: MakePair) -> None:
     settle(pair)
 
 
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_pause_is_no_time_without_room(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, is_stepped: bool
+) -> None:
+    """Would break: who finds no room is refused right after a long pause, as if nobody had come back all the time."""
+    monkeypatch.setattr("hf_paged.worker.ROOM_SECONDS", 1.0)
+    pair = make_pair(num_blocks=12, block_size=4, preemption="recompute", swap_space_gib=0.0)
+    embeds = torch.randn(1, 17, 64, generator=torch.Generator().manual_seed(1))
+    given = {"max_new_tokens": 4} | ENDLESS
+    with Gate(1) as gate, in_thread(pair.paged.generate, inputs_embeds=embeds, **given, **gate.arguments):
+        assert gate.reached.wait(PATIENCE)
+        other = pair.engine.submit(random_ids(1, 33, seed=2), **given)
+        eventually(lambda: pair.engine._worker._stuck[1] > 0, "there is room")
+        pair.engine.pause()
+        time.sleep(1.1)
+        if is_stepped:
+            with in_thread(pair.engine.step) as outcome:
+                time.sleep(0.2)
+                assert not outcome and not other.is_done
+                gate.open()
+            assert outcome[0] is not None
+        pair.engine.resume()
+        time.sleep(0.2)
+        assert is_stepped or not other.is_done
+        gate.open()
+    assert other.result(PATIENCE).finish_reason == "length"
+    settle(pair)
+
+
 def test_a_step_that_raises_fails_its_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: the error comes to whoever pressed the button, or the button hangs."""
     runner = pair.engine._runner
@@ -533,7 +570,7 @@ def test_unpatching_in_a_pause(pair: Pair, mode: dict[str, Any]) -> None:
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode)
     with in_thread(pair.paged.generate, random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode) as outcome:
-        eventually(lambda: len(pair.engine.snapshot()["groups"]) == 2, "somebody is not there")
+        eventually(lambda: pair.engine.stats().num_waiting == 2, "somebody is not there")
         engine = pair.engine
         hf_paged.unpatch(pair.paged)
     assert isinstance(outcome[0], RuntimeError) and "unpatched" in str(outcome[0])

@@ -167,6 +167,24 @@ def test_pause_waits_for_the_running_step(pair: Pair) -> None:
     settle(pair)
 
 
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_ctrl_c_in_pause(pair: Pair, was_paused: bool) -> None:
+    """Would break: a pause that nobody knows of, because the call that began it never came back."""
+    brake = Brake(pair)
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=60, **ENDLESS)
+    with brake.at(step=2) as reached:
+        reached()
+        if was_paused:
+            pair.engine._worker._pause.begin()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pair.engine.pause()
+        assert pair.engine.is_paused == was_paused
+    pair.engine.resume()
+    request.result(PATIENCE)
+    settle(pair)
+
+
 def test_pause_and_resume_do_not_count(pair: Pair) -> None:
     """Would break: two tabs press "pause", and nothing short of two "resume" helps."""
     pair.engine.resume()

@@ -229,7 +229,8 @@ class Engine:
             since: Only events with an id above this one: whoever looks again and again gives the last id it has seen.
 
         Returns:
-            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block`, `num_swap_blocks`;
+            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of all
+            layers; 0 when the model is gone), `num_swap_blocks`;
             `is_paused`, `num_steps`; `blocks`: ref count of each one, -1 for a free one that is cached; `hashes`: the
             first 8 hex digits of each one's content hash, or "".
 

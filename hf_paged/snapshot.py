@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,9 @@ class Snapshot:
             since: Only events with a greater id.
             **facts: More single numbers.
         """
-        facts |= {"block_size": pool.config.block_size, "bytes_per_block": pool.bytes_per_block}
-        facts |= {"num_blocks": 0, "num_swap_blocks": 0}
+        facts |= {"num_blocks": 0, "block_size": pool.config.block_size, "bytes_per_block": 0, "num_swap_blocks": 0}
+        with suppress(RuntimeError):  # the model is gone
+            facts["bytes_per_block"] = pool.bytes_per_block
         events = pool.log.newer(since)
         if not pool.is_made:
             return cls(facts, [], [], events)

@@ -16,9 +16,10 @@ import pytest
 import torch
 from conftest import Pair
 from event_ledger import Ledger
-from models import name_of, random_ids
+from models import build, name_of, random_ids
 from test_engine import ENDLESS, PATIENCE, SAMPLE, Brake, eventually, settle, stock_rows
 
+import hf_paged
 from hf_paged import PagedCache
 from hf_paged.event_log import NUM_CHUNKS, NUM_EVENTS, EventLog, as_dicts
 
@@ -141,6 +142,17 @@ def test_unknown_tokens_have_no_tail(pair: Pair) -> None:
     del cache
     gc.collect()
     settle(pair)
+
+
+def test_a_picture_outlives_the_model() -> None:
+    """Would break: whoever draws four times a second is met by an error when somebody drops the model."""
+    model = hf_paged.patch(build("llama"), block_size=4, num_blocks=16)
+    model.generate(random_ids(1, 9), max_new_tokens=2)
+    engine = model.paged
+    del model
+    gc.collect()
+    picture = engine.snapshot()
+    assert picture["num_blocks"] == len(picture["blocks"]) == 16 and picture["bytes_per_block"] == 0
 
 
 # Events

@@ -91,6 +91,13 @@ def stock_map(loaded: LoadedModel, record: RunRecord) -> MemoryMap:
         f"tokens; its DynamicCache held {format_bytes(usage.allocated_bytes)}, {usage.waste:.1%} of it padding and "
         "rows that wait for the longest."
     )
+    copies = sum(
+        (len(sequences) - 1) * len(prompt) for prompt, sequences in zip(record.prompts, record.sequences, strict=True)
+    )
+    if copies > 0:
+        note += (
+            f" Every sample or beam stores the prompt anew: {format_bytes(copies * record.bytes_per_token)} are copies."
+        )
     return MemoryMap("Stock transformers", note, record.bytes_per_token, rows)
 
 

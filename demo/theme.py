@@ -14,6 +14,7 @@ CSS = """
 #title p { margin: 2px 0 0; color: var(--body-text-color-subdued); font-size: 14px; line-height: 1.45; }
 #paused { align-items: center; padding: 8px 14px; border: 2px solid #b45309; border-radius: 10px; }
 #paused p { margin: 0; font-weight: 600; }
+.gradio-container { overflow: clip !important; } /* as it clips, nothing in it would stick */
 #pool-panel { position: sticky; top: 8px; align-self: flex-start; max-height: calc(100vh - 16px); overflow-y: auto; }
 
 /* A reply keeps its line breaks; what it took stands below it in small print, and is nothing to click on. */

@@ -60,7 +60,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
             False, label="Cancel what runs, if the pool has to change", elem_id="pressure-cancel", min_width=220
         )
     with gr.Row():
-        fire = gr.Button("Fire the burst", variant="primary", elem_id="pressure-fire", min_width=150)
+        fire = gr.Button("Fire the burst", variant="primary", elem_id="pressure-fire", scale=2, min_width=170)
         resize = gr.Button("Resize only", elem_id="pressure-resize", min_width=110)
         restore = gr.Button(f"Back to {settings['num_blocks']}", elem_id="pressure-restore", min_width=110)
         stop = gr.Button("Stop", variant="stop", elem_id="pressure-stop", interactive=False, min_width=90)

@@ -256,12 +256,13 @@ class BlockManager:
     def append_need(self, requests: Sequence[tuple[int, int]]) -> int:
         """Blocks that `append` would take for these requests; for swapped sequences: once they are back."""
         needed = 0
-        writers: Counter[tuple[bool, int]] = Counter()  # partial block -> how many of its holders will write into it
+        writers: dict[tuple[bool, int], int] = {}  # partial block -> how many of its holders will write into it
         for seq_id, n in requests:
             table = self._table(seq_id)
             needed += self._new_blocks(table, n)
             if self._has_partial_block(table):
-                writers[table.is_swapped, table.blocks[-1]] += 1
+                block = table.is_swapped, table.blocks[-1]
+                writers[block] = writers.get(block, 0) + 1
         for (is_swapped, block_id), num_writers in writers.items():
             pool = self.swap_pool if is_swapped else self.pool
             assert pool is not None

@@ -90,9 +90,11 @@ test: $(VENV)/.installed-dev ## all CPU tests
 test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) $(T)
 
+BROWSER_TESTS := $(shell grep -l mark.browser tests/test_*.py)
+
 .PHONY: test-browser
 test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to be installed
-	$(TEST_ENV) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(T)
+	$(TEST_ENV) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),$(BROWSER_TESTS))
 
 .PHONY: test-5.17
 test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported transformers, in .venv-5.17

@@ -10,6 +10,7 @@
 - C: B behind a common system prompt of 512 tokens.
 - D: 64 of B's prompts, 4 beams, 64 new tokens.
 - E: a single user: 4 requests of A's model, one at a time.
+- F: a single user of the embedded model: 8 of B's prompts, 128 new tokens each, one at a time.
 - S: no rivals: time of a decode step of 64 sequences with nobody waiting, and with 10,000 requests waiting.
 
 `--prompts` names a folder with gsm8k_test.jsonl, mt_bench_question.jsonl and humaneval_prompts.jsonl; without it the
@@ -177,12 +178,19 @@ def workload_e(dtype: torch.dtype, **given: Any) -> Workload:
     return Workload("E", base.make_model, base.requests[:4], GREEDY, (1,), 1)
 
 
+def workload_f(**given: Any) -> Workload:
+    base = workload_b(**given)
+    requests = [(prompt, 128) for prompt, _ in base.requests[:8]]
+    return Workload("F", base.make_model, requests, GREEDY, (1,), 1)
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "A": workload_a,
     "B": workload_b,
     "C": workload_c,
     "D": workload_d,
     "E": workload_e,
+    "F": workload_f,
 }
 
 
@@ -625,7 +633,7 @@ def main() -> None:
 
         return generate_gpu.main(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D", "E", "S"], choices=[*WORKLOADS, "S"])
+    parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D", "E", "F", "S"], choices=[*WORKLOADS, "S"])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--prompts", type=Path, help="folder of prompt files")

@@ -16,12 +16,14 @@ one model and one of:
 - start: seconds from `patch()` to the first tokens; before the second one, graphs are recorded.
 - profile: where the time of decode steps goes, by kernel.
 
-Each piece is a process of its own, saved as soon as it is done; what is saved is not measured again.
+Each piece is a process of its own, saved as soon as it is done; what is saved is not measured again, unless the
+package's code has changed since.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import random
@@ -386,6 +388,13 @@ def summary(pieces: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def code_hash() -> str:
+    """Of the package's sources: figures of other code don't stand beside each other."""
+    folder = Path(hf_paged.__file__).parent
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
 def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
@@ -404,7 +413,9 @@ def main(given: list[str]) -> None:
         return
     path = arguments.out / "generate-gpu.json"
     report = Report.load(path) if path.exists() else Report(path, {"pieces": {}})
-    report.data |= {"device": device_facts(arguments.device), "versions": versions()}
+    if report.data.get("code") != code_hash():
+        report.data["pieces"] = {}
+    report.data |= {"device": device_facts(arguments.device), "versions": versions(), "code": code_hash()}
     ends = time.monotonic() + arguments.time_limit
     for piece in arguments.only:
         known = report.data["pieces"].get(piece)

@@ -183,6 +183,7 @@ class DecodeGraphs:
         with torch.inference_mode(False):
             self._inputs = DecodeInputs(max_num_seqs, max_blocks, kv_cache.block_size, kv_cache.null_block, device)
         self._recordings: dict[int, Recording] | None = None
+        self._logits: Tensor | None = None  # of all sizes: each with its own would hold half a gigabyte
 
     def is_of(self, kv_cache: KVCache) -> bool:
         """Whether it was made for this pool."""
@@ -200,7 +201,7 @@ class DecodeGraphs:
             positions: `[B]` their positions.
 
         Returns:
-            `[B, vocab_size]`, or `None`: it can't be replayed, run it eagerly.
+            `[B, vocab_size]`, which the next replay writes over; `None`: it can't be replayed, run it eagerly.
         """
         rows = len(chunks)
         if rows > self._sizes[-1]:
@@ -221,7 +222,7 @@ class DecodeGraphs:
         lens = np.fromiter((chunk.start + 1 for chunk in chunks), np.int64, rows)
         self._inputs.fill(ids, positions, lens, padded)
         recording.replay()
-        return recording.output[:rows].clone()  # the next replay writes over it, whoever still holds this one
+        return recording.output[:rows]
 
     def _record_all(self) -> dict[int, Recording]:
         """All sizes, the largest first, whose memory the others use; none, if one can't be recorded or is wrong."""
@@ -234,9 +235,12 @@ class DecodeGraphs:
                 def step(
                     ids: Tensor = ids, positions: Tensor = positions, metadata: DecodeMetadata = metadata
                 ) -> Tensor:
-                    return self._forward(ids, positions, metadata)
+                    logits = self._forward(ids, positions, metadata)
+                    if self._logits is None:
+                        self._logits = torch.empty_like(logits)
+                    return self._logits[: len(logits)].copy_(logits)
 
-                expected = step()  # also compiles what is not compiled yet, which can't be recorded
+                expected = step().clone()  # also compiles what is not compiled yet, which can't be recorded
                 recordings[size] = self._record(step)
                 recordings[size].replay()
                 if not _agree(recordings[size].output, expected):

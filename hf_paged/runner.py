@@ -164,7 +164,7 @@ class ModelRunner:
         """Runs a step through the model: cache writes, attention, logits.
 
         In inference mode where that can do no harm, which saves a tenth of a small model's step: the result may be a
-        tensor that must not get into a caller's hands.
+        tensor that must not get into a caller's hands, and that the next step writes over.
 
         Args:
             step: What the scheduler chose; its block copies are done.
@@ -269,11 +269,12 @@ class ModelRunner:
     def activation_bytes(self, num_tokens: int) -> int:
         """Most bytes that a step of so many tokens holds beside weights and pool: measured, on a GPU, by running one.
 
-        0 on CPU, where memory is taken page by page when it is used. Starts torch's peak memory statistics anew.
+        0 on CPU, where memory is taken page by page when it is used, and where code of a user's own would see that run.
+        Starts torch's peak memory statistics anew.
         """
         model = self.model
         device = model.device
-        if device.type != "cuda":
+        if device.type != "cuda" or not self._may_infer():
             return 0
         inputs: dict[str, Any] = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64, device=device)}
         if self._supports_logits_to_keep:

@@ -369,3 +369,6 @@ def test_pieces_on_a_gpu_are_saved_one_by_one_and_not_measured_again(
     assert pieces["tiny-decode"]["rows"] == rows
     assert 0 < pieces["tiny-start"]["first_token"] <= pieces["tiny-start"]["third_token"]
     assert "of_roofline" in (tmp_path / "generate-gpu.md").read_text()
+    monkeypatch.setattr(gpu, "code_hash", lambda: "other code")
+    gpu.main([*given, "tiny-start"])
+    assert list(json.loads((tmp_path / "generate-gpu.json").read_text())["pieces"]) == ["tiny-start"]

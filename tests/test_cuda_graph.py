@@ -19,7 +19,7 @@ from models import MODELS, build, random_ids
 from torch import Tensor, nn
 
 import hf_paged
-from hf_paged import cuda_graph
+from hf_paged import PagedCache, cuda_graph
 from hf_paged.cuda_graph import DecodeInputs, capture_sizes
 
 pytestmark = pytest.mark.timeout(240)
@@ -228,6 +228,18 @@ def test_threads(device: str, recorder: Recorder) -> None:
     for thread in threads:
         thread.join(60)
     assert [results[index] for index in range(6)] == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_are_the_callers_to_keep(device: str, recorder: Recorder) -> None:
+    """A later step writes where an earlier one wrote, and not into what somebody holds."""
+    model, ids = patch(device=device), random_ids(2, 8).to(device)
+    cache = PagedCache(model)
+    model(ids[:, :5], past_key_values=cache)
+    held = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(5, 8)]
+    assert len(recorder.steps) == 3
+    truth = build("llama").to(device)(ids).logits[:, 5:]
+    torch.testing.assert_close(torch.cat(held, dim=1), truth.detach(), rtol=1e-4, atol=1e-5)
 
 
 # When it is not used

@@ -71,8 +71,7 @@ class KVPool:
         """The block tables, made at first use with the pool's size."""
         with self.lock:
             if self._manager is None:
-                text_config = self._runner.model.config.get_text_config(decoder=True)
-                max_context = getattr(text_config, "max_position_embeddings", None) or 8192
+                max_context = self._runner.max_context
                 num_blocks = self.config.num_blocks or num_blocks_for_memory(
                     self._geometry,
                     self.config.block_size,

@@ -113,9 +113,9 @@ class ModelRunner:
         supports_logits_to_keep: bool,
         layers: Callable[[], AbstractContextManager[None]],
         may_infer: Callable[[], bool],
-        num_moves: Callable[[], int] = lambda: 0,
-        cuda_graphs: bool | None = False,
-        max_num_seqs: int = 1,
+        num_moves: Callable[[], int],
+        cuda_graphs: bool | None,
+        max_num_seqs: int,
     ) -> None:
         """Binds to a model.
 
@@ -151,6 +151,12 @@ class ModelRunner:
         if model is None:
             raise RuntimeError("the patched model no longer exists; keep a reference to it while you use its engine")
         return model
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence that the model is made for."""
+        config = self.model.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
 
     @torch.no_grad()
     def run(
@@ -253,9 +259,7 @@ class ModelRunner:
     def _make_graphs(
         self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]
     ) -> DecodeGraphs:
-        config = self.model.config.get_text_config(decoder=True)
-        context = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
-        max_blocks = min(manager.pool.num_blocks, -(-context // manager.block_size))
+        max_blocks = min(manager.pool.num_blocks, -(-self.max_context // manager.block_size))
         runner, pool = weakref.ref(self), weakref.ref(kv_cache)
 
         def forward(ids: Tensor, positions: Tensor, metadata: DecodeMetadata) -> Tensor:

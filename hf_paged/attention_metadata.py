@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_paged.transfers import to_device
+
 
 @dataclass(slots=True, eq=False)
 class GatherView:
@@ -165,7 +167,7 @@ class AttentionMetadata:
         return cls(tables, q_lens, kv_lens, block_size, null_block, device)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return to_device(array, self._device)
 
     # Each backend reads its own part of what follows; the rest is never made.
 
@@ -289,15 +291,12 @@ def _group(
     clamped = np.minimum(columns, q_lens[:, None] - 1)  # [G, Q]
     is_real = columns < q_lens[:, None]
 
-    def to_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
     return AttentionGroup(
-        token_index=to_device(start_loc[rows][:, None] + clamped),
-        is_real=None if is_real.all() else to_device(is_real),
-        block_table=to_device(np.ascontiguousarray(tables[rows, : num_blocks[rows].max()])),
-        query_positions=to_device((seq_lens[rows] - q_lens)[:, None] + clamped),
-        seq_lens=to_device(seq_lens[rows]),
+        token_index=to_device(start_loc[rows][:, None] + clamped, device),
+        is_real=None if is_real.all() else to_device(is_real, device),
+        block_table=to_device(tables[rows, : num_blocks[rows].max()], device),
+        query_positions=to_device((seq_lens[rows] - q_lens)[:, None] + clamped, device),
+        seq_lens=to_device(seq_lens[rows], device),
         longest=int(seq_lens[rows].max()),
         is_whole=bool((seq_lens[rows] == q_lens).all()),
     )

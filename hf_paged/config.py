@@ -49,6 +49,8 @@ class PagedConfig:
             compiler), or `"auto"`: whichever kernels the device can run, else torch.
         cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
             on a CUDA device and served by the Triton kernels, `True`: the same, and raise elsewhere.
+        use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules
+            and hands out tokens meanwhile; a row that ends has then run one step too many. `None`: on a CUDA device.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
     """
 
@@ -64,6 +66,7 @@ class PagedConfig:
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     cuda_graphs: bool | None = None
+    use_async_batching: bool | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -77,8 +80,9 @@ class PagedConfig:
         for name in ("enable_prefix_caching", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not (self.cuda_graphs is None or isinstance(self.cuda_graphs, bool)):
-            raise ValueError(f"cuda_graphs must be True, False or None, got {self.cuda_graphs!r}")
+        for name in ("cuda_graphs", "use_async_batching"):
+            if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
+                raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}")
         if self.swap_space_gib is not None and (not _is_number(self.swap_space_gib) or self.swap_space_gib < 0):

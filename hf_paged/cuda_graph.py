@@ -72,6 +72,11 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def fill_in(ids: Tensor, chosen: Tensor, places: Tensor) -> Tensor:
+    """`[N]` ids, of which those with a place of 0 or above are the `chosen` token there (0 for one that is none)."""
+    return torch.where(places >= 0, chosen[places.clamp(min=0)].clamp(min=0), ids)
+
+
 class DecodeInputs:
     """What a decode step reads, at fixed addresses on the device; one transfer a step, and one more for changed tables.
 
@@ -83,14 +88,14 @@ class DecodeInputs:
         self.block_size, self.null_block = block_size, null_block
         self.max_rows, self.max_blocks = max_rows, max_blocks
         is_pinned = device.type == "cuda"
-        # Rows of int64: ids, positions, slots, and the sequences' lengths as int32 in the last one.
-        self._staged = torch.zeros(4, max_rows, dtype=torch.int64, pin_memory=is_pinned)
+        # Rows of int64: ids, positions, slots, places of ids among chosen tokens; the lengths as int32 in the last one.
+        self._staged = torch.zeros(5, max_rows, dtype=torch.int64, pin_memory=is_pinned)
         self._host = self._staged.numpy()
-        self._host_lens = self._host[3].view(np.int32)[:max_rows]
-        self._numbers = torch.zeros(4, max_rows, dtype=torch.int64, device=device)
+        self._host_lens = self._host[4].view(np.int32)[:max_rows]
+        self._numbers = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
         self._staged_tables = torch.empty(max_rows * max_blocks, dtype=torch.int32, pin_memory=is_pinned)
         self._tables = torch.full((max_rows, max_blocks), null_block, dtype=torch.int32, device=device)
-        self._seq_lens = self._numbers[3].view(torch.int32)[:max_rows]
+        self._seq_lens = self._numbers[4].view(torch.int32)[:max_rows]
         self._last_tables: np.ndarray | None = None
         self._sent = torch.cuda.Event() if is_pinned else None
         self._fill_padding(0)
@@ -105,7 +110,14 @@ class DecodeInputs:
         )
         return ids, positions, metadata
 
-    def fill(self, ids: np.ndarray, positions: np.ndarray, lens: np.ndarray, tables: np.ndarray) -> None:
+    def fill(
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        lens: np.ndarray,
+        tables: np.ndarray,
+        chosen: tuple[Tensor, np.ndarray] | None = None,
+    ) -> None:
         """Sets the next step's rows; all others become padding.
 
         Args:
@@ -113,6 +125,7 @@ class DecodeInputs:
             positions: `[B]` position ids.
             lens: `[B]` tokens of each sequence, the new one included.
             tables: `[B, N]` int32 block tables.
+            chosen: Ids that only the device knows, as in `TokenInputs`.
         """
         rows = len(ids)
         if self._sent is not None:
@@ -124,8 +137,13 @@ class DecodeInputs:
         self._host[2, :rows] += last % self.block_size
         self._host_lens[:rows] = lens
         self._fill_padding(rows)
+        if chosen is not None:
+            self._host[3, :rows] = chosen[1]
         self._send_tables(tables)
         self._send()
+        if chosen is not None:
+            own = self._numbers[0, :rows]
+            own.copy_(fill_in(own, chosen[0], self._numbers[3, :rows]))
 
     def _fill_padding(self, first: int) -> None:
         self._host[:2, first:] = 0
@@ -190,7 +208,12 @@ class DecodeGraphs:
         return self._kv_cache() is kv_cache
 
     def run(
-        self, chunks: list[ScheduledChunk], manager: BlockManager, ids: np.ndarray, positions: np.ndarray
+        self,
+        chunks: list[ScheduledChunk],
+        manager: BlockManager,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        chosen: tuple[Tensor, np.ndarray] | None = None,
     ) -> Tensor | None:
         """A step of one new token each.
 
@@ -199,6 +222,7 @@ class DecodeGraphs:
             manager: Holds the block tables.
             ids: `[B]` the new tokens' ids.
             positions: `[B]` their positions.
+            chosen: Ids that only the device knows, as in `TokenInputs`.
 
         Returns:
             `[B, vocab_size]`, which the next replay writes over; `None`: it can't be replayed, run it eagerly.
@@ -220,7 +244,7 @@ class DecodeGraphs:
         for row, table in enumerate(tables):  # lists become one array, as in AttentionMetadata.build
             padded[row, : len(table)] = table
         lens = np.fromiter((chunk.start + 1 for chunk in chunks), np.int64, rows)
-        self._inputs.fill(ids, positions, lens, padded)
+        self._inputs.fill(ids, positions, lens, padded, chosen)
         recording.replay()
         return recording.output[:rows]
 

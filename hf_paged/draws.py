@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hf_paged.transfers import to_device
+
 # Drawing functions of torch that take a generator, and those that take none and what does the same with one.
 _WITH_GENERATOR: set[Any] = {
     torch.multinomial,
@@ -175,7 +177,12 @@ class StepNoise:
         for passed in [kept for kept in self._states if kept < oldest_step]:
             del self._states[passed]
         is_whole = rows == list(range(self._num_rows))
-        return noise if is_whole else noise[torch.tensor(rows, device=noise.device)]
+        return noise if is_whole else noise[to_device(rows, noise.device)]
+
+    def rewind(self, num_steps: int) -> None:
+        """Leaves the generator where it stands after so many steps: one more may have been begun in vain."""
+        if num_steps < self._num_steps:
+            self._generator.set_state(self._states[num_steps])
 
     def _noise(self, step: int, probs: Tensor) -> Tensor:
         if self._latest is not None and self._latest[0] == step:
@@ -185,8 +192,7 @@ class StepNoise:
             generator = torch.Generator(generator.device)
             generator.set_state(self._states[step])
         else:
-            if self._num_rows > 1:
-                self._states[step] = generator.get_state()
+            self._states[step] = generator.get_state()
             self._num_steps = step + 1
         noise = probs.new_empty(self._num_rows, probs.shape[-1]).exponential_(1, generator=generator)
         if self._num_rows > 1:

@@ -25,6 +25,7 @@ from hf_paged.block_manager import BlockManager
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.errors import OutOfBlocksError
+from hf_paged.executor import StepExecutor, autocast_state
 from hf_paged.flat_forward import FlatForward, flat_padding
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.forward_item import ForwardItem
@@ -44,7 +45,7 @@ from hf_paged.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
 from hf_paged.submission import Capture, Submissions
-from hf_paged.worker import CallCancelledError, Caller, StepWorker, autocast_state
+from hf_paged.worker import CallCancelledError, Caller, StepWorker
 
 
 class Engine:
@@ -88,7 +89,8 @@ class Engine:
         )
         self._pool = KVPool(config, traits, self._runner)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
-        self._worker = StepWorker(self._pool, self._runner, self._collect_abandoned)
+        self._executor = StepExecutor(self._pool, self._runner)
+        self._worker = StepWorker(self._pool, self._executor, self._collect_abandoned)
         self._submissions = Submissions(self)
         self._num_generated_tokens = 0
         self._runs: set[SampleRun] = set()
@@ -210,8 +212,8 @@ class Engine:
                 kv_slots_allocated=manager.num_allocated_slots,
                 peak_kv_tokens_stored=self._pool.peak[1],
                 peak_kv_slots_allocated=self._pool.peak[2],
-                num_steps=self._worker.num_steps,
-                num_prefill_tokens=self._worker.num_prefill_tokens,
+                num_steps=self._executor.num_steps,
+                num_prefill_tokens=self._executor.num_prefill_tokens,
                 num_generated_tokens=self._num_generated_tokens + sum(run.num_tokens for run in self._runs),
             )
 
@@ -263,7 +265,7 @@ class Engine:
         with self.transaction():
             self._collect_abandoned()
             worker = self._worker
-            picture = Snapshot.take(self._pool, since, is_paused=worker.is_paused, num_steps=worker.num_steps)
+            picture = Snapshot.take(self._pool, since, is_paused=worker.is_paused, num_steps=self._executor.num_steps)
         return picture.as_dict()
 
     # Step by step
@@ -385,7 +387,7 @@ class Engine:
         if caller is not None and caller.is_cancelled:
             raise CallCancelledError  # the model was unpatched, whose forward comes here now
         with self._resident(sequences), self.transaction():
-            self._pool.log.step = self._worker.num_steps + 1
+            self._pool.log.step = self._executor.num_steps + 1
             manager, scheduler = self.manager, self.scheduler
             held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
@@ -611,8 +613,8 @@ class Engine:
             cache.select_active(None)
             with self.transaction():
                 chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
-                self._worker.count_step(chunks)
-                self._worker.note_step(chunks, time.perf_counter() - started)
+                self._executor.count_step(chunks)
+                self._executor.note_step(chunks, time.perf_counter() - started)
         return output
 
     def _forward_flat(

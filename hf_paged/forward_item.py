@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
-from hf_paged.sampler import Choice, RowSampler
+from hf_paged.sampler import Choice
 from hf_paged.sequence import Sequence
+from hf_paged.transfers import to_device
 from hf_paged.worker import CallCancelledError, Caller, StepWorker
 
 
@@ -21,8 +22,6 @@ class ForwardItem:
     Attributes:
         output: `[rows, K, vocab_size]` when done, `None` if K is 0.
     """
-
-    sampler: RowSampler | None = None
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class ForwardItem:
         return tensors.part(bases[row] + start, num_tokens)
 
     @torch.no_grad()
-    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> None:
+    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
         if rows:
             places = [self._places[row] for row in rows]
             num_columns, vocab_size = self._wanted.shape[1], logits.shape[-1]
@@ -136,7 +135,7 @@ class ForwardItem:
             else:
                 if self.output is None:
                     self.output = logits.new_zeros(*self._wanted.shape, vocab_size)
-                from_rows, to_rows = (torch.from_numpy(index).to(logits.device) for index in (source, target))
+                from_rows, to_rows = (to_device(index, logits.device) for index in (source, target))
                 self.output.view(-1, vocab_size)[to_rows] = logits[from_rows]
         for sequence in self._sequences:
             # Should it be preempted for the others from here on, that is the next forward's business.
@@ -144,8 +143,9 @@ class ForwardItem:
                 self._worker.remove(sequence)
         if not any(sequence.is_wanted for sequence in self._sequences):
             self._finish()
+        return []
 
-    def choices(self, rows: list[int], starts: list[int]) -> list[Choice]:
+    def expect_tokens(self, rows: list[int]) -> list[int]:
         raise NotImplementedError("a forward wants logits")
 
     def take_tokens(self, rows: list[int], tokens: list[int]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_paged.kernels.backend import choose
 from hf_paged.kernels.reference import elements
 from hf_paged.swap_space import SwapSpace
+from hf_paged.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +140,13 @@ class KVCache:
         return self._swap_space.finished() if self._swap_space is not None else []
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Zeroes blocks about to be filled.
+        """Zeroes blocks about to be filled, where the backend needs it.
 
         The torch attention multiplies what masked slots hold by zero, so whatever an earlier owner left there (a NaN
         of a failed request) must be gone.
         """
-        if blocks:
-            elements(self.tensor).index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=self.tensor.device), 0)
+        if blocks and self.backend.reads_empty_slots:
+            elements(self.tensor).index_fill_(0, to_device(list(blocks), self.tensor.device), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

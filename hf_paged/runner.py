@@ -18,9 +18,10 @@ from hf_paged.attention import attention_configs, paged_attention_scope, step_ma
 from hf_paged.attention_metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
-from hf_paged.cuda_graph import DecodeGraphs, Recording
+from hf_paged.cuda_graph import DecodeGraphs, Recording, fill_in
 from hf_paged.kv_cache import KVCache, KVGeometry
 from hf_paged.scheduler import SchedulerOutput
+from hf_paged.transfers import to_device
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
 
@@ -71,11 +72,14 @@ class TokenInputs:
         input_ids: `[N]` int64, or `None` when the prompt came as embeddings.
         inputs_embeds: `[N, hidden_size]`, or `None`.
         position_ids: `[N]` int64.
+        chosen: Of ids that only the device knows: `[M]` tokens there, and for each of the N its place in them, or -1
+            (`input_ids` knows it).
     """
 
     input_ids: Tensor | None
     inputs_embeds: Tensor | None
     position_ids: Tensor
+    chosen: tuple[Tensor, np.ndarray] | None = None
 
     @classmethod
     def cat(cls, parts: list[TokenInputs]) -> TokenInputs:
@@ -86,12 +90,13 @@ class TokenInputs:
         return cls(torch.cat(ids) if ids else None, torch.cat(embeds) if embeds else None, positions)
 
     def to(self, device: torch.device) -> TokenInputs:
-        """The same on a device."""
-        return TokenInputs(
-            None if self.input_ids is None else self.input_ids.to(device),
-            None if self.inputs_embeds is None else self.inputs_embeds.to(device),
-            self.position_ids.to(device),
-        )
+        """The same on a device, where all ids are known."""
+        ids = None if self.input_ids is None else _to(self.input_ids, device)
+        if self.chosen is not None:
+            assert ids is not None
+            ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))
+        embeds = None if self.inputs_embeds is None else self.inputs_embeds.to(device)
+        return TokenInputs(ids, embeds, _to(self.position_ids, device))
 
     def part(self, start: int, length: int) -> TokenInputs:
         """`length` tokens from `start` on."""
@@ -101,6 +106,10 @@ class TokenInputs:
             None if self.inputs_embeds is None else self.inputs_embeds[start:stop],
             self.position_ids[start:stop],
         )
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return to_device(tensor.numpy(), device) if tensor.device.type == "cpu" else tensor.to(device)
 
 
 class ModelRunner:
@@ -197,7 +206,7 @@ class ModelRunner:
             null_block=kv_cache.null_block,
             device=device,
         )
-        rows = torch.from_numpy(logit_rows).to(device)
+        rows = to_device(logit_rows, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
 
     def _run_model(
@@ -254,7 +263,9 @@ class ModelRunner:
                     raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
                 return None
             self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
-        return self._graphs[1].run(step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy())
+        return self._graphs[1].run(
+            step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy(), tokens.chosen
+        )
 
     def _make_graphs(
         self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]

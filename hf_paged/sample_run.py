@@ -6,18 +6,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.draws import StepNoise
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
-from hf_paged.sampler import Choice, RowSampler
+from hf_paged.sampler import Choice, RowSampler, needs_ids
 from hf_paged.sequence import Sequence
+from hf_paged.token_table import TokenTable
 from hf_paged.worker import StepWorker
 
 TokenCallback = Callable[[int], None]
@@ -61,11 +63,13 @@ class _Row:
     Attributes:
         sequence: Its keys and values; `None` before its prompt is computed and after its end.
         tokens: Generated so far.
+        num_chosen: The same, and those that the device knows already and the host doesn't.
         finish_reason: Why it ended.
     """
 
     sequence: Sequence | None = None
     tokens: list[int] = field(default_factory=list)
+    num_chosen: int = 0
     finish_reason: str | None = None
 
 
@@ -114,9 +118,15 @@ class SampleRun:
         self._num_open = num_rows
         self._read_criteria()
         self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
-        self.sampler = RowSampler.of(call.processors, self._noise) if self._other_criteria is None else None
-        # Prompt and generated tokens, for processors and criteria: what transformers would hand them.
-        self._ids: Tensor | None = None if self.sampler is not None else call.input_ids.long()
+        self._table: TokenTable | None = None
+        self._table_rows: list[int] = []
+        if self._other_criteria is not None or needs_ids(call.processors):
+            # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
+            self._table = worker.token_table(call.input_ids.device)
+            self._table_rows = self._table.add(call.input_ids)
+        self._sampler = RowSampler(
+            call.processors, self._noise, self._table, self._table_rows, self._width, call.input_ids.device
+        )
         ids = call.input_ids.tolist()
         pending: list[tuple[int, Sequence]] = []
         salt = () if call.cache_salt is None else (call.cache_salt,)
@@ -204,29 +214,43 @@ class SampleRun:
     def renew_locks(self) -> None:
         self._done = threading.Event()
 
-    def choices(self, rows: list[int], starts: list[int]) -> list[Choice]:
-        assert self.sampler is not None
+    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
         oldest = self._oldest_step()
         return [
-            Choice(self.sampler, samples, step, sources, oldest)
+            Choice(self._sampler, samples, step, sources, oldest)
             for step, samples, sources in self._at_step(rows, starts)
         ]
 
-    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
-        for row, token in zip(rows, tokens, strict=True):
-            self._append(row, token, None)
+    def expect_tokens(self, rows: list[int]) -> list[int]:
+        going_on: list[int] = []
+        for index in rows:
+            row = self.rows[index]
+            if row.sequence is None:  # another row of the call has just failed
+                going_on.append(-1)
+                continue
+            row.num_chosen += 1
+            is_last = self._max_length is not None and self._width + row.num_chosen >= self._max_length
+            if is_last:
+                row.sequence.is_wanted = False  # preempted now, it is not to be computed again
+            else:
+                self._pool.scheduler.expect_token(row.sequence)
+            going_on.append(-1 if is_last else row.sequence.seq_id)
+        return going_on
 
-    @torch.inference_mode()
-    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> None:
-        for step, samples, sources in self._at_step(rows, starts):
-            self._sample(step, samples, logits[torch.tensor(sources, device=logits.device)])
+    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
+        # A row may have ended since: that step began before its last token was known.
+        is_open = [self.rows[row].finish_reason is None for row in rows]
+        rows, tokens = list(compress(rows, is_open)), list(compress(tokens, is_open))
+        stops = self._meets_criteria(rows) if rows and self._other_criteria is not None else [False] * len(rows)
+        for row, token, stop in zip(rows, tokens, stops, strict=True):
+            self._append(row, token, stop)
 
     def _at_step(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
         """Rows whose result has the same length, and where their logits are: usually all rows."""
         at_step: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for row, start in zip(rows, starts, strict=True):
             for sample in range(row, row + self._split(row)):
-                samples, sources = at_step[len(self.rows[sample].tokens)]
+                samples, sources = at_step[self.rows[sample].num_chosen]
                 samples.append(sample)
                 sources.append(start)
         return [(step, *at_step[step]) for step in sorted(at_step)]
@@ -234,13 +258,13 @@ class SampleRun:
     def _oldest_step(self) -> int:
         """The step of the open row that is furthest behind."""
         if len(self.rows) == 1:
-            return len(self.rows[0].tokens)
-        return min(len(row.tokens) for row in self.rows if row.finish_reason is None)
+            return self.rows[0].num_chosen
+        return min((row.num_chosen for row in self.rows if row.finish_reason is None), default=0)
 
     def _split(self, row: int) -> int:
         """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
         first = self.rows[row]
-        if self._call.num_samples == 1 or first.tokens:
+        if self._call.num_samples == 1 or first.num_chosen:
             return 1
         assert first.sequence is not None
         for sample in range(row + 1, row + self._call.num_samples):
@@ -248,31 +272,15 @@ class SampleRun:
             self._worker.add(self, [(sample, child)])
         return self._call.num_samples
 
-    def _sample(self, step: int, rows: list[int], logits: Tensor) -> None:
-        call, ids = self._call, self._ids
-        assert ids is not None
-        length = self._width + step
-        if ids.shape[1] <= length:  # grown by a half at a time, not by one column a step
-            more = ids.new_full((ids.shape[0], length // 2 + 8), call.pad_token_id)
-            ids = self._ids = torch.cat([ids, more], dim=1)
-        index = torch.tensor(rows, device=ids.device)
-        own = ids[index]
-        scores = call.processors(own[:, :length], logits.to(device=ids.device, dtype=torch.float32))
-        if self._noise is None:
-            tokens = scores.argmax(dim=-1)
-        else:
-            probs = nn.functional.softmax(scores, dim=-1)
-            tokens = self._noise.draw(step, rows, probs, self._oldest_step())
-        own[:, length] = tokens
-        ids[index, length] = tokens
-        stops: list[bool] | None = None
-        if self._other_criteria is not None:
-            stops = self._other_criteria(own[:, : length + 1], None).tolist()
-        # A host read for every call that samples: its end-of-sequence test and the next step's ids are the host's.
-        for position, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            self._append(row, token, stops[position] if stops is not None else None)
+    def _meets_criteria(self, rows: list[int]) -> list[bool]:
+        """Whether rows that are about to get a token, of one length all of them, end with it."""
+        assert self._table is not None and self._other_criteria is not None
+        length = self._width + len(self.rows[rows[0]].tokens) + 1
+        ids = self._table.read([self._table_rows[row] for row in rows], [length] * len(rows))
+        stops: list[bool] = self._other_criteria(ids, None).tolist()  # read by the host, as transformers' loop does
+        return stops
 
-    def _append(self, index: int, token: int, stops: bool | None) -> None:
+    def _append(self, index: int, token: int, stops: bool) -> None:
         if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         row = self.rows[index]
@@ -286,12 +294,8 @@ class SampleRun:
         elif self._max_length is not None and self._width + len(row.tokens) >= self._max_length:
             self._end(row, "length")
         else:
-            sequence = row.sequence
-            assert sequence is not None and sequence.token_ids is not None
-            sequence.token_ids.append(token)
-            sequence.num_tokens += 1
-            sequence.logits_from = sequence.num_tokens - 1
-            self._pool.scheduler.wake(sequence.group)
+            assert row.sequence is not None
+            self._pool.scheduler.reveal_token(row.sequence, token)
 
     def _end(self, row: _Row, reason: str) -> None:
         if row.finish_reason is not None:
@@ -303,6 +307,10 @@ class SampleRun:
             row.sequence = None
         self._num_open -= 1
         if self._num_open == 0:
+            if self._table is not None:
+                self._table.remove(self._table_rows)
+            if self._noise is not None:
+                self._noise.rewind(self.num_steps)
             self._done.set()
             on_end, self._on_end, self._on_token = self._on_end, None, None  # they know it, too
             if on_end is not None:

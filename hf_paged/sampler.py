@@ -1,13 +1,14 @@
-"""Choosing the next tokens of many calls' rows at once."""
+"""Choosing the next tokens of many calls' rows at once, on the device that their logits are on."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -15,6 +16,7 @@ from transformers import (
     LogitNormalization,
     LogitsProcessor,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -24,10 +26,14 @@ from transformers import (
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
 
 from hf_paged.draws import StepNoise
+from hf_paged.token_table import TokenTable
+from hf_paged.transfers import ToHost, to_device
 
-# Processors of transformers that look at scores alone, never at the tokens so far. Those with a parameter here take
-# rows of different calls, each with its own value; in the others rows meet if all of their settings are equal.
+# Processors of transformers for which it doesn't matter how long a row is, so that rows of different calls and steps
+# can meet. Those with a parameter here take each row with its own value; in the others rows meet if all of their
+# settings are equal.
 _PARAMETERS: dict[type[LogitsProcessor], str | None] = {
+    RepetitionPenaltyLogitsProcessor: "penalty",
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
@@ -39,29 +45,48 @@ _PARAMETERS: dict[type[LogitsProcessor], str | None] = {
     LogitNormalization: None,
     SuppressTokensLogitsProcessor: None,
 }
+# Of these, what looks at the tokens so far: which they are, not where.
+_READS_IDS = {RepetitionPenaltyLogitsProcessor}
 
 
 class RowSampler:
-    """How the rows of one call choose their tokens, where that depends on their logits alone.
+    """How the rows of one call choose their tokens.
 
     Attributes:
-        kind: Rows of one kind are processed together, whatever their calls.
-        processors: transformers' own.
+        kind: Rows of one kind are processed together, whatever their calls and steps; `None`: only those of this call
+            that are at one step.
+        processors: transformers' own, row-wise.
         noise: Where draws come from; `None`: the likeliest token is taken.
+        table: The tokens of the call's rows, where processors or the call itself look at them.
+        table_rows: The rows of `table` that are the call's.
+        width: Tokens of each row before the first that is generated.
+        device: Where scores are processed, as in transformers' loop: the prompt's; `None`: where they are.
     """
 
-    def __init__(self, kind: Hashable, processors: list[Any], noise: StepNoise | None) -> None:
-        self.kind = kind
-        self.processors = processors
+    def __init__(
+        self,
+        processors: Sequence[Any],
+        noise: StepNoise | None,
+        table: TokenTable | None = None,
+        table_rows: Sequence[int] = (),
+        width: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """Of a call; `table` is needed if `needs_ids(processors)`."""
+        self.processors = list(processors)
         self.noise = noise
-
-    @classmethod
-    def of(cls, processors: Sequence[Any], noise: StepNoise | None) -> RowSampler | None:
-        """The sampler of a call; `None` if one of its processors looks at the tokens so far."""
+        self.table = table
+        self.table_rows = table_rows
+        self.width = width
+        self.device = device
         kinds = [_kind(processor) for processor in processors]
-        if any(kind is None for kind in kinds):
-            return None
-        return cls((noise is None, *kinds), list(processors), noise)
+        self.reads_ids = needs_ids(processors)
+        self.kind: Hashable = None if None in kinds else (noise is None, device, *kinds)
+
+
+def needs_ids(processors: Sequence[Any]) -> bool:
+    """Whether one of these processors looks at the tokens so far."""
+    return any(type(processor) in _READS_IDS or type(processor) not in _PARAMETERS for processor in processors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,72 +107,120 @@ class Choice:
     sources: list[int]
     oldest_step: int
 
+    @property
+    def table_rows(self) -> list[int]:
+        """Of its rows."""
+        return [self.sampler.table_rows[row] for row in self.rows]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that its rows have, padding included."""
+        return [self.sampler.width + self.step] * len(self.rows)
+
+
+class ChosenTokens:
+    """Tokens that were chosen, on the device, and on their way to the host.
+
+    Attributes:
+        tokens: `[N]` int64, -1 for a row whose probabilities are none (NaN).
+        places: For each choice, where in `tokens` its rows' begin; or what its processors raised.
+    """
+
+    def __init__(self, tokens: Tensor, places: list[int | Exception], lengths: list[int]) -> None:
+        """Queues the transfer; `lengths` are the numbers of rows of the choices."""
+        self.tokens = tokens
+        self.places = places
+        self._lengths = lengths
+        self._to_host = ToHost(tokens)
+
+    def read(self) -> list[list[int] | Exception]:
+        """For each choice its rows' tokens. Waits until the step that computes them is over."""
+        # The one host read of a step: streams, ends of sequences and block hashes are the host's.
+        tokens = self._to_host.wait().tolist()
+        return [
+            place if isinstance(place, Exception) else tokens[place : place + length]
+            for place, length in zip(self.places, self._lengths, strict=True)
+        ]
+
 
 @torch.inference_mode()
-def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> list[list[int] | Exception]:
-    """The next token of every row: exactly those that transformers' own loop chooses.
+def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
+    """The next token of every row: exactly those that transformers' own loop chooses. Waits for nothing.
 
     Args:
-        choices: Who chooses.
+        choices: Who chooses. Tables of tokens are written to.
         logits: `[K, vocab_size]`.
-
-    Returns:
-        For each choice, its rows' tokens, -1 for a row whose probabilities are none (NaN), or what its processors
-        raised.
     """
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for number, choice in enumerate(choices):
-        kinds[choice.sampler.kind].append(number)
-    results: list[list[int] | Exception] = [[]] * len(choices)
-    chosen: list[tuple[list[int], Tensor]] = []
+        kinds[choice.sampler.kind or (id(choice.sampler), choice.step)].append(number)
+    places: list[int | Exception] = [0] * len(choices)
+    chosen: list[Tensor] = []
+    num_tokens = 0
+
+    def choose(members: list[int]) -> None:
+        nonlocal num_tokens
+        tokens = _choose([choices[number] for number in members], logits)
+        chosen.append(tokens if tokens.device == logits.device else tokens.to(logits.device))
+        for number in members:
+            places[number] = num_tokens
+            num_tokens += len(choices[number].rows)
+
     for members in kinds.values():
         try:
-            chosen.append((members, _choose([choices[number] for number in members], logits)))
-        except Exception:  # of one row's scores: whose?
+            choose(members)
+        except Exception as error:  # of one row's scores: whose?
+            if len(members) == 1:
+                places[members[0]] = error
+                continue
             for number in members:
                 try:
-                    chosen.append(([number], _choose([choices[number]], logits)))
-                except Exception as error:
-                    results[number] = error
-    if chosen:
-        # The one host read of the step: the next step's ids and the end-of-sequence test are the host's.
-        tokens = torch.cat([tensor for _, tensor in chosen]).tolist()
-        start = 0
-        for number in (number for members, _ in chosen for number in members):
-            stop = start + len(choices[number].rows)
-            results[number] = tokens[start:stop]
-            start = stop
-    return results
+                    choose([number])
+                except Exception as own_error:
+                    places[number] = own_error
+    tokens = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=logits.device)
+    return ChosenTokens(tokens, places, [len(choice.rows) for choice in choices])
 
 
 def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
     """`[rows]` of choices of one kind."""
     sources = [source for choice in choices for source in choice.sources]
     if sources != list(range(len(logits))):
-        logits = logits[torch.tensor(sources, device=logits.device)]
-    scores = logits.float()
+        logits = logits[to_device(sources, logits.device)]
     samplers = [choice.sampler for choice in choices]
+    first = samplers[0]
+    scores = logits.to(first.device or logits.device, torch.float32)
     lengths = [len(choice.rows) for choice in choices]
+    table, ids = first.table, None
+    table_rows = [row for choice in choices for row in choice.table_rows] if table is not None else []
+    token_lengths = [length for choice in choices for length in choice.lengths]
+    if table is not None and first.reads_ids:
+        ids = table.read(table_rows, token_lengths)
     for own in zip(*(sampler.processors for sampler in samplers), strict=True):
-        # They never look at the ids.
-        scores = _merged(own, lengths, scores)(None, scores)  # type: ignore[arg-type]
-    if samplers[0].noise is None:
-        return scores.argmax(dim=-1)
-    probs = scores.softmax(dim=-1)
-    noise = [
-        choice.sampler.noise.rows(choice.step, choice.rows, probs, choice.oldest_step)
-        for choice in choices
-        if choice.sampler.noise is not None
-    ]
-    tokens = (probs / (noise[0] if len(noise) == 1 else torch.cat(noise))).argmax(dim=-1)
-    # A row with a NaN anywhere is all NaN behind the softmax.
-    is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
-    return torch.where(is_number, tokens, -1)
+        scores = _merged(own, lengths, scores)(ids, scores)
+    if first.noise is None:
+        tokens = scores.argmax(dim=-1)
+    else:
+        probs = scores.softmax(dim=-1)
+        noise = [
+            choice.sampler.noise.rows(choice.step, choice.rows, probs, choice.oldest_step)
+            for choice in choices
+            if choice.sampler.noise is not None
+        ]
+        tokens = (probs / (noise[0] if len(noise) == 1 else torch.cat(noise))).argmax(dim=-1)
+        # A row with a NaN anywhere is all NaN behind the softmax.
+        is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
+        tokens = torch.where(is_number, tokens, -1)
+    if table is not None:
+        table.write(table_rows, token_lengths, tokens.clamp(min=0))
+    return tokens
 
 
 def _kind(processor: Any) -> Hashable:
-    """What processors of different calls must have in common to become one; `None` if it looks at the ids."""
+    """What processors of different calls must have in common to become one; `None` if they can't."""
     if type(processor) not in _PARAMETERS:
+        return None
+    if getattr(processor, "prompt_ignore_length", None) is not None:  # looks where tokens are
         return None
     parameter = _PARAMETERS[type(processor)]
     settings = ((name, _plain(value)) for name, value in sorted(vars(processor).items()) if name != parameter)
@@ -158,10 +231,10 @@ def _plain(value: Any) -> Hashable:
     return tuple(value.reshape(-1).tolist()) if isinstance(value, Tensor) else repr(value)
 
 
-def _merged(processors: Sequence[Any], lengths: list[int], scores: Tensor) -> Any:
+def _merged(processors: Sequence[Any], lengths: list[int], scores: Tensor) -> Callable[[Any, Tensor], Tensor]:
     """One processor for the rows of all, of which the first `lengths[0]` belong to the first of `processors`, etc."""
-    first = processors[0]
-    parameter = _PARAMETERS[type(first)]
+    first: Callable[[Any, Tensor], Tensor] = processors[0]
+    parameter = _PARAMETERS.get(type(processors[0]))
     if parameter is None:
         return first
     values = [getattr(processor, parameter) for processor in processors]
@@ -171,27 +244,37 @@ def _merged(processors: Sequence[Any], lengths: list[int], scores: Tensor) -> An
         values = [min(value, scores.shape[-1]) for value in values]
     if parameter == "top_p":
         # transformers compares float32 with `1 - top_p`, rounded to float32.
-        values = [1 - float(torch.tensor(1 - value, dtype=torch.float32, device="cpu")) for value in values]
-    dtype = {"top_k": torch.int64, "top_p": torch.float64}.get(parameter, torch.float32)
-    column = torch.tensor(
-        [[value] for value, length in zip(values, lengths, strict=True) for _ in range(length)],
-        dtype=dtype,
-        device=scores.device,
-    )
+        values = [1 - float(np.float32(1 - value)) for value in values]
+    dtype = {"top_k": np.int64, "top_p": np.float64}.get(parameter, np.float32)
+    column = to_device(np.repeat(np.array(values, dtype=dtype), lengths)[:, None], scores.device)
     if parameter == "top_k":
-        return _TopKRows(column, first.filter_value)
-    merged = copy.copy(first)
-    setattr(merged, parameter, column)
+        return _top_k_rows(column, max(values), processors[0].filter_value)
+    merged = copy.copy(processors[0])
+    setattr(merged, parameter, _Divisor(column) if parameter in ("temperature", "penalty") else column)
     return merged
 
 
-class _TopKRows(LogitsProcessor):
+class _Divisor:
+    """Divides scores and multiplies them, as a Python number does: a GPU multiplies by a number's reciprocal.
+
+    (`div_true_kernel_cuda` in ATen/native/cuda/BinaryDivTrueKernel.cu; float32.)
+    """
+
+    def __init__(self, column: Tensor) -> None:
+        self._column = column
+
+    def __rtruediv__(self, scores: Tensor) -> Tensor:
+        return scores * self._column.reciprocal() if scores.device.type == "cuda" else scores / self._column
+
+    def __rmul__(self, scores: Tensor) -> Tensor:
+        return scores * self._column
+
+
+def _top_k_rows(top_k: Tensor, largest: int, filter_value: float) -> Callable[[Any, Tensor], Tensor]:
     """`TopKLogitsWarper` with a number for each row: `[rows, 1]`."""
 
-    def __init__(self, top_k: Tensor, filter_value: float) -> None:
-        self._top_k = top_k
-        self._filter_value = filter_value
+    def process(input_ids: Any, scores: Tensor) -> Tensor:
+        best = torch.topk(scores, largest, dim=-1)[0]
+        return scores.masked_fill(scores < best.gather(1, top_k - 1), filter_value)
 
-    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        largest = torch.topk(scores, int(self._top_k.max()), dim=-1)[0]
-        return scores.masked_fill(scores < largest.gather(1, self._top_k - 1), self._filter_value)
+    return process

@@ -37,6 +37,7 @@ class SchedulerOutput:
         new_blocks: Blocks newly given to the chunks' sequences.
         num_preempted: Sequences preempted for this step.
         is_stalled: The first waiting group did not fit.
+        needs_tokens: A group found no room that a newer one would make, were its last tokens known.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -46,6 +47,7 @@ class SchedulerOutput:
     new_blocks: list[int] = field(default_factory=list)
     num_preempted: int = 0
     is_stalled: bool = False
+    needs_tokens: bool = False
 
 
 @dataclass(slots=True)
@@ -273,6 +275,20 @@ class Scheduler:
         else:
             self._file(group)
 
+    def expect_token(self, sequence: Sequence) -> None:
+        """Books a token that is being chosen: it can be scheduled, though nobody here knows which one it is."""
+        sequence.num_tokens += 1
+        sequence.logits_from = sequence.num_tokens - 1
+        self.wake(sequence.group)
+
+    def reveal_token(self, sequence: Sequence, token_id: int) -> None:
+        """Which one the first of the expected tokens is. Its keys may be computed already."""
+        assert sequence.token_ids is not None
+        sequence.token_ids.append(token_id)
+        num_known = len(sequence.token_ids)
+        if num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0:
+            self._commit(sequence, num_known)
+
     def renew(self, group: SequenceGroup) -> None:
         """Makes an old group the newest: another call begins over a cache that was kept."""
         for groups in (self._groups, self._resident, self._ready, self._waiting, self._swapped):
@@ -373,14 +389,14 @@ class Scheduler:
                 continue
             elif longest > 1:
                 prefills.append(group)
-            elif step.budget == 0 or step.num_seqs == 0:
+            elif step.budget == 0 or step.num_seqs == 0 or step.output.needs_tokens:
                 break
             else:
                 self._run_group(step, group)
         for arrival in parked:
             self._ready.pop(arrival, None)  # an idle one may have been preempted meanwhile
         for group in prefills:
-            if step.is_full:
+            if step.is_full or step.output.needs_tokens:
                 break
             # Asked again, because only what ran before it may have given the step its key.
             if group.arrival in self._ready and step.admits(group):
@@ -609,7 +625,7 @@ class Scheduler:
 
     def _run_alone(self, step: _Step, group: SequenceGroup) -> bool:
         """Runs one sequence of a group that does not fit the empty pool as a whole, at its siblings' expense."""
-        if group.status is SequenceStatus.SWAPPED or not group.is_reproducible:
+        if group.status is SequenceStatus.SWAPPED or not group.is_reproducible or group.expects_tokens:
             return False
         sequence = next(sequence for sequence in group.sequences if sequence.num_wanted_tokens)
         siblings = [other for other in group.sequences if other is not sequence and not group.num_pins]
@@ -706,9 +722,14 @@ class Scheduler:
         for sequence, start, num_tokens in output.chunks:
             sequence.num_computed_tokens = end = start + num_tokens
             in_flight.discard(sequence.group.arrival)
-            if end // block_size > start // block_size and sequence.is_reproducible:
-                assert sequence.token_ids is not None
-                self._manager.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+            # A block whose last token is still expected follows when that is known.
+            if end // block_size > start // block_size and not sequence.expects_tokens:
+                self._commit(sequence, end)
+
+    def _commit(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.is_reproducible:
+            assert sequence.token_ids is not None
+            self._manager.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_tokens)
 
     def undo(self, output: SchedulerOutput) -> None:
         """Takes back the slots of a step that failed. Its copies must have been executed."""
@@ -726,7 +747,7 @@ class Scheduler:
         keep = {group.arrival for group in protected}
         swap_outs: list[tuple[int, int]] = []
         while self._manager.pool.num_free < num_blocks:
-            victim = self._victim(lambda group: group.arrival not in keep)
+            victim = self._victim(lambda group: group.arrival not in keep and not group.expects_tokens)
             if victim is None:
                 break
             swap_outs += self.preempt(victim)
@@ -763,7 +784,7 @@ class Scheduler:
         fixed = sum(
             len(group.sequences)
             for group in holders
-            if group.num_pins or group.arrival in self._in_flight or not group.is_reproducible
+            if group.num_pins or group.arrival in self._in_flight or not group.is_reproducible or group.expects_tokens
         )
         if not fixed:
             for group in holders:
@@ -776,6 +797,9 @@ class Scheduler:
             lambda other: other is not group and (step.forced or other.is_idle or other.order > group.order)
         )
         if victim is None:
+            return False
+        if victim.expects_tokens:  # it can't be computed again before they are known: nobody newer runs till then
+            step.output.needs_tokens = True
             return False
         step.output.swap_outs += self.preempt(victim)
         return True

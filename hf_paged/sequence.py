@@ -27,7 +27,8 @@ class Sequence:
         group: The sequences it is scheduled with.
         token_ids: The ids of all its tokens, in cache order; `None` once one of them is unknown (a prompt given as
             embeddings, keys written by a forward that did not go through the engine). Unknown tokens can be neither
-            hashed nor recomputed.
+            hashed nor recomputed. Fewer than `num_tokens` while the last are expected: chosen on the device, and on
+            their way to the host.
         num_tokens: Tokens of the sequence, computed or not.
         num_computed_tokens: Leading tokens whose keys and values are in the pool (or in CPU memory, while swapped).
         num_prompt_tokens: Of these, the prompt of the call that it belongs to (0: not known yet).
@@ -59,6 +60,11 @@ class Sequence:
     def is_reproducible(self) -> bool:
         """Whether the pool's content for this sequence is a function of known tokens and positions."""
         return self.token_ids is not None and self.position_offset is not None
+
+    @property
+    def expects_tokens(self) -> bool:
+        """Whether the device knows tokens of it that the host doesn't know yet."""
+        return self.token_ids is not None and len(self.token_ids) < self.num_tokens
 
     @property
     def num_pending_tokens(self) -> int:
@@ -118,6 +124,11 @@ class SequenceGroup:
     def has_work(self) -> bool:
         """Whether somebody waits for pending tokens of it."""
         return any(s.is_wanted and s.num_tokens > s.num_computed_tokens for s in self.sequences)
+
+    @property
+    def expects_tokens(self) -> bool:
+        """Whether tokens of it are known to the device only."""
+        return any(sequence.expects_tokens for sequence in self.sequences)
 
     @property
     def is_reproducible(self) -> bool:

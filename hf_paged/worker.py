@@ -7,23 +7,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.event_log import as_dicts
+from hf_paged.executor import LogitsSink, StepExecutor
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kv_pool import KVPool
 from hf_paged.openmp import rest_threads
 from hf_paged.pause import Pause, Ticket
-from hf_paged.runner import ModelRunner, TokenInputs
-from hf_paged.sampler import Choice, RowSampler, choose_tokens
-from hf_paged.scheduler import ScheduledChunk, SchedulerOutput
+from hf_paged.scheduler import SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
+from hf_paged.token_table import TokenTable
 
 REST_SECONDS = 0.05  # without work, after which a worker's helping threads end
 IDLE_SECONDS = 2.0  # a worker without work ends after this; the next call starts another
@@ -32,44 +30,6 @@ ARRIVAL_GAP = 0.005  # seconds without any caller coming back after which a step
 ROOM_SECONDS = 5.0  # without any step, after which who finds no room beside what callers hold is refused
 STEP_SECONDS = 1.0  # that `step_paused` waits for callers who are busy between two forwards, if nobody else has work
 MAX_BACKOFF = 6  # a caller that was waited for in vain is not waited for again for up to 2^6 steps
-
-
-class LogitsSink(Protocol):
-    """Who waits for the pending tokens of sequences: a caller's forward, or rows that the engine samples.
-
-    Attributes:
-        sampler: How its rows' tokens follow from their logits alone: then `choices` and `take_tokens` are called
-            instead of `take`.
-    """
-
-    sampler: RowSampler | None
-
-    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
-        """Of a row's tokens `[start, start + num_tokens)`, those (counted from `start`) whose logits are wanted.
-
-        `None`: of the last token, if the chunk reaches it.
-        """
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        """The tokens as tensors, where the sequence itself doesn't know them; else `None`."""
-
-    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> None:
-        """Receives what it wanted: for each row, rows of `logits` `[R, vocab_size]` from one of `starts` on.
-
-        The pool's lock is held. Without rows: a chunk was computed of which no logits are wanted.
-        """
-
-    def choices(self, rows: list[int], starts: list[int]) -> list[Choice]:
-        """What is to be chosen from the logits of these rows, which are at `starts`. The pool's lock is held."""
-
-    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
-        """Receives tokens chosen for rows (-1: its probabilities are none). The pool's lock is held."""
-
-    def fail(self, error: BaseException) -> None:
-        """Ends with an error. The pool's lock is held."""
-
-    def renew_locks(self) -> None:
-        """In a forked child: whoever held them is not there."""
 
 
 class Caller:
@@ -113,28 +73,30 @@ class StepWorker:
     whoever runs steps: the worker's thread, or a caller that needs the pool to itself (`exclusive`). Who holds the
     pool's lock never waits for the step lock.
 
+    On a GPU a step is launched before the tokens of the one before are known here: the device has the next step's work
+    while the host hands out tokens, ends rows and schedules. A row that ends has then run one step too many. Whoever
+    takes the step lock finds no step in flight.
+
     Attributes:
-        num_steps: Model steps run.
-        num_prefill_tokens: Tokens computed beyond one a sequence and step.
         condition: Over the pool's lock; notified when work arrives and after every step.
     """
 
-    def __init__(self, pool: KVPool, runner: ModelRunner, collect: Callable[[], None]) -> None:
+    def __init__(self, pool: KVPool, executor: StepExecutor, collect: Callable[[], None]) -> None:
         """Makes a worker; its thread is started by the first piece of work.
 
         Args:
             pool: Tables and tensor.
-            runner: Runs the model.
+            executor: Runs steps.
             collect: Frees what finalizers left behind; called before every step, with the pool's lock held.
         """
         self._pool = pool
-        self._runner = runner
-        self._collect = collect
+        self._executor = executor
+        self._collect_abandoned = collect
         self.condition = threading.Condition(pool.lock)
         self._step_lock = threading.RLock()
         self._step_owner: int | None = None
         self._num_exclusive = 0
-        self._sinks: dict[int, tuple[LogitsSink, int]] = {}
+        self._sinks = executor.sinks
         self._callers: set[Caller] = set()
         self._num_ready_rows = 0  # rows of forwards that wait; rows that the engine samples are not counted
         self._orders: deque[Callable[[], None]] = deque()
@@ -143,11 +105,10 @@ class StepWorker:
         self._is_stopping = False
         self._is_frozen = False
         self._token_limit: int | None = None
-        self._running: list[SchedulerOutput] = []
+        self._running = executor.running
+        self._needs_tokens = False  # the last step left out a group until expected tokens are known
         self._stuck = (-1, 0.0)  # how many steps had been run when somebody found no room, and since when
         self._pause = Pause(pool)
-        self.num_steps = 0
-        self.num_prefill_tokens = 0
 
     # Work arrives
 
@@ -197,7 +158,7 @@ class StepWorker:
         """A caller's next forward is here. The pool's lock is held."""
         self._num_ready_rows += num_rows
         if caller is not None:
-            if caller.is_thinking and caller.retry_at <= self.num_steps:
+            if caller.is_thinking and caller.retry_at <= self._executor.num_steps:
                 caller.num_misses = 0
             caller.is_thinking, caller.is_waiting, caller.num_rows = False, True, num_rows
 
@@ -206,6 +167,10 @@ class StepWorker:
         self._num_ready_rows -= num_rows
         if caller is not None:
             caller.is_thinking, caller.is_waiting = True, False
+
+    def token_table(self, device: torch.device) -> TokenTable:
+        """See `StepExecutor.token_table`."""
+        return self._executor.token_table(device)
 
     # Who runs steps
 
@@ -258,11 +223,13 @@ class StepWorker:
                     pause.num_held -= 1
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
+    def _stepping(self, keeps_in_flight: bool = False) -> Iterator[None]:
         with self._step_lock:
             outer = self._step_owner
             self._step_owner = threading.get_ident()
             try:
+                if not keeps_in_flight:
+                    self._settle()
                 yield
             finally:
                 self._step_owner = outer
@@ -299,7 +266,7 @@ class StepWorker:
         if self.is_mine:
             return  # in a hook inside a step, which can't be waited for
         try:
-            with self._step_lock:
+            with self._stepping():
                 pass
         except BaseException:  # Ctrl-C
             if is_new:
@@ -346,7 +313,7 @@ class StepWorker:
                     self.condition.wait(ARRIVAL_GAP)
         finally:
             if ticket.event is None:
-                with self._step_lock, self._pool.lock:  # a step that uses it is over then
+                with self._stepping(), self._pool.lock:  # a step that uses it is over then
                     self._pause.withdraw(ticket)
         return None if ticket.event is None else as_dicts(ticket.event[0], ticket.event[1:])[0]
 
@@ -359,6 +326,8 @@ class StepWorker:
             self.condition.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=10)
+        with self._stepping():
+            pass
 
     def freeze(self) -> None:
         """At the interpreter's end: the step that runs is the last one.
@@ -371,6 +340,7 @@ class StepWorker:
             self._num_exclusive += 1
         if self._step_lock.acquire(timeout=10):
             self._step_owner = threading.get_ident()  # an exit handler that generates runs its own steps
+            self._settle()
         with self.condition:
             self.condition.wait_for(lambda: not any(caller.is_thinking for caller in self._callers), EXIT_SECONDS)
 
@@ -390,6 +360,7 @@ class StepWorker:
         self._pause.reset_after_fork()
         while self._running:
             self._pool.scheduler.undo(self._running.pop())
+        self._executor.forget_in_flight()
         for sink, _ in self._sinks.values():
             sink.renew_locks()
         self.fail_all(RuntimeError("this process was forked while the request was running in the parent"))
@@ -423,7 +394,7 @@ class StepWorker:
                 if self._pause.holds and not self._orders:
                     return True
                 self._gather()
-            with self._stepping():
+            with self._stepping(keeps_in_flight=True):
                 try:
                     self._advance_if_allowed()
                 except BaseException as error:
@@ -437,6 +408,8 @@ class StepWorker:
         with self._pause.step() as may_run:
             if may_run:
                 self._advance()
+            if self.is_paused:
+                self._settle()
         if self.is_paused:
             with self.condition:
                 self.condition.notify_all()  # who asked for it
@@ -456,7 +429,11 @@ class StepWorker:
                 self.condition.wait(ARRIVAL_GAP)
 
     def _has_work(self) -> bool:
-        return bool(self._orders and not self._running) or (self._pool.is_made and self._pool.scheduler.has_work)
+        return (
+            bool(self._orders and not self._running)
+            or (self._executor.num_in_flight > 0 and not self._running)
+            or (self._pool.is_made and self._pool.scheduler.has_work)
+        )
 
     def _gather(self) -> None:
         """Waits a moment for callers between two forwards, so that they don't fall apart into ever smaller steps.
@@ -464,38 +441,79 @@ class StepWorker:
         Not for those whose own code takes long, and not where they are few beside the rows at hand.
         """
         while True:
-            thinking = [c for c in self._callers if c.is_thinking and c.retry_at <= self.num_steps]
+            num_steps = self._executor.num_steps
+            thinking = [c for c in self._callers if c.is_thinking and c.retry_at <= num_steps]
             num_engine_rows = len(self._sinks) - self._num_ready_rows
             if 4 * sum(c.num_rows for c in thinking) <= self._num_ready_rows + num_engine_rows:
                 return
             if not self.condition.wait(ARRIVAL_GAP):
                 for caller in thinking:
                     caller.num_misses = min(caller.num_misses + 1, MAX_BACKOFF)
-                    caller.retry_at = self.num_steps + 2**caller.num_misses
+                    caller.retry_at = num_steps + 2**caller.num_misses
                 return
 
     # A step
 
     def step(self, only: LogitsSink | None = None, *, forced: bool = False) -> bool:
-        """Runs one step, of everybody's rows or of one owner's; False if nothing could run. The step lock is held."""
+        """Runs one step, of everybody's rows or of one owner's; False if nothing could run. The step lock is held.
+
+        Where steps overlap, the tokens of this one are handed out by the next call.
+        """
         with deferred_interrupt():
+            if forced or self._needs_tokens:
+                self._settle()
             with self._pool.lock:
                 self._housekeep()
-                if not self._pool.is_made or not self._pool.scheduler.has_work:
-                    return False
-                step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
-            if step is None:
-                return True
+                has_work = self._pool.is_made and self._pool.scheduler.has_work
+                step = SchedulerOutput()
+                if has_work and (found := self._schedule(only=only, forced=forced, max_tokens=self._token_limit)):
+                    step = found
+                elif has_work:
+                    return True
+            self._needs_tokens = step.needs_tokens
             if not step.chunks:
-                return False
+                return self._settle()
+            # Inside another step (a hook's) nobody but itself would collect it.
+            num_kept = self._executor.num_in_flight if self._running else 0
             try:
-                self._execute(step)
+                self._launch(step)
             except BaseException as error:  # a hook that calls sys.exit() ends its request, not everybody's worker
+                self._settle()
                 self._isolate(step, error)
+            else:
+                num_kept += self._overlaps and not self._running
+            self._collect(num_kept)
             return True
 
+    def _launch(self, step: SchedulerOutput) -> None:
+        self._executor.launch(step)
+        self._token_limit = None
+        with self.condition:
+            self.condition.notify_all()
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a step is launched before the one before is over."""
+        setting = self._pool.config.use_async_batching
+        return self._pool.kv_cache.tensor.device.type == "cuda" if setting is None else setting
+
+    def _settle(self) -> bool:
+        """Hands out all tokens that are on their way; returns whether there were any. Nothing to do inside a step."""
+        return not self._running and self._collect(0)
+
+    def _collect(self, num_kept: int) -> bool:
+        """Hands out the tokens of all but so many steps in flight; returns whether there were any."""
+        if self._executor.num_in_flight <= num_kept:
+            return False
+        with deferred_interrupt():
+            while self._executor.num_in_flight > num_kept:
+                self._executor.collect()
+                with self.condition:
+                    self.condition.notify_all()
+        return True
+
     def _housekeep(self) -> None:
-        self._collect()
+        self._collect_abandoned()
         # Not inside another step (a hook's): what is to be cancelled may be in it.
         while self._orders and not self._running:
             self._orders.popleft()()
@@ -505,7 +523,7 @@ class StepWorker:
 
         The pool's lock is held.
         """
-        self._pool.log.step = self.num_steps + 1
+        self._pool.log.step = self._executor.num_steps + 1
         try:
             step = self._pool.scheduler.schedule(**options)
         except OutOfBlocksError as error:
@@ -533,121 +551,12 @@ class StepWorker:
         ):
             return False
         now = time.monotonic()
-        if self._stuck[0] != self.num_steps:
-            self._stuck = (self.num_steps, now)
+        if self._stuck[0] != self._executor.num_steps:
+            self._stuck = (self._executor.num_steps, now)
         if now - self._stuck[1] < ROOM_SECONDS:
             return True
         self._stuck = (-1, 0.0)
         return False
-
-    def _execute(self, step: SchedulerOutput) -> None:
-        """Runs a scheduled step through the model and hands out the logits. Takes the step back if anything raises."""
-        pool = self._pool
-        self._running.append(step)
-        started = time.perf_counter()
-        try:
-            kv_cache = pool.execute_copies(step)
-            inputs, logit_rows, targets = self._lay_out(step, kv_cache.tensor.device)
-            with _autocast(step.chunks[0].sequence.group.batch_key):
-                # A model that can choose rows still computes at least one.
-                asked = np.asarray(logit_rows or [0], dtype=np.int64)
-                logits = self._runner.run(step, pool.manager, kv_cache, inputs, asked)
-        except BaseException:
-            with pool.lock:
-                self._running.remove(step)
-                pool.scheduler.undo(step)
-            raise
-        num_tokens = inputs.position_ids.shape[0]
-        with pool.lock:
-            self._running.remove(step)
-            pool.scheduler.update(step)
-            self._token_limit = None
-            self.count_step(step.chunks)
-            self._deliver(step, logits, targets)
-            self.note_step(step.chunks, time.perf_counter() - started, step.is_stalled)
-            self.condition.notify_all()
-        if num_tokens > 4 * len(step.chunks):
-            pool.cost.note_prefill(num_tokens, time.perf_counter() - started)
-
-    def _lay_out(
-        self, step: SchedulerOutput, device: torch.device
-    ) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
-        """The flat batch, the rows of it whose logits are wanted, and who wants how many of them for which row."""
-        ids: list[int] = []
-        positions: list[int] = []
-        given: list[TokenInputs] = []
-        logit_rows: list[int] = []
-        targets: list[tuple[LogitsSink, int, int]] = []
-        flat_start = 0
-
-        def known(where: str | torch.device) -> TokenInputs:
-            made = TokenInputs(torch.tensor(ids, device=where), None, torch.tensor(positions, device=where))
-            ids.clear()
-            positions.clear()
-            return made
-
-        # One pass of plain Python over the chunks: ids and positions of most live on the host.
-        for sequence, start, num_tokens in step.chunks:
-            sink, row = self._sinks[sequence.seq_id]
-            if sequence.token_ids is not None and sequence.position_offset is not None:
-                first = sequence.position_offset + start
-                ids += sequence.token_ids[start : start + num_tokens]
-                positions += range(first, first + num_tokens)
-            else:
-                tensors = sink.tokens(row, start, num_tokens)
-                assert tensors is not None, "tokens that neither the sequence nor its caller knows"
-                if ids:
-                    given.append(known(device))
-                given.append(tensors)
-            wanted = sink.wants(row, start, num_tokens)
-            if wanted is not None:
-                logit_rows += (flat_start + wanted).tolist()
-                if wanted.size:
-                    targets.append((sink, row, wanted.size))
-            elif start + num_tokens == sequence.num_tokens:
-                logit_rows.append(flat_start + num_tokens - 1)
-                targets.append((sink, row, 1))
-            flat_start += num_tokens
-        if ids:
-            given.append(known(device if given else "cpu"))
-        return (given[0] if len(given) == 1 else TokenInputs.cat(given)), logit_rows, targets
-
-    def _deliver(self, step: SchedulerOutput, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]) -> None:
-        by_sink: dict[int, tuple[LogitsSink, list[int], list[int]]] = {}
-        start = 0
-        for sink, row, count in targets:
-            _, rows, starts = by_sink.setdefault(id(sink), (sink, [], []))
-            rows.append(row)
-            starts.append(start)
-            start += count
-        for sequence, _, _ in step.chunks:
-            sink, _ = self._sinks[sequence.seq_id]
-            by_sink.setdefault(id(sink), (sink, [], []))  # a chunk of which no logits are wanted
-        choices: list[Choice] = []
-        choosers: list[LogitsSink] = []
-        for sink, rows, starts in by_sink.values():
-            try:
-                if sink.sampler is None:
-                    sink.take(rows, logits, starts)
-                elif rows:
-                    own = sink.choices(rows, starts)
-                    choices += own
-                    choosers += [sink] * len(own)
-            except Exception as error:
-                sink.fail(error)
-        if not choices:
-            return
-        try:
-            results = choose_tokens(choices, logits)
-        except Exception as error:  # nobody's in particular: out of memory
-            results = [error] * len(choices)
-        for sink, choice, tokens in zip(choosers, choices, results, strict=True):
-            try:
-                if isinstance(tokens, Exception):
-                    raise tokens
-                sink.take_tokens(choice.rows, tokens)
-            except Exception as error:
-                sink.fail(error)
 
     def _isolate(self, step: SchedulerOutput, error: BaseException) -> None:
         """After a step that raised: finds out whose rows were to blame by running each owner's by themselves."""
@@ -673,43 +582,10 @@ class StepWorker:
             if again is None or not again.chunks:
                 continue
             try:
-                self._execute(again)
+                self._launch(again)
             except BaseException as own_error:
                 with self._pool.lock:
                     owner.fail(own_error)
-
-    def count_step(self, chunks: list[ScheduledChunk]) -> None:
-        """Books a model step that computed these chunks. The pool's lock is held."""
-        self.num_steps += 1
-        self.num_prefill_tokens += sum([chunk.num_tokens for chunk in chunks]) - len(chunks)
-        self._pool.record_peak()
-        self._pool.log.step = self.num_steps
-
-    def note_step(self, chunks: list[ScheduledChunk], seconds: float, is_stalled: bool = False) -> None:
-        """Puts the step that was just counted, with all that it led to, into the log. The pool's lock is held.
-
-        Args:
-            chunks: What was computed.
-            seconds: How long it took.
-            is_stalled: The first waiting group did not fit.
-        """
-        scheduler = self._pool.scheduler
-        sequences, starts, counts = zip(*chunks, strict=True) if chunks else ((), (), ())
-        num_tokens = sum(counts)
-        num_decode = sum([n == 1 and start >= s.num_prompt_tokens for s, start, n in zip(sequences, starts, counts)])
-        self._pool.log.add_step(
-            num_seqs=len(chunks),
-            num_tokens=num_tokens,
-            num_decode=num_decode,
-            num_prefill_tokens=num_tokens - num_decode,
-            seconds=seconds,
-            # Column by column: half the time, and no object for each chunk.
-            chunks=[[s.group.arrival for s in sequences], [s.seq_id for s in sequences], starts, counts],
-            num_waiting=scheduler.num_waiting,
-            num_swapped=scheduler.num_to_swap_in,
-            is_stalled=is_stalled,
-            num_free_blocks=self._pool.manager.pool.num_free,
-        )
 
 
 def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:
@@ -723,16 +599,3 @@ def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:
         if worker is None or not worker.serve(is_woken):
             return
         del worker
-
-
-def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
-    """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
-    device_type, enabled, dtype = batch_key[0]
-    return torch.autocast(device_type, dtype=dtype, enabled=enabled)
-
-
-def autocast_state(device: torch.device) -> tuple[str, bool, torch.dtype]:
-    """The calling thread's, hashable."""
-    if not torch.amp.is_autocast_available(device.type):
-        return "cpu", False, torch.bfloat16
-    return device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

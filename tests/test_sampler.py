@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from models import EOS, VOCAB, build, random_ids
 from torch import Tensor
 from transformers import (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
-    LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -35,11 +36,17 @@ from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogit
 import hf_paged
 from hf_paged import sampler
 from hf_paged.draws import StepNoise
-from hf_paged.sampler import Choice, RowSampler, choose_tokens
+from hf_paged.sampler import Choice, RowSampler, choose_tokens, needs_ids
+from hf_paged.token_table import TokenTable
 
 pytestmark = pytest.mark.timeout(120)
 
+TABLE = TokenTable(torch.device("cpu"))
+
 PROCESSORS: dict[str, Any] = {  # in the order of transformers
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
+    "min_length": lambda length: MinLengthLogitsProcessor(length, [1, 2]),
     "suppress_tokens": SuppressTokensLogitsProcessor,
     "temperature": TemperatureLogitsWarper,
     "top_k": TopKLogitsWarper,
@@ -75,29 +82,44 @@ class Call:
     processors: list[Any]
     logits: Tensor  # [steps, rows, vocab]
     seed: int | None
+    width: int = 3
+    prompts: Tensor = field(init=False)
     sampler: RowSampler = field(init=False)
 
     def __post_init__(self) -> None:
         noise = None
         if self.seed is not None:
             noise = StepNoise(torch.Generator().manual_seed(self.seed), self.logits.shape[1])
-        made = RowSampler.of(self.processors, noise)
-        assert made is not None
-        self.sampler = made
+        rows, vocab = self.logits.shape[1:]
+        self.prompts = (torch.arange(rows * self.width).view(rows, self.width) * 7 + (self.seed or 0)) % vocab
+        table = TABLE if needs_ids(self.processors) else None
+        table_rows = [] if table is None else table.add(self.prompts)
+        self.sampler = RowSampler(self.processors, noise, table, table_rows, self.width)
 
     def expected(self) -> list[list[int]]:
         """As transformers' loop: the tokens of each step."""
         generator = torch.Generator() if self.seed is None else torch.Generator().manual_seed(self.seed)
         processors = LogitsProcessorList(copy.deepcopy(self.processors))
-        tokens = []
+        ids = self.prompts
         for logits in self.logits:
-            scores = processors(None, logits.to(torch.float32, copy=True))
+            scores = processors(ids, logits.to(torch.float32, copy=True))
             if self.seed is None:
-                tokens.append(scores.argmax(dim=-1).tolist())
+                tokens = scores.argmax(dim=-1, keepdim=True)
             else:
-                probs = scores.softmax(dim=-1)
-                tokens.append(torch.multinomial(probs, 1, generator=generator)[:, 0].tolist())
-        return tokens
+                tokens = torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)
+            ids = torch.cat([ids, tokens], dim=1)
+        return ids[:, self.width :].T.tolist()
+
+
+def chosen(choices: list[Choice], logits: Tensor) -> list[list[int]]:
+    found = choose_tokens(choices, logits).read()
+    return [own for own in found if not raises(own)]
+
+
+def raises(own: list[int] | Exception) -> bool:
+    if isinstance(own, Exception):
+        raise own
+    return False
 
 
 def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
@@ -132,7 +154,7 @@ def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
             continue
         logits = torch.stack(rows_of_logits)
         before = logits.clone()
-        for number, choice, tokens in zip(owners, choices, choose_tokens(choices, logits), strict=True):
+        for number, choice, tokens in zip(owners, choices, chosen(choices, logits), strict=True):
             assert len(tokens) == len(choice.rows)
             for row, token in zip(choice.rows, tokens):
                 found[number][choice.step][row] = token
@@ -150,6 +172,9 @@ def check(calls: list[Call], seed: int = 0) -> None:
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.3, 4.0]),
+        "no_repeat_ngram_size": st.sampled_from([1, 2]),
+        "min_length": st.sampled_from([3, 4, 5, 9]),
         "temperature": st.sampled_from([0.1, 0.7, 1.3, 2.5]) | st.floats(0.05, 5),
         "top_k": st.sampled_from([1, 2, 3, 7, 1000]),
         "top_p": st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.9999999]) | st.floats(0, 0.999),
@@ -172,9 +197,14 @@ STYLES = st.sampled_from(["plain", "bfloat16", "rounded", "ties", "forbidden"])
 )
 def test_any_calls_together(options: list[tuple[dict[str, Any], bool, int]], style: str, vocab: int, seed: int) -> None:
     calls = [
-        Call(processors_of(own), make_logits(style, 3, rows, vocab, seed + i), seed + i if does_sample else None)
+        Call(processors_of(own), make_logits(style, 3, rows, vocab, seed + i), seed + i if does_sample else None, i + 1)
         for i, (own, does_sample, rows) in enumerate(options)
     ]
+    try:
+        for call in calls:
+            call.expected()
+    except (RuntimeError, ValueError):
+        reject()  # they forbid every token
     check(calls, seed)
 
 
@@ -183,6 +213,7 @@ def test_any_calls_together(options: list[tuple[dict[str, Any], bool, int]], sty
 def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: str, seed: int) -> None:
     """The same processors, each call with other parameters: what merging is for."""
     strategies = {
+        "repetition_penalty": st.floats(0.2, 5),
         "temperature": st.floats(0.05, 5),
         "top_k": st.integers(1, 60),
         "top_p": st.floats(0, 0.9999),
@@ -192,15 +223,19 @@ def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: 
     options = [{name: data.draw(strategies[name]) for name in names} for _ in range(data.draw(st.integers(2, 5)))]
     rows = [data.draw(st.integers(1, 3)) for _ in options]
     calls = [
-        Call(processors_of(own), make_logits(style, 2, count, 40, seed + i), seed + i)
+        Call(processors_of(own), make_logits(style, 2, count, 40, seed + i), seed + i, data.draw(st.integers(1, 9)))
         for i, (own, count) in enumerate(zip(options, rows))
     ]
     assert len({call.sampler.kind for call in calls}) == 1
     # Bit for bit, and not only where a token happens to fall on the other side.
     scores = torch.cat([call.logits[0] for call in calls]).float()
+    ids = None
+    if "repetition_penalty" in names:
+        lengths = [call.width for call in calls for _ in range(len(call.prompts))]
+        ids = TABLE.read([row for call in calls for row in call.sampler.table_rows], lengths)
     for own in zip(*(call.processors for call in calls), strict=True):
-        merged = sampler._merged(own, rows, scores)(None, scores)
-        pieces = [one(None, part) for one, part in zip(own, scores.split(rows), strict=True)]
+        merged = sampler._merged(own, rows, scores)(ids, scores)
+        pieces = [one(c.prompts, part) for one, c, part in zip(own, calls, scores.split(rows), strict=True)]
         assert torch.equal(merged, torch.cat(pieces)), type(own[0]).__name__
         scores = merged
     check(calls, seed)
@@ -288,7 +323,7 @@ def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 
         monkeypatch.setattr(kind, "__call__", counted)
     choices = [Choice(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
-    assert choose_tokens(choices, torch.cat([call.logits[0] for call in calls])) == expected
+    assert chosen(choices, torch.cat([call.logits[0] for call in calls])) == expected
     assert counts == {"TemperatureLogitsWarper": 1, "TopPLogitsWarper": 1, "MinPLogitsWarper": 1}
 
 
@@ -305,12 +340,12 @@ def test_a_parameter_that_changes_on_the_way() -> None:
         for i, call in enumerate(calls):
             call.processors[0].temperature = 0.2 + step * (1 + i)
         choices = [Choice(call.sampler, [0], step, [i], step) for i, call in enumerate(calls)]
-        for i, tokens in enumerate(choose_tokens(choices, torch.cat([call.logits[step] for call in calls]))):
+        for i, tokens in enumerate(chosen(choices, torch.cat([call.logits[step] for call in calls]))):
             found[i].append(tokens)
     assert found == expected
 
 
-# What has no sampler
+# What looks at the tokens so far
 
 
 class Mine(TemperatureLogitsWarper):
@@ -318,14 +353,114 @@ class Mine(TemperatureLogitsWarper):
         return scores.flip(-1)
 
 
-def test_processors_that_look_at_ids_or_are_unknown() -> None:
-    class Unknown(LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-            return scores
+def test_processors_that_look_where_tokens_are_or_are_unknown() -> None:
+    """Rows of such a call meet nobody, and the calls beside them are not changed by that."""
+    ignoring = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=2)
+    unmerged = [ignoring, Mine(0.5), MinLengthLogitsProcessor(5, [1]), NoRepeatNGramLogitsProcessor(1)]
+    calls = [
+        Call([own, TemperatureLogitsWarper(0.5)], make_logits("plain", 4, 2, 12, seed), seed)
+        for seed, own in enumerate(unmerged)
+    ]
+    assert [call.sampler.kind for call in calls] == [None] * len(calls)
+    assert all(needs_ids(call.processors) for call in calls)
+    penalized = [
+        Call([RepetitionPenaltyLogitsProcessor(1.2 + seed)], make_logits("plain", 4, 2, 12, seed), seed, width)
+        for seed, width in enumerate([1, 5, 3])
+    ]
+    assert len({call.sampler.kind for call in penalized}) == 1 and penalized[0].sampler.kind is not None
+    assert not needs_ids([TemperatureLogitsWarper(0.5)]) and not needs_ids([])
+    check([call for pair in zip(calls, [*penalized, Call([], calls[0].logits, 9)]) for call in pair])
 
-    for other in (RepetitionPenaltyLogitsProcessor(1.2), Mine(0.5), Unknown()):
-        assert RowSampler.of([TemperatureLogitsWarper(0.5), other], None) is None
-    assert RowSampler.of([], None) is not None
+
+def test_a_penalty_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [
+        Call([RepetitionPenaltyLogitsProcessor(1.1 + i)], make_logits("plain", 1, 2, 40, i), i, width=i + 1)
+        for i in range(8)
+    ]
+    expected = [call.expected()[0] for call in calls]
+    original, counts = RepetitionPenaltyLogitsProcessor.__call__, Counter[str]()
+
+    def counted(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+        counts["calls"] += 1
+        return original(self, ids, scores)
+
+    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", counted)
+    choices = [Choice(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
+    assert chosen(choices, torch.cat([call.logits[0] for call in calls])) == expected
+    assert counts == {"calls": 1}
+
+
+def test_a_number_divides_as_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a tensor over a Python number is a product with its reciprocal; on CPU a quotient."""
+    column = torch.tensor([[0.7], [1.3]])
+    divisor = sampler._Divisor(column)
+    scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(scores / divisor, torch.stack([scores[0] / 0.7, scores[1] / 1.3]))
+    assert torch.equal(scores * divisor, torch.stack([scores[0] * 0.7, scores[1] * 1.3]))
+    assert not torch.equal(scores / column, scores * column.reciprocal()), "the two are told apart by these numbers"
+
+
+def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
+    """Tensors on the meta device have no values: whoever asks for one raises."""
+    processors = [
+        processors_of({"repetition_penalty": 1.3, "temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1}),
+        processors_of({"repetition_penalty": 1.7, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.2}),
+        processors_of({"temperature": 0.7}),
+        [],
+    ]
+    meta = torch.device("meta")
+    table = TokenTable(meta)
+    choices = [
+        Choice(
+            RowSampler(own, None, table, table.add(torch.zeros(2, 4 + i, dtype=torch.int64)), 4 + i, meta),
+            [0, 1],
+            0,
+            [2 * i, 2 * i + 1],
+            0,
+        )
+        for i, own in enumerate(processors)
+    ]
+    found = choose_tokens(choices, torch.zeros(8, 40, device=meta))
+    assert found.places == [0, 2, 4, 6] and found.tokens.shape == (8,)
+    with pytest.raises(NotImplementedError):
+        found.read()
+
+
+# TokenTable
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_token_table(data: st.DataObject) -> None:
+    """Against lists: rows come, grow at their own pace, and go."""
+    table = TokenTable(torch.device("cpu"))
+    rows: dict[int, list[int]] = {}
+    number = 0
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["add", "write", "remove", "read"] if rows else ["add"]))
+        some = sorted(data.draw(st.sets(st.sampled_from(sorted(rows)), min_size=1))) if rows else []
+        if action == "add":
+            count, width = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 3, 70, 200]))
+            prompts = torch.arange(number, number + count * width).view(count, width)
+            number += count * width
+            for row, prompt in zip(table.add(prompts), prompts.tolist(), strict=True):
+                assert row not in rows
+                rows[row] = prompt
+        elif action == "write":
+            tokens = torch.arange(number, number + len(some))
+            number += len(some)
+            table.write(some, [len(rows[row]) for row in some], tokens)
+            for row, token in zip(some, tokens.tolist(), strict=True):
+                rows[row].append(token)
+        elif action == "remove":
+            table.remove(some)
+            for row in some:
+                del rows[row]
+        else:
+            width = max(len(rows[row]) for row in some)
+            expected = [rows[row] + rows[row][-1:] * (width - len(rows[row])) for row in some]
+            assert table.read(some, [len(rows[row]) for row in some]).tolist() == expected
+        assert table.num_rows == len(rows)
 
 
 # NaN

@@ -7,12 +7,14 @@ import logging
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import cpu, cpu_layers, reference
 from hf_paged.kernels.cpu_layers import CPULayers
+from hf_paged.transfers import to_device
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backend
     from hf_paged.kernels.ops import Partials
@@ -46,9 +48,11 @@ class Backend(Protocol):
 
     Attributes:
         name: "torch", "cpu" or "triton".
+        reads_empty_slots: Whether it reads slots of a block that hold no token (and multiplies them by zero).
     """
 
     name: str
+    reads_empty_slots: bool
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
         """The operations of one step."""
@@ -61,6 +65,7 @@ class TorchBackend:
     """Plain torch, on any device."""
 
     name = "torch"
+    reads_empty_slots = True
 
     def __init__(self, kv_cache: Tensor) -> None:
         self._kv_cache = kv_cache
@@ -157,6 +162,7 @@ class TritonBackend:
     """The Triton kernels: on a GPU, or in Triton's interpreter on CPU."""
 
     name = "triton"
+    reads_empty_slots = False
 
     def __init__(self, kv_cache: Tensor) -> None:
         from hf_paged.kernels import ops
@@ -328,5 +334,5 @@ def _launch_failure(device: torch.device) -> str | None:
 
 
 def _to_device(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    both = torch.tensor(pairs, dtype=torch.int64, device=device).T.contiguous()
+    both = to_device(np.array(pairs, dtype=np.int64).T, device)
     return both[0], both[1]

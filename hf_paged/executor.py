@@ -1,0 +1,307 @@
+"""`StepExecutor`: a scheduled step through the model, and what it computed to whoever waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.kv_pool import KVPool
+from hf_paged.runner import ModelRunner, TokenInputs
+from hf_paged.sampler import Choice, ChosenTokens, choose_tokens
+from hf_paged.scheduler import ScheduledChunk, SchedulerOutput
+from hf_paged.token_table import TokenTable
+from hf_paged.transfers import DeviceTimer
+
+
+class LogitsSink(Protocol):
+    """Who waits for the pending tokens of sequences: a caller's forward, or rows that the engine samples."""
+
+    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
+        """Of a row's tokens `[start, start + num_tokens)`, those (counted from `start`) whose logits are wanted.
+
+        `None`: of the last token, if the chunk reaches it.
+        """
+
+    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
+        """The tokens as tensors, where the sequence itself doesn't know them; else `None`."""
+
+    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
+        """Receives what it wanted: for each row, rows of `logits` `[R, vocab_size]` from one of `starts` on.
+
+        The pool's lock is held. Without rows: a chunk was computed of which no logits are wanted.
+
+        Returns:
+            What is to be chosen from them for rows that the engine samples; then `expect_tokens` is called for each
+            choice, and `take_tokens` when the host knows the tokens.
+        """
+
+    def expect_tokens(self, rows: list[int]) -> list[int]:
+        """Told that tokens are being chosen for rows: those that go on can be scheduled again. The lock is held.
+
+        Returns:
+            For each row its sequence's id; -1 if it ends with this token.
+        """
+
+    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
+        """Receives tokens chosen for rows (-1: its probabilities are none). The pool's lock is held."""
+
+    def fail(self, error: BaseException) -> None:
+        """Ends with an error. The pool's lock is held."""
+
+    def renew_locks(self) -> None:
+        """In a forked child: whoever held them is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A step that the device may still be busy with.
+
+    Attributes:
+        step: What runs.
+        timer: Of the step.
+        chosen: The tokens it chooses; `None`: none.
+        takers: For each choice, who takes its tokens, and its rows.
+        places: Where in the tokens that of each sequence is that goes on.
+    """
+
+    step: SchedulerOutput
+    timer: DeviceTimer
+    chosen: ChosenTokens | None
+    takers: list[tuple[LogitsSink, list[int]]]
+    places: dict[int, int]
+
+
+class StepExecutor:
+    """Runs steps in two halves: `launch` queues one on the device, `collect` hands out the tokens that it chose.
+
+    Between the two, its sequences have a token that only the device knows, and the next step may be launched with it.
+    Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
+
+    Attributes:
+        sinks: Who waits for a sequence's pending tokens, and as which row.
+        running: Steps that are being launched: one, and those that run inside it (a hook's).
+        num_steps: Model steps run.
+        num_prefill_tokens: Tokens computed beyond one a sequence and step.
+    """
+
+    def __init__(self, pool: KVPool, runner: ModelRunner) -> None:
+        """Of one pool and one model."""
+        self._pool = pool
+        self._runner = runner
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._tables: dict[torch.device, TokenTable] = {}
+        self.sinks: dict[int, tuple[LogitsSink, int]] = {}
+        self.running: list[SchedulerOutput] = []
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched and not collected."""
+        return len(self._in_flight)
+
+    def token_table(self, device: torch.device) -> TokenTable:
+        """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
+        return self._tables.setdefault(device, TokenTable(device))
+
+    def launch(self, step: SchedulerOutput) -> None:
+        """Queues a step. Takes it back if anything raises. The step lock is held."""
+        pool = self._pool
+        self.running.append(step)
+        try:
+            timer = DeviceTimer(pool.kv_cache.tensor.device)
+            kv_cache = pool.execute_copies(step)
+            inputs, logit_rows, targets = self._lay_out(step, kv_cache.tensor.device)
+            with _autocast(step.chunks[0].sequence.group.batch_key):
+                # A model that can choose rows still computes at least one.
+                asked = np.asarray(logit_rows or [0], dtype=np.int64)
+                logits = self._runner.run(step, pool.manager, kv_cache, inputs, asked)
+        except BaseException:
+            with pool.lock:
+                self.running.remove(step)
+                pool.scheduler.undo(step)
+            raise
+        with pool.lock:
+            self.running.remove(step)
+            pool.scheduler.update(step)
+            self.count_step(step.chunks)
+            self._in_flight.append(self._deliver(step, timer, logits, targets))
+            timer.stop()
+
+    def collect(self) -> None:
+        """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held.
+
+        Of the newest inside a step that is being launched (in a hook): rows of the others may be in that one, too.
+        """
+        done = self._in_flight.pop() if self.running else self._in_flight.popleft()
+        results: list[list[int] | Exception] = []
+        seconds = 0.0
+        try:
+            if done.chosen is not None:
+                results = done.chosen.read()
+            seconds = done.timer.seconds()
+        except Exception as error:  # a kernel failed, and the device with it
+            results = [error] * len(done.takers)
+        with self._pool.lock:
+            for (sink, rows), tokens in zip(done.takers, results, strict=True):
+                try:
+                    if isinstance(tokens, Exception):
+                        raise tokens
+                    sink.take_tokens(rows, tokens)
+                except Exception as error:
+                    sink.fail(error)
+            chunks = done.step.chunks
+            self.note_step(chunks, seconds, done.step.is_stalled)
+            num_tokens = sum([chunk.num_tokens for chunk in chunks])
+            if num_tokens > 4 * len(chunks):
+                self._pool.cost.note_prefill(num_tokens, seconds)
+
+    def forget_in_flight(self) -> None:
+        """In a forked child: their tokens will never be known."""
+        self._in_flight.clear()
+
+    def _lay_out(
+        self, step: SchedulerOutput, device: torch.device
+    ) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
+        """The flat batch, the rows of it whose logits are wanted, and who wants how many of them for which row."""
+        ids: list[int] = []
+        positions: list[int] = []
+        sources: list[int] = []  # of the ids that only the device knows, where in the last step's tokens they are
+        given: list[TokenInputs] = []
+        logit_rows: list[int] = []
+        targets: list[tuple[LogitsSink, int, int]] = []
+        flat_start = 0
+        last = self._in_flight[-1] if self._in_flight else None
+
+        def known() -> TokenInputs:
+            made = TokenInputs(torch.tensor(ids, device="cpu"), None, torch.tensor(positions, device="cpu"))
+            if any(source >= 0 for source in sources):
+                assert last is not None and last.chosen is not None
+                made.chosen = last.chosen.tokens, np.array(sources, dtype=np.int64)
+            ids.clear()
+            positions.clear()
+            sources.clear()
+            return made
+
+        # One pass of plain Python over the chunks: ids and positions of most live on the host.
+        for sequence, start, num_tokens in step.chunks:
+            sink, row = self.sinks[sequence.seq_id]
+            if sequence.token_ids is not None and sequence.position_offset is not None:
+                first = sequence.position_offset + start
+                positions += range(first, first + num_tokens)
+                if start + num_tokens <= len(sequence.token_ids):
+                    ids += sequence.token_ids[start : start + num_tokens]
+                    sources += [-1] * num_tokens
+                else:
+                    assert num_tokens == 1 and last is not None
+                    ids.append(0)
+                    sources.append(last.places[sequence.seq_id])
+            else:
+                tensors = sink.tokens(row, start, num_tokens)
+                assert tensors is not None, "tokens that neither the sequence nor its caller knows"
+                if ids:
+                    given.append(known().to(device))
+                given.append(tensors)
+            wanted = sink.wants(row, start, num_tokens)
+            if wanted is not None:
+                logit_rows += (flat_start + wanted).tolist()
+                if wanted.size:
+                    targets.append((sink, row, wanted.size))
+            elif start + num_tokens == sequence.num_tokens:
+                logit_rows.append(flat_start + num_tokens - 1)
+                targets.append((sink, row, 1))
+            flat_start += num_tokens
+        if ids:
+            given.append(known().to(device) if given else known())
+        return (given[0] if len(given) == 1 else TokenInputs.cat(given)), logit_rows, targets
+
+    def _deliver(
+        self, step: SchedulerOutput, timer: DeviceTimer, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]
+    ) -> _StepInFlight:
+        """Hands callers their logits, and has the tokens of the engine's rows chosen."""
+        by_sink: dict[int, tuple[LogitsSink, list[int], list[int]]] = {}
+        start = 0
+        for sink, row, count in targets:
+            _, rows, starts = by_sink.setdefault(id(sink), (sink, [], []))
+            rows.append(row)
+            starts.append(start)
+            start += count
+        for sequence, _, _ in step.chunks:
+            sink, _ = self.sinks[sequence.seq_id]
+            by_sink.setdefault(id(sink), (sink, [], []))  # a chunk of which no logits are wanted
+        choices: list[Choice] = []
+        takers: list[tuple[LogitsSink, list[int]]] = []
+        for sink, rows, starts in by_sink.values():
+            try:
+                own = sink.take(rows, logits, starts)
+                choices += own
+                takers += [(sink, choice.rows) for choice in own]
+            except Exception as error:
+                sink.fail(error)
+        if not choices:
+            return _StepInFlight(step, timer, None, [], {})
+        places: dict[int, int] = {}
+        try:
+            chosen = choose_tokens(choices, logits)
+        except Exception as error:  # nobody's in particular: out of memory
+            for sink, _ in takers:
+                sink.fail(error)
+            return _StepInFlight(step, timer, None, [], {})
+        for (sink, rows), place in zip(takers, chosen.places, strict=True):
+            if isinstance(place, Exception):
+                sink.fail(place)  # at once: none of its rows is to run again
+                continue
+            places.update(zip(sink.expect_tokens(rows), range(place, place + len(rows)), strict=True))
+        return _StepInFlight(step, timer, chosen, takers, places)
+
+    def count_step(self, chunks: list[ScheduledChunk]) -> None:
+        """Books a model step that computed these chunks. The pool's lock is held."""
+        self.num_steps += 1
+        self.num_prefill_tokens += sum([chunk.num_tokens for chunk in chunks]) - len(chunks)
+        self._pool.record_peak()
+        self._pool.log.step = self.num_steps
+
+    def note_step(self, chunks: list[ScheduledChunk], seconds: float, is_stalled: bool = False) -> None:
+        """Puts the step that was just counted, with all that it led to, into the log. The pool's lock is held.
+
+        Args:
+            chunks: What was computed.
+            seconds: How long it took.
+            is_stalled: The first waiting group did not fit.
+        """
+        scheduler = self._pool.scheduler
+        sequences, starts, counts = zip(*chunks, strict=True) if chunks else ((), (), ())
+        num_tokens = sum(counts)
+        num_decode = sum([n == 1 and start >= s.num_prompt_tokens for s, start, n in zip(sequences, starts, counts)])
+        self._pool.log.add_step(
+            num_seqs=len(chunks),
+            num_tokens=num_tokens,
+            num_decode=num_decode,
+            num_prefill_tokens=num_tokens - num_decode,
+            seconds=seconds,
+            # Column by column: half the time, and no object for each chunk.
+            chunks=[[s.group.arrival for s in sequences], [s.seq_id for s in sequences], starts, counts],
+            num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_to_swap_in,
+            is_stalled=is_stalled,
+            num_free_blocks=self._pool.manager.pool.num_free,
+        )
+
+
+def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
+    """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
+    device_type, enabled, dtype = batch_key[0]
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+def autocast_state(device: torch.device) -> tuple[str, bool, torch.dtype]:
+    """The calling thread's, hashable."""
+    if not torch.amp.is_autocast_available(device.type):
+        return "cpu", False, torch.bfloat16
+    return device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

@@ -1,0 +1,75 @@
+"""Numbers between the host and a device, neither of which waits for the other."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(values: np.ndarray | list[int], device: torch.device) -> Tensor:
+    """The values as a tensor on a device.
+
+    On a GPU through pinned memory: a copy from ordinary memory waits until everything that is queued there has run.
+
+    Args:
+        values: An array, or integers (they become int64).
+        device: Where they go.
+    """
+    if isinstance(values, list):
+        values = np.array(values, dtype=np.int64)
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class ToHost:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Queues the copy behind what computes the tensor; doesn't wait for it."""
+        self._event: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.device.type == "cuda":
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """The tensor on the CPU, as soon as it is there. On another device than a GPU the copy is made here."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.to("cpu")
+
+
+class DeviceTimer:
+    """How long a device is busy with what is queued from here to `stop`; waits for nothing until asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts."""
+        self._events: list[torch.cuda.Event] = []
+        self._times = [time.perf_counter()]
+        self._device = device
+        self._mark()
+
+    def stop(self) -> None:
+        """Ends what is timed."""
+        self._times.append(time.perf_counter())
+        self._mark()
+
+    def seconds(self) -> float:
+        """Between the two. On a GPU it waits until the device is there, and the time is the device's."""
+        if self._events:
+            self._events[1].synchronize()
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._times[1] - self._times[0]
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)

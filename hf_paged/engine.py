@@ -82,7 +82,8 @@ class Engine:
             forward,
             model._supports_logits_to_keep(),
             self._layers,
-            may_infer=lambda: traits.allows_inference_mode and state.is_plain,
+            traits.allows_inference_mode,
+            is_plain=lambda: state.is_plain,
             num_moves=lambda: state.num_moves,
             cuda_graphs=config.cuda_graphs,
             max_num_seqs=config.max_num_seqs,
@@ -249,7 +250,8 @@ class Engine:
               `num_prefill_tokens`, `seconds`, `chunks` (`[group, sequence, start, num_tokens]`; in the end forgotten
               before the event is), `is_stalled` (the first waiting group did not fit); and after it `num_waiting`
               (groups), `num_swapped` (sequences that wait to come back), `num_free_blocks`. It is the last event of its
-              step, but for what callers' own code (a beam search) then does with the result.
+              step, but for what callers' own code (a beam search) then does with the result; where steps overlap
+              (`use_async_batching`), the next one has begun before it.
             - "admitted": `num_sequences`, `num_tokens` (of the longest). "finished": the group's last sequence has
               ended; `reason` as a request's `finish_reason`, or `None` if its caller knows.
             - "allocated": `blocks`. "shared": `blocks`, `parent` (the sequence they are shared with). "prefix_hit":
@@ -614,7 +616,7 @@ class Engine:
             with self.transaction():
                 chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
                 self._executor.count_step(chunks)
-                self._executor.note_step(chunks, time.perf_counter() - started)
+                self._executor.note_step(self._executor.num_steps, chunks, time.perf_counter() - started)
         return output
 
     def _forward_flat(

@@ -102,14 +102,16 @@ class EventLog:
         arrival, request_id = (None, None) if group is None else (group.arrival, group.request_id)
         self._events.append((kind, time.time(), self.step, arrival, None, request_id, *values))
 
-    def add_step(self, **values: Any) -> None:
+    def add_step(self, number: int, **values: Any) -> None:
         """Notes a step that was run.
 
         Args:
+            number: The step's; the next one may have begun.
             **values: By the names in `_FIELDS`; `chunks` as columns (groups, sequences, starts, numbers of tokens),
                 which are forgotten when many later steps have had theirs.
         """
-        self.add_for_group("step", None, *(values[name] for name in _FIELDS["step"]))
+        self._num_events += 1
+        self._events.append(("step", time.time(), number, None, None, None, *(values[n] for n in _FIELDS["step"])))
         self.last_step = self._num_events, self._events[-1]
         self._chunks.append(values["chunks"])
         self._num_chunks += len(values["chunks"][0])

@@ -63,6 +63,7 @@ class _StepInFlight:
     """A step that the device may still be busy with.
 
     Attributes:
+        number: Of the step.
         step: What runs.
         timer: Of the step.
         chosen: The tokens it chooses; `None`: none.
@@ -70,6 +71,7 @@ class _StepInFlight:
         places: Where in the tokens that of each sequence is that goes on.
     """
 
+    number: int
     step: SchedulerOutput
     timer: DeviceTimer
     chosen: ChosenTokens | None
@@ -105,6 +107,16 @@ class StepExecutor:
     def num_in_flight(self) -> int:
         """Steps launched and not collected."""
         return len(self._in_flight)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is to be launched before the one before is over.
+
+        Not where a user's code runs in the model: it may run steps of its own inside of one.
+        """
+        setting = self._pool.config.use_async_batching
+        wants = self._runner.model.device.type == "cuda" if setting is None else setting
+        return wants and self._runner.is_plain
 
     def token_table(self, device: torch.device) -> TokenTable:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
@@ -157,7 +169,7 @@ class StepExecutor:
                 except Exception as error:
                     sink.fail(error)
             chunks = done.step.chunks
-            self.note_step(chunks, seconds, done.step.is_stalled)
+            self.note_step(done.number, chunks, seconds, done.step.is_stalled)
             num_tokens = sum([chunk.num_tokens for chunk in chunks])
             if num_tokens > 4 * len(chunks):
                 self._pool.cost.note_prefill(num_tokens, seconds)
@@ -245,20 +257,20 @@ class StepExecutor:
             except Exception as error:
                 sink.fail(error)
         if not choices:
-            return _StepInFlight(step, timer, None, [], {})
+            return _StepInFlight(self.num_steps, step, timer, None, [], {})
         places: dict[int, int] = {}
         try:
             chosen = choose_tokens(choices, logits)
         except Exception as error:  # nobody's in particular: out of memory
             for sink, _ in takers:
                 sink.fail(error)
-            return _StepInFlight(step, timer, None, [], {})
+            return _StepInFlight(self.num_steps, step, timer, None, [], {})
         for (sink, rows), place in zip(takers, chosen.places, strict=True):
             if isinstance(place, Exception):
                 sink.fail(place)  # at once: none of its rows is to run again
                 continue
             places.update(zip(sink.expect_tokens(rows), range(place, place + len(rows)), strict=True))
-        return _StepInFlight(step, timer, chosen, takers, places)
+        return _StepInFlight(self.num_steps, step, timer, chosen, takers, places)
 
     def count_step(self, chunks: list[ScheduledChunk]) -> None:
         """Books a model step that computed these chunks. The pool's lock is held."""
@@ -267,10 +279,11 @@ class StepExecutor:
         self._pool.record_peak()
         self._pool.log.step = self.num_steps
 
-    def note_step(self, chunks: list[ScheduledChunk], seconds: float, is_stalled: bool = False) -> None:
-        """Puts the step that was just counted, with all that it led to, into the log. The pool's lock is held.
+    def note_step(self, number: int, chunks: list[ScheduledChunk], seconds: float, is_stalled: bool = False) -> None:
+        """Puts a step that was counted, with all that it led to, into the log. The pool's lock is held.
 
         Args:
+            number: What `num_steps` was then.
             chunks: What was computed.
             seconds: How long it took.
             is_stalled: The first waiting group did not fit.
@@ -280,6 +293,7 @@ class StepExecutor:
         num_tokens = sum(counts)
         num_decode = sum([n == 1 and start >= s.num_prompt_tokens for s, start, n in zip(sequences, starts, counts)])
         self._pool.log.add_step(
+            number,
             num_seqs=len(chunks),
             num_tokens=num_tokens,
             num_decode=num_decode,

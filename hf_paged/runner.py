@@ -121,7 +121,8 @@ class ModelRunner:
         forward: Callable[..., Any],
         supports_logits_to_keep: bool,
         layers: Callable[[], AbstractContextManager[None]],
-        may_infer: Callable[[], bool],
+        allows_inference_mode: bool,
+        is_plain: Callable[[], bool],
         num_moves: Callable[[], int],
         cuda_graphs: bool | None,
         max_num_seqs: int,
@@ -133,7 +134,8 @@ class ModelRunner:
             forward: The forward function of its class before patching, unbound.
             supports_logits_to_keep: Whether that forward can compute the logits of chosen rows only.
             layers: Within it, layers of the model are computed in the engine's way.
-            may_infer: Whether forwards may run in inference mode now: nothing but known code runs in them.
+            allows_inference_mode: Of the model's traits.
+            is_plain: Whether nothing but known code runs in forwards now.
             num_moves: How often the weights have moved in memory.
             cuda_graphs: `PagedConfig.cuda_graphs`.
             max_num_seqs: Sequences in the largest step.
@@ -142,7 +144,8 @@ class ModelRunner:
         self._forward = forward
         self._supports_logits_to_keep = supports_logits_to_keep
         self._layers = layers
-        self._may_infer = may_infer
+        self._allows_inference_mode = allows_inference_mode
+        self._is_plain = is_plain
         self._num_moves = num_moves
         self._cuda_graphs = cuda_graphs
         self._max_num_seqs = max_num_seqs
@@ -160,6 +163,15 @@ class ModelRunner:
         if model is None:
             raise RuntimeError("the patched model no longer exists; keep a reference to it while you use its engine")
         return model
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but torch's and transformers' own code runs in forwards now."""
+        return self._is_plain()
+
+    def _may_infer(self) -> bool:
+        """Whether forwards may run in inference mode now."""
+        return self._allows_inference_mode and self._is_plain()
 
     @property
     def max_context(self) -> int:

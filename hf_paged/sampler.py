@@ -153,7 +153,8 @@ def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
     """
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for number, choice in enumerate(choices):
-        kinds[choice.sampler.kind or (id(choice.sampler), choice.step)].append(number)
+        kind = choice.sampler.kind
+        kinds[(id(choice.sampler), choice.step) if kind is None else kind].append(number)
     places: list[int | Exception] = [0] * len(choices)
     chosen: list[Tensor] = []
     num_tokens = 0

@@ -405,10 +405,11 @@ class StepWorker:
         """Runs a step; while paused, only if somebody asks for one. What was ordered is done in any case."""
         with self._pool.lock:
             self._housekeep()
+            was_paused = self.is_paused
         with self._pause.step() as may_run:
             if may_run:
                 self._advance()
-            if self.is_paused:
+            if was_paused:  # who asked for the step is told of it when it is over
                 self._settle()
         if self.is_paused:
             with self.condition:
@@ -460,7 +461,8 @@ class StepWorker:
         Where steps overlap, the tokens of this one are handed out by the next call.
         """
         with deferred_interrupt():
-            if forced or self._needs_tokens:
+            overlaps = self._executor.overlaps
+            if forced or self._needs_tokens or not overlaps:
                 self._settle()
             with self._pool.lock:
                 self._housekeep()
@@ -473,29 +475,24 @@ class StepWorker:
             self._needs_tokens = step.needs_tokens
             if not step.chunks:
                 return self._settle()
-            # Inside another step (a hook's) nobody but itself would collect it.
-            num_kept = self._executor.num_in_flight if self._running else 0
             try:
-                self._launch(step)
+                self._run(step, keeps_in_flight=overlaps)
             except BaseException as error:  # a hook that calls sys.exit() ends its request, not everybody's worker
                 self._settle()
                 self._isolate(step, error)
-            else:
-                num_kept += self._overlaps and not self._running
-            self._collect(num_kept)
             return True
 
-    def _launch(self, step: SchedulerOutput) -> None:
+    def _run(self, step: SchedulerOutput, keeps_in_flight: bool = False) -> None:
+        """Launches a step, and hands out tokens: its own, or (`keeps_in_flight`) those of the one before."""
+        num_before = self._executor.num_in_flight
         self._executor.launch(step)
         self._token_limit = None
         with self.condition:
             self.condition.notify_all()
-
-    @property
-    def _overlaps(self) -> bool:
-        """Whether a step is launched before the one before is over."""
-        setting = self._pool.config.use_async_batching
-        return self._pool.kv_cache.tensor.device.type == "cuda" if setting is None else setting
+        if self._running:  # inside another step, a hook's: what was launched before that one stays
+            self._collect(num_before)
+        else:
+            self._collect(int(keeps_in_flight))
 
     def _settle(self) -> bool:
         """Hands out all tokens that are on their way; returns whether there were any. Nothing to do inside a step."""
@@ -582,7 +579,7 @@ class StepWorker:
             if again is None or not again.chunks:
                 continue
             try:
-                self._launch(again)
+                self._run(again)
             except BaseException as own_error:
                 with self._pool.lock:
                     owner.fail(own_error)

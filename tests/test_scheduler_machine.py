@@ -125,8 +125,13 @@ class World:
         max_num_seqs: int,
         num_swap_blocks: int = 0,
         caching: bool = True,
+        overlaps: bool = False,
     ) -> None:
         self.rng = rng
+        self.overlaps = overlaps
+        # Of each step in flight: rows with tokens that the device has chosen, and with what (None: it was the last).
+        self.expected: list[list[tuple[Row, int | None]]] = []
+        self.needs_tokens = False
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
         self.scheduler = WatchedScheduler(
             self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
@@ -298,6 +303,7 @@ class World:
 
     def make_room(self, num_blocks: int) -> None:
         """Somebody needs blocks outside of a step."""
+        self.settle()
         kept = [request for request in self.requests if request.is_thinking][:1]
         protected = [group for request in kept for group in request.groups]
         before = {row: self._table(row) for request in kept for row in request.rows}
@@ -308,6 +314,7 @@ class World:
 
     def swap_in_now(self, pick: int) -> None:
         """A swapped cache is read."""
+        self.settle()
         swapped = [g for g in self.scheduler.groups if g.status is SWAPPED]
         if not swapped:
             return
@@ -324,6 +331,7 @@ class World:
 
     def grow_opaque(self, pick: int, num_tokens: int) -> None:
         """Keys and values of a cache come from a forward that the engine doesn't drive."""
+        self.settle()
         request = self._pick_thinking(pick)
         if request is None or any(
             row.sequence.num_pending_tokens
@@ -353,6 +361,7 @@ class World:
 
     def release(self) -> None:
         """The pool's memory is given back, unless something in it can't be computed again."""
+        self.settle()
         holders = [group for group in self.scheduler.groups if group.status is not WAITING]
         fixed = [g for g in holders if g.num_pins or self.scheduler.is_in_flight(g) or not g.is_reproducible]
         before = (self.pool.num_in_use, self.manager.num_swapped_blocks)
@@ -370,10 +379,16 @@ class World:
 
         `failing`: it raises in the model; `nested`: a hook in the model runs steps of its own.
         """
+        if self.needs_tokens or nested:
+            self.settle()
         step = self._schedule(max_tokens=max_tokens)
         if step is None:
             return True
+        self.needs_tokens = step.needs_tokens
+        self.events["left out until tokens are known"] += step.needs_tokens
         if not step.chunks:
+            if self.settle():
+                return True
             if not self.scheduler.has_work:
                 self._check_nothing_waits()
                 return False
@@ -386,7 +401,27 @@ class World:
             self._fail(step)
         else:
             self._run(step, nested)
+            self.settle(num_kept=1)
         return True
+
+    def settle(self, num_kept: int = 0) -> bool:
+        """The host gets to know tokens; some are ends that nobody foresaw."""
+        is_any = len(self.expected) > num_kept
+        while len(self.expected) > num_kept:
+            for row, token in self.expected.pop(0):
+                sequence = row.sequence
+                if sequence not in self.rows:
+                    continue  # cancelled, or ended one step earlier
+                if token is None or self.rng.random() < 0.1:
+                    self.events["ended while it ran"] += token is not None and sequence.num_computed_tokens > len(
+                        sequence.token_ids or []
+                    )
+                    self._free(row)
+                    if not row.request.rows:
+                        self.requests.remove(row.request)
+                else:
+                    self.scheduler.reveal_token(sequence, token)
+        return is_any
 
     def _schedule(
         self, forced: bool = False, only: Request | None = None, max_tokens: int | None = None
@@ -452,7 +487,7 @@ class World:
         for index in range(start, start + num_tokens):
             block_id = table[index // size]
             assert self.pool.is_plain(block_id), "a block that is shared or findable is written"
-            token = row.inputs[index] if known is None else known[index]
+            token = row.inputs[index] if known is None or index >= len(known) else known[index]
             previous = slots[block_id][index % size] = _value(previous, token, index, row.request.key)
 
     def _check_written(self, step: SchedulerOutput) -> None:
@@ -485,9 +520,12 @@ class World:
             self._write(SchedulerOutput(chunks=[chunk]))
         self.scheduler.undo(step)
         self.events["undo"] += 1
+        self.settle()
         for chunk in step.chunks:
             assert not self.scheduler.is_in_flight(chunk.sequence.group)
-            assert chunk.sequence.num_computed_tokens == chunk.start == self.manager.num_tokens(chunk.sequence.seq_id)
+            if chunk.sequence in self.rows:
+                assert self.manager.num_tokens(chunk.sequence.seq_id) == chunk.start
+                assert chunk.sequence.num_computed_tokens == chunk.start
         self.check()
         if len(step.chunks) < 2:
             return
@@ -497,6 +535,7 @@ class World:
             if again is not None and again.chunks:
                 self.events["step of one owner"] += 1
                 self._run(again)
+                self.settle()
 
     def _deliver(self, step: SchedulerOutput) -> None:
         """Hands out logits, and the tokens that follow from them."""
@@ -508,6 +547,8 @@ class World:
                 if row.request.kind != "samples":
                     sequence.is_wanted = False
                 delivered.setdefault(row.request, []).append(row)
+        if self.overlaps:
+            self.expected.append([])
         self.steps_since_logits = 0 if delivered else self.steps_since_logits + 1
         # Recomputing every live token, one a step, is the most that may lie between two rows' logits.
         limit = 60 + 3 * sum(len(row.inputs) for row in self.rows.values())
@@ -523,12 +564,27 @@ class World:
             rows = [*rows, *(self._fork_row(rows[0]) for _ in range(request.num_rows - 1))]
             request.num_rows = 1
         for row in rows:
-            if len(row.inputs) >= row.target:
+            if self.overlaps:
+                self._expect(row)
+            elif len(row.inputs) >= row.target:
                 self._free(row)
             else:
                 self._extend(row, [self.rng.randrange(2)])
         if not request.rows:
             self.requests.remove(request)
+
+    def _expect(self, row: Row) -> None:
+        """The device has chosen the row's next token; the host knows only whether there is to be another one."""
+        sequence, token = row.sequence, self.rng.randrange(2)
+        if len(row.inputs) >= row.target:
+            sequence.is_wanted = False
+            self.expected[-1].append((row, None))
+            return
+        row.values.append(_value(row.values[-1], token, len(row.inputs), row.request.key))
+        row.inputs.append(token)
+        row.has_logits = False
+        self.scheduler.expect_token(sequence)
+        self.expected[-1].append((row, token))
 
     def _grow_beams(self, request: Request) -> None:
         if len(request.rows[0].inputs) >= request.rows[0].target:
@@ -551,7 +607,9 @@ class World:
         for row in self.rows.values():
             sequence = row.sequence
             assert sequence.num_tokens == len(row.inputs)
-            assert sequence.token_ids is None or sequence.token_ids == row.inputs
+            known = sequence.token_ids
+            assert known is None or known == row.inputs[: len(known)]
+            assert known is None or len(known) == len(row.inputs) or sequence.expects_tokens
             if row not in self.in_flight:
                 computed = sequence.num_computed_tokens
                 assert self.manager.num_tokens(sequence.seq_id) == computed <= sequence.num_tokens
@@ -718,6 +776,7 @@ class World:
     def _preemptible(self, protected: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Groups that could give up blocks, seen from the tables."""
         kept = {*protected, *(row.sequence.group for row in self.in_flight)}
+        kept |= {group for group in self.scheduler.groups if group.expects_tokens}
         swap_pool = self.manager.swap_pool
         found = []
         for group in self.scheduler.groups:
@@ -743,6 +802,7 @@ class World:
                 assert self.step(), "requests wait and nothing runs"
         self.check()
         assert not self.rows and not list(self.scheduler.groups)
+        self.settle()
         assert not self.scheduler.has_work and not self.step()
         assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.num_swapped == 0
         assert self.pool.num_in_use == self.manager.num_swapped_blocks == 0
@@ -843,6 +903,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         swap_share=st.sampled_from([0, 1, 2]),
         caching=st.sampled_from([True] * 5 + [False]),
+        overlaps=st.booleans(),
         seed=st.integers(0, 3),
     )
     def begin(
@@ -853,6 +914,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         swap_share: int,
         caching: bool,
+        overlaps: bool,
         seed: int,
     ) -> None:
         self.world = World(
@@ -863,6 +925,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs,
             num_blocks * swap_share // 2,
             caching,
+            overlaps,
         )
 
     @rule(
@@ -1054,6 +1117,7 @@ def random_world(episode: int) -> World:
         max_num_seqs=rng.randint(1, 7),
         num_swap_blocks=num_blocks * rng.choice((0, 1, 2, 2)) // 2,
         caching=episode % 10 != 9,
+        overlaps=episode % 2 == 1,
     )
 
 
@@ -1091,6 +1155,8 @@ EVENTS = (
     "undo",
     "step of one owner",
     "step inside a step",
+    "left out until tokens are known",
+    "ended while it ran",
 )
 
 

@@ -414,12 +414,12 @@ def test_the_log_is_bounded() -> None:
     assert (first, len(events)) == (501, NUM_EVENTS) and NUM_EVENTS >= 1000
     step = dict.fromkeys(FIELDS["step"], 0)
     for n in range(100):
-        log.add_step(**step | {"chunks": [[n] * 1000] * 4})
+        log.add_step(1, **step | {"chunks": [[n] * 1000] * 4})
     found = as_dicts(*log.newer())
     assert len(found) == NUM_EVENTS and found[-1]["id"] == NUM_EVENTS + 600
     held = [len(event["chunks"]) for event in found if event["kind"] == "step"]
     assert sum(held) <= NUM_CHUNKS and held[-1] == 1000 and held[0] == 0
-    log.add_step(**step | {"chunks": [[0] * (NUM_CHUNKS + 1)] * 4})
+    log.add_step(1, **step | {"chunks": [[0] * (NUM_CHUNKS + 1)] * 4})
     assert len(as_dicts(*log.newer())[-1]["chunks"]) == NUM_CHUNKS + 1, "the newest is there whatever its size"
 
 

@@ -304,17 +304,18 @@ def together(
 
 # Settings of the pool, and what must have happened in it: at least so often; 0: never.
 TIGHT = {"block_size": 4, "num_blocks": 12}
+OVERLAPPING = {"use_async_batching": True}
 POOLS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "roomy": ({"num_blocks": 1024}, {"num_preemptions": 0, "num_cow_copies": 20}),
+    "roomy": (OVERLAPPING | {"num_blocks": 1024}, {"num_preemptions": 0, "num_cow_copies": 20}),
     "recompute": (TIGHT | {"preemption": "recompute"}, {"num_preemptions": 40, "num_swapped_out": 0}),
-    "swap": (TIGHT | {"preemption": "swap"}, {"num_preemptions": 40, "num_swapped_out": 10}),
+    "swap": (OVERLAPPING | TIGHT | {"preemption": "swap"}, {"num_preemptions": 40, "num_swapped_out": 10}),
     "auto": (TIGHT | {"preemption": "auto"}, {"num_preemptions": 40}),
     "blocks_of_1_budget_3": (
         {"block_size": 1, "num_blocks": 40, "max_num_batched_tokens": 3, "preemption": "swap"},
         {"num_swapped_out": 5, "prefix_cache_hit_tokens": 10},
     ),
     "blocks_of_3_budget_2": (
-        {"block_size": 3, "num_blocks": 14, "max_num_batched_tokens": 2, "preemption": "recompute"},
+        OVERLAPPING | {"block_size": 3, "num_blocks": 14, "max_num_batched_tokens": 2, "preemption": "recompute"},
         {"num_preemptions": 10, "num_swapped_out": 0},
     ),
     "blocks_of_16_budget_256": (
@@ -322,12 +323,14 @@ POOLS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"num_swapped_out": 10},
     ),
     "no_prefix_caching": (
-        TIGHT | {"enable_prefix_caching": False, "preemption": "recompute", "max_num_batched_tokens": 256},
+        OVERLAPPING
+        | TIGHT
+        | {"enable_prefix_caching": False, "preemption": "recompute", "max_num_batched_tokens": 256},
         {"num_preemptions": 40, "prefix_cache_hit_tokens": 0},
     ),
     "one_sequence_a_step": (TIGHT | {"max_num_seqs": 1, "preemption": "swap"}, {"num_swapped_out": 5}),
     "three_sequences_a_step": (
-        {"block_size": 3, "num_blocks": 16, "max_num_seqs": 3, "max_num_batched_tokens": 3},
+        OVERLAPPING | {"block_size": 3, "num_blocks": 16, "max_num_seqs": 3, "max_num_batched_tokens": 3},
         {"num_preemptions": 5},
     ),
 }
@@ -800,6 +803,7 @@ def check_at_random(make_pair: MakePair, seed: int) -> None:
         "max_num_seqs": choose.choice([1, 3, 8, 256]),
         "preemption": choose.choice(["auto", "recompute", "swap"]),
         "enable_prefix_caching": choose.random() < 0.7,
+        "use_async_batching": choose.random() < 0.5,
     }
     names = sorted(choose.sample(list(BAG), choose.randrange(2, 9)))
     pair = make_pair(stock(), **settings)

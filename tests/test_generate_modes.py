@@ -332,9 +332,12 @@ MODES: dict[str, Mode] = {
 
 POOLS: dict[str, dict[str, Any]] = {
     "blocks_of_1": {"block_size": 1, "num_blocks": 600, "max_num_batched_tokens": 256},
-    "blocks_of_3_budget_3": {"block_size": 3, "max_num_batched_tokens": 3},
+    "blocks_of_3_budget_3": {"block_size": 3, "max_num_batched_tokens": 3, "use_async_batching": True},
     "blocks_of_16_budget_2": {"block_size": 16, "max_num_batched_tokens": 2},
-    "one_sequence_a_step": {"block_size": 4, "max_num_seqs": 1, "enable_prefix_caching": False},
+    "one_sequence_a_step": {
+        **{"block_size": 4, "max_num_seqs": 1, "enable_prefix_caching": False},
+        "use_async_batching": True,
+    },
 }
 CORE_POOL = "blocks_of_3_budget_3"
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
-from hf_paged import PagedConfig, executor, runner
+from hf_paged import PagedConfig, runner
 from hf_paged.executor import StepExecutor
 from hf_paged.sampler import ChosenTokens
 
@@ -304,7 +304,6 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if device == "cpu":
         from test_cuda_graph import Recorder
 
-        monkeypatch.setattr(executor, "DeviceTimer", executor.DeviceTimer)
         monkeypatch.setattr("hf_paged.cuda_graph.recorder", lambda kv_cache: Recorder())
     model = patch(device=device, cuda_graphs=True, max_num_seqs=6)
     stock = build("llama").to(device)
@@ -451,8 +450,9 @@ def test_unpatched_released_and_reset_with_steps_in_flight() -> None:
     request = model.paged.submit(ids, **GREEDY | {"max_new_tokens": 100})
     next(iter(request))
     hf_paged.unpatch(model)
-    with pytest.raises(RuntimeError, match="unpatched"):
-        request.result(PATIENCE)
+    output = request.result(PATIENCE)
+    assert output.finish_reason == "cancelled" and 0 < len(output.token_ids) < 100
+    assert not hasattr(model, "paged")
 
 
 def test_out_of_memory_with_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,23 +59,35 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         for name in ("position_bias", "block_indices"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"paged attention has no {name}; {type(module).__name__} needs it")
-        layer = module.layer_idx
-        if not isinstance(layer, int):
-            raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
-        # [1, heads, T, head_dim] to [T, heads, head_dim]
-        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        step.write(key, value, layer)
-        output = step.attend(
-            query,
-            layer,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
-        return output[None], None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attend = _uncompiled_step if torch.compiler.is_compiling() else _run_step
+        return attend(step, module, query, key, value, scale, sliding_window, softcap, s_aux), None
 
     return paged_attention_forward
+
+
+def _run_step(
+    step: PagedStep,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
+    # [1, heads, T, head_dim] to [T, heads, head_dim]
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    step.write(key, value, layer)
+    return step.attend(query, layer, scale, sliding_window, softcap, sinks)[None]
+
+
+# What compiles a layer compiles what lies before and behind its attention: launchers are Python on the host.
+_uncompiled_step = torch.compiler.disable(_run_step)
 
 
 def _base_attention(base_name: str, module: nn.Module) -> AttentionFunction:

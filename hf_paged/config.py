@@ -49,6 +49,8 @@ class PagedConfig:
             compiler), or `"auto"`: whichever kernels the device can run, else torch.
         cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
             on a CUDA device and served by the Triton kernels, `True`: the same, and raise elsewhere.
+        compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
+            CUDA graphs: some tens of seconds at the first step, in place of the engine's own fused layers.
         use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules
             and hands out tokens meanwhile; a row that ends has then run one step too many. `None`: on a CUDA device.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
@@ -66,6 +68,7 @@ class PagedConfig:
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     cuda_graphs: bool | None = None
+    compile_decode: bool = False
     use_async_batching: bool | None = None
     strict: bool = False
 
@@ -77,7 +80,7 @@ class PagedConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
-        for name in ("enable_prefix_caching", "strict"):
+        for name in ("enable_prefix_caching", "compile_decode", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("cuda_graphs", "use_async_batching"):
@@ -90,6 +93,8 @@ class PagedConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.compile_decode and self.cuda_graphs is False:
+            raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
         if self.preemption == "swap" and self.swap_space_gib == 0:
             raise ValueError('preemption="swap" needs swap_space_gib above 0 (or None), got 0')
 

@@ -85,8 +85,7 @@ class Engine:
             traits.allows_inference_mode,
             is_plain=lambda: state.is_plain,
             num_moves=lambda: state.num_moves,
-            cuda_graphs=config.cuda_graphs,
-            max_num_seqs=config.max_num_seqs,
+            config=config,
         )
         self._pool = KVPool(config, traits, self._runner)
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from hf_paged.attention import attention_configs, paged_attention_scope, step_ma
 from hf_paged.attention_metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
+from hf_paged.config import PagedConfig
 from hf_paged.cuda_graph import DecodeGraphs, Recording, fill_in
 from hf_paged.kv_cache import KVCache, KVGeometry
 from hf_paged.scheduler import SchedulerOutput
@@ -124,8 +125,7 @@ class ModelRunner:
         allows_inference_mode: bool,
         is_plain: Callable[[], bool],
         num_moves: Callable[[], int],
-        cuda_graphs: bool | None,
-        max_num_seqs: int,
+        config: PagedConfig,
     ) -> None:
         """Binds to a model.
 
@@ -137,8 +137,7 @@ class ModelRunner:
             allows_inference_mode: Of the model's traits.
             is_plain: Whether nothing but known code runs in forwards now.
             num_moves: How often the weights have moved in memory.
-            cuda_graphs: `PagedConfig.cuda_graphs`.
-            max_num_seqs: Sequences in the largest step.
+            config: The settings.
         """
         self._model = weakref.ref(model)
         self._forward = forward
@@ -147,8 +146,8 @@ class ModelRunner:
         self._allows_inference_mode = allows_inference_mode
         self._is_plain = is_plain
         self._num_moves = num_moves
-        self._cuda_graphs = cuda_graphs
-        self._max_num_seqs = max_num_seqs
+        self._config = config
+        self._compiled: Callable[..., Any] | None = None
         self._graphs: tuple[int, DecodeGraphs] | None = None  # and where the weights were
         self.configs = attention_configs(model)
 
@@ -222,7 +221,13 @@ class ModelRunner:
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
 
     def _run_model(
-        self, tokens: TokenInputs, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor | None, may_infer: bool
+        self,
+        tokens: TokenInputs,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        rows: Tensor | None,
+        may_infer: bool,
+        is_compiled: bool = False,
     ) -> Tensor:
         """The model's forward; logits of `rows` of the flat batch, or of all."""
         inputs: dict[str, Any] = {}
@@ -235,8 +240,10 @@ class ModelRunner:
             inputs["logits_to_keep"] = rows
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
-        with mode, paged_attention_scope(self.configs), self._layers():
-            output = self._forward(
+        layers = self._compiling() if is_compiled else self._layers()
+        with mode, paged_attention_scope(self.configs), layers:
+            forward = self._compiled if is_compiled and self._compiled is not None else self._forward
+            output = forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
                 attention_mask=step_mask(kv_cache.backend.step(metadata), kv_cache.tensor.device),
@@ -247,6 +254,15 @@ class ModelRunner:
             )
         logits = output.logits[0]
         return logits if self._supports_logits_to_keep or rows is None else logits[rows]
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Within it forwards are compiled, in the pieces that attention leaves: the same few for all layers."""
+        if self._compiled is None:
+            self._compiled = torch.compile(self._forward, dynamic=True)
+        # Else each layer's number would make it another program.
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            yield
 
     def _replay(
         self, step: SchedulerOutput, manager: BlockManager, kv_cache: KVCache, tokens: TokenInputs
@@ -262,7 +278,7 @@ class ModelRunner:
         Raises:
             ValueError: `cuda_graphs=True`, and there can be none here.
         """
-        if self._cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
+        if self._config.cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
             return None
         if len(tokens.input_ids) != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
@@ -271,8 +287,10 @@ class ModelRunner:
             self._graphs = None  # before the next ones are recorded: two sets need not fit
             record = cuda_graph.recorder(kv_cache)
             if isinstance(record, str):
-                if self._cuda_graphs:
+                if self._config.cuda_graphs:
                     raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
+                if self._config.compile_decode:
+                    raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return None
             self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
         return self._graphs[1].run(
@@ -288,9 +306,10 @@ class ModelRunner:
         def forward(ids: Tensor, positions: Tensor, metadata: DecodeMetadata) -> Tensor:
             own, kv_cache = runner(), pool()
             assert own is not None and kv_cache is not None
-            return own._run_model(TokenInputs(ids, None, positions), metadata, kv_cache, None, True)
+            tokens = TokenInputs(ids, None, positions)
+            return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
 
-        return DecodeGraphs(forward, kv_cache, self._max_num_seqs, max_blocks, record)
+        return DecodeGraphs(forward, kv_cache, self._config.max_num_seqs, max_blocks, record)
 
     @torch.no_grad()
     def activation_bytes(self, num_tokens: int) -> int:
@@ -305,7 +324,7 @@ class ModelRunner:
             return 0
         inputs: dict[str, Any] = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64, device=device)}
         if self._supports_logits_to_keep:
-            inputs["logits_to_keep"] = self._max_num_seqs
+            inputs["logits_to_keep"] = self._config.max_num_seqs
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         self._forward(model, use_cache=False, **inputs)
@@ -313,7 +332,7 @@ class ModelRunner:
 
     def forget_graphs(self) -> None:
         """Gives their memory back; they are recorded again when they are next needed."""
-        self._graphs = None
+        self._graphs = self._compiled = None
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""

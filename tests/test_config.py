@@ -42,6 +42,8 @@ def test_fields_and_defaults() -> None:
         "kv_cache_dtype": "auto",
         "attention_backend": "auto",
         "cuda_graphs": None,
+        "compile_decode": False,
+        "use_async_batching": None,
         "strict": False,
     }
 
@@ -103,6 +105,10 @@ VALID: list[tuple[str, Any]] = [
     ("cuda_graphs", None),
     ("cuda_graphs", False),
     ("cuda_graphs", True),
+    ("compile_decode", True),
+    ("use_async_batching", None),
+    ("use_async_batching", False),
+    ("use_async_batching", True),
     ("strict", True),
 ]
 
@@ -117,6 +123,8 @@ INVALID: list[tuple[str, Any]] = [
     *(("memory_fraction", value) for value in (0, 0.0, -0.1, 1.01, 25, float("nan"), float("inf"), "0.5", True, None)),
     *(("enable_prefix_caching", value) for value in BOOLEAN),
     *(("strict", value) for value in BOOLEAN),
+    *(("compile_decode", value) for value in BOOLEAN),
+    *(("use_async_batching", value) for value in (0, 1, 0.0, "auto", "true", [])),
     *(("preemption", value) for value in ("Auto", "", "drop", None, 1)),
     *(("swap_space_gib", value) for value in (-1, -0.5, "4", True)),
     *(("kv_cache_dtype", value) for value in ("fp8", "bfloat16", None, 8)),
@@ -196,6 +204,9 @@ def test_swapping_needs_space() -> None:
         ("cuda_graphs", "none", None),
         ("cuda_graphs", "0", False),
         ("cuda_graphs", "1", True),
+        ("compile_decode", "1", True),
+        ("use_async_batching", "none", None),
+        ("use_async_batching", "0", False),
     ],
 )
 def test_environment(monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: Any) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from models import MODELS, build, random_ids
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import hf_paged
 from hf_paged import PagedCache, cuda_graph
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 FLAT = [name for name in MODELS if hf_paged.is_supported(build(name)).traits.runs_flat]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+SMALL = {"num_blocks": 128, "block_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -86,7 +88,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def patch(name: str = "llama", device: str = "cpu", **settings: Any) -> Any:
-    settings = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 12, "cuda_graphs": True} | settings
+    settings = SMALL | {"max_num_seqs": 12, "cuda_graphs": True} | settings
     return hf_paged.patch(build(name).to(device), **settings)
 
 
@@ -240,6 +242,68 @@ def test_logits_are_the_callers_to_keep(device: str, recorder: Recorder) -> None
     assert len(recorder.steps) == 3
     truth = build("llama").to(device)(ids).logits[:, 5:]
     torch.testing.assert_close(torch.cat(held, dim=1), truth.detach(), rtol=1e-4, atol=1e-5)
+
+
+# Compiled
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Traced and cut into pieces as ever; on CPU the pieces run as they are, unless a test is slow."""
+    calls: list[dict[str, Any]] = []
+    original = torch.compile
+
+    def compile_for_a_test(function: Any, **arguments: Any) -> Any:
+        calls.append(arguments)
+        return original(function, **({"backend": "eager"} | arguments))
+
+    monkeypatch.setattr(torch, "compile", compile_for_a_test)
+    torch.compiler.reset()
+    counters.clear()
+    yield calls
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("layers", [2, 9])
+def test_compiled(layers: int, recorder: Recorder, compiled: list[dict[str, Any]]) -> None:
+    """A few programs for all layers and batch sizes: as many for nine layers as for two."""
+    ids = random_ids(3, 6)
+    model = hf_paged.patch(
+        build("llama", layers=layers), **SMALL, cuda_graphs=True, compile_decode=True, max_num_seqs=6
+    )
+    assert torch.equal(model.generate(ids, **GREEDY), build("llama", layers=layers).generate(ids, **GREEDY))
+    assert recorder.sizes == [6, 4, 2, 1] and len(compiled) == 1
+    assert 0 < counters["stats"]["unique_graphs"] <= 25
+    model.paged.release()
+    assert torch.equal(model.generate(ids, **GREEDY), build("llama", layers=layers).generate(ids, **GREEDY))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_compiled_to_machine_code(name: str, recorder: Recorder) -> None:
+    ids = random_ids(3, 6)
+    model = hf_paged.patch(build(name), **SMALL, cuda_graphs=True, compile_decode=True, max_num_seqs=3)
+    assert torch.equal(model.generate(ids, **GREEDY), build(name).generate(ids, **GREEDY))
+    assert recorder.steps
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_compiled_on_a_gpu(recorder: Recorder) -> None:
+    ids = random_ids(3, 6).cuda()
+    model = hf_paged.patch(build("llama").cuda(), **SMALL, compile_decode=True, max_num_seqs=6)
+    assert torch.equal(model.generate(ids, **GREEDY), build("llama").cuda().generate(ids, **GREEDY))
+    assert recorder.steps
+
+
+def test_compiled_where_there_are_no_graphs() -> None:
+    model = patch(cuda_graphs=None, compile_decode=True)
+    with pytest.raises(ValueError, match="compile_decode=True: CUDA graphs need a CUDA device, the model is on cpu"):
+        model.generate(random_ids(1, 5), **GREEDY)
+    with pytest.raises(ValueError, match="compile_decode=True needs CUDA graphs"):
+        patch(cuda_graphs=False, compile_decode=True)
 
 
 # When it is not used

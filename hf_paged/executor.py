@@ -115,8 +115,7 @@ class StepExecutor:
         Not where a user's code runs in the model: it may run steps of its own inside of one.
         """
         setting = self._pool.config.use_async_batching
-        wants = self._runner.model.device.type == "cuda" if setting is None else setting
-        return wants and self._runner.is_plain
+        return (self._pool.is_on_gpu if setting is None else setting) and self._runner.is_plain
 
     def token_table(self, device: torch.device) -> TokenTable:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
@@ -127,9 +126,10 @@ class StepExecutor:
         pool = self._pool
         self.running.append(step)
         try:
-            timer = DeviceTimer(pool.kv_cache.tensor.device)
             kv_cache = pool.execute_copies(step)
-            inputs, logit_rows, targets = self._lay_out(step, kv_cache.tensor.device)
+            device = kv_cache.tensor.device
+            timer = DeviceTimer(device)
+            inputs, logit_rows, targets = self._lay_out(step, device)
             with _autocast(step.chunks[0].sequence.group.batch_key):
                 # A model that can choose rows still computes at least one.
                 asked = np.asarray(logit_rows or [0], dtype=np.int64)

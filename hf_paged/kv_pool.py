@@ -58,6 +58,11 @@ class KVPool:
         return self._manager is not None
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether its tensor is there, and on a CUDA device."""
+        return self._kv_cache is not None and self._kv_cache.tensor.device.type == "cuda"
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: keys and values of `block_size` tokens in all layers."""
         return self._geometry.bytes_per_block(self.config.block_size)

@@ -92,12 +92,12 @@ class TokenInputs:
 
     def to(self, device: torch.device) -> TokenInputs:
         """The same on a device, where all ids are known."""
-        ids = None if self.input_ids is None else _to(self.input_ids, device)
+        ids = None if self.input_ids is None else to_device(self.input_ids, device)
         if self.chosen is not None:
             assert ids is not None
             ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))
-        embeds = None if self.inputs_embeds is None else self.inputs_embeds.to(device)
-        return TokenInputs(ids, embeds, _to(self.position_ids, device))
+        embeds = None if self.inputs_embeds is None else to_device(self.inputs_embeds, device)
+        return TokenInputs(ids, embeds, to_device(self.position_ids, device))
 
     def part(self, start: int, length: int) -> TokenInputs:
         """`length` tokens from `start` on."""
@@ -107,10 +107,6 @@ class TokenInputs:
             None if self.inputs_embeds is None else self.inputs_embeds[start:stop],
             self.position_ids[start:stop],
         )
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return to_device(tensor.numpy(), device) if tensor.device.type == "cpu" else tensor.to(device)
 
 
 class ModelRunner:

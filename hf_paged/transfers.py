@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 
-def to_device(values: np.ndarray | list[int], device: torch.device) -> Tensor:
+def to_device(values: np.ndarray | list[int] | Tensor, device: torch.device) -> Tensor:
     """The values as a tensor on a device.
 
     On a GPU through pinned memory: a copy from ordinary memory waits until everything that is queued there has run.
 
     Args:
-        values: An array, or integers (they become int64).
+        values: An array, a tensor, or integers (they become int64).
         device: Where they go.
     """
     if isinstance(values, list):
         values = np.array(values, dtype=np.int64)
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type != "cuda":
-        return tensor.to(device)
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor if tensor.device == device else tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -43,7 +43,7 @@ class ToHost:
         """The tensor on the CPU, as soon as it is there. On another device than a GPU the copy is made here."""
         if self._event is not None:
             self._event.synchronize()
-        return self._tensor.to("cpu")
+        return self._tensor if self._tensor.device.type == "cpu" else self._tensor.to("cpu")
 
 
 class DeviceTimer:

@@ -487,27 +487,24 @@ class StepWorker:
         num_before = self._executor.num_in_flight
         self._executor.launch(step)
         self._token_limit = None
+        # Inside another step (a hook's) what was launched before that one stays.
+        self._collect(num_before if self._running else int(keeps_in_flight))
         with self.condition:
             self.condition.notify_all()
-        if self._running:  # inside another step, a hook's: what was launched before that one stays
-            self._collect(num_before)
-        else:
-            self._collect(int(keeps_in_flight))
 
     def _settle(self) -> bool:
         """Hands out all tokens that are on their way; returns whether there were any. Nothing to do inside a step."""
-        return not self._running and self._collect(0)
-
-    def _collect(self, num_kept: int) -> bool:
-        """Hands out the tokens of all but so many steps in flight; returns whether there were any."""
-        if self._executor.num_in_flight <= num_kept:
+        if self._running or not self._executor.num_in_flight:
             return False
         with deferred_interrupt():
-            while self._executor.num_in_flight > num_kept:
-                self._executor.collect()
-                with self.condition:
-                    self.condition.notify_all()
+            self._collect(0)
+            with self.condition:
+                self.condition.notify_all()
         return True
+
+    def _collect(self, num_kept: int) -> None:
+        while self._executor.num_in_flight > num_kept:
+            self._executor.collect()
 
     def _housekeep(self) -> None:
         self._collect_abandoned()

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
-from hf_paged import PagedConfig, runner
+from hf_paged import PagedConfig
 from hf_paged.executor import StepExecutor
+from hf_paged.kv_pool import KVPool
 from hf_paged.sampler import ChosenTokens
 
 pytestmark = pytest.mark.timeout(240)
@@ -105,10 +106,7 @@ def test_where_steps_overlap(
 ) -> None:
     model = patch(use_async_batching=setting)
 
-    class OnDevice:
-        device = torch.device(device_type)
-
-    monkeypatch.setattr(runner.ModelRunner, "model", OnDevice())
+    monkeypatch.setattr(KVPool, "is_on_gpu", device_type == "cuda")
     assert model.paged._executor.overlaps is expected
 
 

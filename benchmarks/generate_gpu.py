@@ -6,9 +6,11 @@
 The models have the shapes of Llama-3.1-8B and Qwen3-0.6B, and random bfloat16 weights made on the device. A piece is
 one model and one of:
 
-- decode: milliseconds of a decode step at 1,024 tokens of context, batches of 1, 32, 128 and 256; with CUDA graphs and
-  fused layers, without either, and stock `generate()` (dynamic cache). The roofline is what this card takes, as
-  measured here, to read the weights and the keys and values once, or for the matrix products, whichever is more.
+- decode: milliseconds of a decode step at 1,024 tokens of context, batches of 1, 32, 128 and 256; as it is, with every
+  row sampling by parameters of its own, without CUDA graphs, fused layers or overlapping steps, and stock `generate()`
+  (dynamic cache). The roofline is what this card takes, as measured here, to read the weights and the keys and values
+  once, or for the matrix products, whichever is more.
+- compiled: the same with `compile_decode`, batches of 1 and the most, and the seconds that compiling takes.
 - static: stock `generate()` with a static cache, which transformers compiles.
 - sharegpt, azure, bwb: seconds for requests whose lengths are drawn from the traces' quantiles, submitted at once.
 - stock, generate_batch: the same ShareGPT-like requests by stock `generate()` in padded batches of some sizes, as they
@@ -87,7 +89,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
         ),
     ),
 }
-PIECES = ("decode", "sharegpt", "stock", "generate_batch", "azure", "bwb", "start", "profile", "static")
+PIECES = (
+    *("decode", "sharegpt", "stock", "generate_batch", "start", "profile", "compiled"),
+    *("azure", "bwb", "static"),
+)
 DEFAULT = [f"{model}-{piece}" for model in ("8b", "0.6b") for piece in PIECES]
 BATCHES = (1, 32, 128, 256)
 CONTEXT = 1024
@@ -155,12 +160,22 @@ def roofline_ms(model: Any, batch: int, card: dict[str, float]) -> float:
     return 1e3 * max(num_bytes / card["bytes_per_second"], 2 * weights * batch / card["flops"])
 
 
-def paged_step_ms(model: Any, batch: int) -> float:
+def paged_step_ms(model: Any, batch: int, samples: bool = False) -> float:
     """Median time between a request's tokens while `batch` of them decode."""
     draw = random.Random(batch)
     vocab = model.config.vocab_size
     prompts = [[draw.randrange(3, vocab) for _ in range(CONTEXT - NUM_STEPS // 2)] for _ in range(batch)]
-    requests = [model.paged.submit(prompt, max_new_tokens=4 * NUM_STEPS, **GREEDY) for prompt in prompts]
+    requests = []
+    for index, prompt in enumerate(prompts):
+        own: dict[str, Any] = GREEDY
+        if samples:
+            own = {
+                "do_sample": True,
+                "temperature": 0.5 + index / 500,
+                "top_p": 0.8 + index / 2000,
+                "top_k": 50 + index,
+            }
+        requests.append(model.paged.submit(prompt, max_new_tokens=4 * NUM_STEPS, **own))
     for request in requests:
         next(iter(request))  # all have been prefilled
     stamps = []
@@ -210,24 +225,12 @@ def patched(model: Any, **settings: Any) -> Iterator[Any]:
 def decode(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[str, Any]:
     model = make_model(name, device)
     card = measure_card(device)
-    graphs = None if device.type == "cuda" else False
     rows: list[dict[str, Any]] = []
-    for variant, settings in (
-        ("hf_paged", {"cuda_graphs": graphs}),
-        ("hf_paged, nothing fused", {"cuda_graphs": graphs}),
-        ("hf_paged, no graphs", {"cuda_graphs": False}),
-        ("stock", None),
-    ):
+
+    def measure(variant: str, of_batch: Callable[[int], float]) -> None:
         for batch in batches:
             try:
-                if settings is None:
-                    milliseconds = stock_step_ms(model, batch, device)
-                elif variant == "hf_paged, nothing fused":
-                    with unfused(), patched(model, **settings):
-                        milliseconds = paged_step_ms(model, batch)
-                else:
-                    with patched(model, **settings):
-                        milliseconds = paged_step_ms(model, batch)
+                milliseconds = of_batch(batch)
             except torch.OutOfMemoryError as error:
                 rows.append({"engine": variant, "batch": batch, "error": describe(error)})
                 continue
@@ -237,7 +240,35 @@ def decode(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[st
                 | {"of_roofline": floor / milliseconds, "tokens_per_second": 1e3 * batch / milliseconds}
             )
             print(rows[-1], flush=True)
+
+    with patched(model):
+        measure("hf_paged", lambda batch: paged_step_ms(model, batch))
+        measure("hf_paged, sampling", lambda batch: paged_step_ms(model, batch, samples=True))
+    with patched(model, use_async_batching=False):
+        measure("hf_paged, steps one by one", lambda batch: paged_step_ms(model, batch))
+    with unfused(), patched(model):
+        measure("hf_paged, nothing fused", lambda batch: paged_step_ms(model, batch))
+    with patched(model, cuda_graphs=False):
+        measure("hf_paged, no graphs", lambda batch: paged_step_ms(model, batch))
+    measure("stock", lambda batch: stock_step_ms(model, batch, device))
     return {"card": card, "context": CONTEXT, "rows": rows}
+
+
+def compiled(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[str, Any]:
+    """On CPU, where there are no graphs to compile for, as it is."""
+    model = make_model(name, device)
+    card = measure_card(device)
+    rows = []
+    with patched(model, compile_decode=device.type == "cuda"):
+        started = time.perf_counter()
+        model.paged.submit(list(range(5, 69)), max_new_tokens=4, **GREEDY).result()
+        seconds = time.perf_counter() - started
+        for batch in sorted({batches[0], batches[-1]}):
+            milliseconds = paged_step_ms(model, batch)
+            rows.append(
+                {"batch": batch, "step_ms": milliseconds, "of_roofline": roofline_ms(model, batch, card) / milliseconds}
+            )
+    return {"seconds_of_first_call": seconds, "rows": rows}
 
 
 def static(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[str, Any]:
@@ -372,7 +403,7 @@ def run_piece(piece: str, device: torch.device, limit: int, batches: tuple[int, 
         return (stock if what == "stock" else generate_batch)(name, device, limit)
     if what == "start":
         return start(name, device)
-    return {"decode": decode, "static": static, "profile": profile}[what](name, device, batches)
+    return {"decode": decode, "compiled": compiled, "static": static, "profile": profile}[what](name, device, batches)
 
 
 def summary(pieces: dict[str, Any]) -> str:

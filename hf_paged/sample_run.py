@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from hf_paged.draws import StepNoise
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
-from hf_paged.sampler import Choice, RowSampler, needs_ids
+from hf_paged.sampler import Choice, RowSampler, needs_ids, processor_kinds
 from hf_paged.sequence import Sequence
 from hf_paged.token_table import TokenTable
 from hf_paged.worker import StepWorker
@@ -27,7 +27,10 @@ TokenCallback = Callable[[int], None]
 
 @dataclass(slots=True)
 class SampleCall:
-    """What transformers prepared for its `_sample` loop.
+    """What transformers prepared for its `_sample` loop, and what the host has to know of it.
+
+    What lies on a device is read here, once: on a GPU that waits for the steps that run, and must not be done where
+    others wait for the pool's lock.
 
     Attributes:
         input_ids: `[rows, width]` int64, left-padded; the rows of a prompt's `num_samples` samples follow each other.
@@ -41,6 +44,11 @@ class SampleCall:
         priority: Of its sequences.
         cache_salt: Part of the prefix-cache key.
         request_id: The request that it is.
+        prompts: The rows' tokens, without padding.
+        kinds: Of `processors`, what the sampler has to know.
+        eos: Tokens that end a row.
+        max_length: Columns of the result at most.
+        other_criteria: What else ends a row.
     """
 
     input_ids: Tensor
@@ -54,6 +62,25 @@ class SampleCall:
     priority: int = 0
     cache_salt: Hashable = None
     request_id: str | None = None
+    prompts: list[list[int]] = field(init=False)
+    kinds: list[Hashable] = field(init=False)
+    eos: set[int] = field(init=False, default_factory=set)
+    max_length: int | None = field(init=False, default=None)
+    other_criteria: StoppingCriteriaList | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.prompts = [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
+        self.kinds = processor_kinds(self.processors)
+        others = StoppingCriteriaList()
+        for criterion in self.criteria:
+            if hasattr(criterion, "eos_token_id"):
+                self.eos |= set(criterion.eos_token_id.tolist())
+            elif type(criterion).__name__ == "MaxLengthCriteria" and not _warns(criterion):
+                length = criterion.max_length
+                self.max_length = length if self.max_length is None else min(length, self.max_length)
+            else:
+                others.append(criterion)
+        self.other_criteria = others or None
 
 
 @dataclass(slots=True)
@@ -116,7 +143,7 @@ class SampleRun:
         num_rows, self._width = call.input_ids.shape
         self.rows = [_Row() for _ in range(num_rows)]
         self._num_open = num_rows
-        self._read_criteria()
+        self._eos, self._max_length, self._other_criteria = call.eos, call.max_length, call.other_criteria
         self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
@@ -125,36 +152,20 @@ class SampleRun:
             self._table = worker.token_table(call.input_ids.device)
             self._table_rows = self._table.add(call.input_ids)
         self._sampler = RowSampler(
-            call.processors, self._noise, self._table, self._table_rows, self._width, call.input_ids.device
+            call.processors, self._noise, call.kinds, self._table, self._table_rows, self._width, call.input_ids.device
         )
-        ids = call.input_ids.tolist()
         pending: list[tuple[int, Sequence]] = []
         salt = () if call.cache_salt is None else (call.cache_salt,)
         for row in range(0, num_rows, call.num_samples):
             group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
             sequence = pool.scheduler.new_sequence(group)
-            sequence.token_ids = ids[row][call.padding[row] :]
+            sequence.token_ids = call.prompts[row].copy()
             sequence.num_tokens = sequence.num_prompt_tokens = len(sequence.token_ids)
             sequence.logits_from = sequence.num_tokens - 1
             sequence.extra_key = (*state_key, 0, *salt)
             self.rows[row].sequence = sequence
             pending.append((row, sequence))
         worker.add(self, pending)
-
-    def _read_criteria(self) -> None:
-        """The usual two criteria as numbers; others run as they are."""
-        self._eos: set[int] = set()
-        self._max_length: int | None = None
-        others = StoppingCriteriaList()
-        for criterion in self._call.criteria:
-            if hasattr(criterion, "eos_token_id"):
-                self._eos |= set(criterion.eos_token_id.tolist())
-            elif type(criterion).__name__ == "MaxLengthCriteria" and not _warns(criterion):
-                length = criterion.max_length
-                self._max_length = length if self._max_length is None else min(length, self._max_length)
-            else:
-                others.append(criterion)
-        self._other_criteria = others or None
 
     @property
     def is_done(self) -> bool:

@@ -67,21 +67,26 @@ class RowSampler:
         self,
         processors: Sequence[Any],
         noise: StepNoise | None,
+        kinds: list[Hashable],
         table: TokenTable | None = None,
         table_rows: Sequence[int] = (),
         width: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """Of a call; `table` is needed if `needs_ids(processors)`."""
+        """Of a call; `kinds` are `processor_kinds(processors)`, and `table` is needed if `needs_ids(processors)`."""
         self.processors = list(processors)
         self.noise = noise
         self.table = table
         self.table_rows = table_rows
         self.width = width
         self.device = device
-        kinds = [_kind(processor) for processor in processors]
         self.reads_ids = needs_ids(processors)
         self.kind: Hashable = None if None in kinds else (noise is None, device, *kinds)
+
+
+def processor_kinds(processors: Sequence[Any]) -> list[Hashable]:
+    """Of each, what processors of different calls must have in common to become one; `None` if they can't."""
+    return [_kind(processor) for processor in processors]
 
 
 def needs_ids(processors: Sequence[Any]) -> bool:
@@ -218,7 +223,6 @@ def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
 
 
 def _kind(processor: Any) -> Hashable:
-    """What processors of different calls must have in common to become one; `None` if they can't."""
     if type(processor) not in _PARAMETERS:
         return None
     if getattr(processor, "prompt_ignore_length", None) is not None:  # looks where tokens are

@@ -36,7 +36,7 @@ from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogit
 import hf_paged
 from hf_paged import sampler
 from hf_paged.draws import StepNoise
-from hf_paged.sampler import Choice, RowSampler, choose_tokens, needs_ids
+from hf_paged.sampler import Choice, RowSampler, choose_tokens, needs_ids, processor_kinds
 from hf_paged.token_table import TokenTable
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,7 +94,8 @@ class Call:
         self.prompts = (torch.arange(rows * self.width).view(rows, self.width) * 7 + (self.seed or 0)) % vocab
         table = TABLE if needs_ids(self.processors) else None
         table_rows = [] if table is None else table.add(self.prompts)
-        self.sampler = RowSampler(self.processors, noise, table, table_rows, self.width)
+        kinds = processor_kinds(self.processors)
+        self.sampler = RowSampler(self.processors, noise, kinds, table, table_rows, self.width)
 
     def expected(self) -> list[list[int]]:
         """As transformers' loop: the tokens of each step."""
@@ -412,7 +413,9 @@ def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
     table = TokenTable(meta)
     choices = [
         Choice(
-            RowSampler(own, None, table, table.add(torch.zeros(2, 4 + i, dtype=torch.int64)), 4 + i, meta),
+            RowSampler(
+                own, None, processor_kinds(own), table, table.add(torch.zeros(2, 4 + i, dtype=torch.int64)), 4 + i, meta
+            ),
             [0, 1],
             0,
             [2 * i, 2 * i + 1],

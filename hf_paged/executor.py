@@ -16,7 +16,7 @@ from hf_paged.runner import ModelRunner, TokenInputs
 from hf_paged.sampler import Choice, ChosenTokens, choose_tokens
 from hf_paged.scheduler import ScheduledChunk, SchedulerOutput
 from hf_paged.token_table import TokenTable
-from hf_paged.transfers import DeviceTimer
+from hf_paged.transfers import DeviceTimer, current
 
 
 class LogitsSink(Protocol):
@@ -115,7 +115,7 @@ class StepExecutor:
         Not where a user's code runs in the model: it may run steps of its own inside of one.
         """
         setting = self._pool.config.use_async_batching
-        return (self._pool.is_on_gpu if setting is None else setting) and self._runner.is_plain
+        return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self._runner.is_plain
 
     def token_table(self, device: torch.device) -> TokenTable:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
@@ -123,6 +123,10 @@ class StepExecutor:
 
     def launch(self, step: SchedulerOutput) -> None:
         """Queues a step. Takes it back if anything raises. The step lock is held."""
+        with current(self._pool.kv_device):
+            self._launch(step)
+
+    def _launch(self, step: SchedulerOutput) -> None:
         pool = self._pool
         self.running.append(step)
         try:

@@ -58,9 +58,9 @@ class KVPool:
         return self._manager is not None
 
     @property
-    def is_on_gpu(self) -> bool:
-        """Whether its tensor is there, and on a CUDA device."""
-        return self._kv_cache is not None and self._kv_cache.tensor.device.type == "cuda"
+    def kv_device(self) -> torch.device:
+        """Where its tensor is, or (before the first use) will be; asked for in every step."""
+        return self._runner.model.device if self._kv_cache is None else self._kv_cache.tensor.device
 
     @property
     def bytes_per_block(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,11 @@ def to_device(values: np.ndarray | list[int] | Tensor, device: torch.device) -> 
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor if tensor.device == device else tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, a GPU is torch's current one on this thread: streams and events that are made are its own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class ToHost:

@@ -106,7 +106,7 @@ def test_where_steps_overlap(
 ) -> None:
     model = patch(use_async_batching=setting)
 
-    monkeypatch.setattr(KVPool, "is_on_gpu", device_type == "cuda")
+    monkeypatch.setattr(KVPool, "kv_device", torch.device(device_type))
     assert model.paged._executor.overlaps is expected
 
 

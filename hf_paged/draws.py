@@ -181,7 +181,7 @@ class StepNoise:
 
     def rewind(self, num_steps: int) -> None:
         """Leaves the generator where it stands after so many steps: one more may have been begun in vain."""
-        if num_steps < self._num_steps:
+        if num_steps < self._num_steps:  # whose state is kept: a row was there when it drew
             self._generator.set_state(self._states[num_steps])
 
     def _noise(self, step: int, probs: Tensor) -> Tensor:

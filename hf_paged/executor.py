@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import ModelRunner, TokenInputs
-from hf_paged.sampler import Choice, ChosenTokens, choose_tokens
+from hf_paged.sampler import Choice, ChosenTokens, Outcome, choose_tokens
 from hf_paged.scheduler import ScheduledChunk, SchedulerOutput
 from hf_paged.token_table import TokenTable
 from hf_paged.transfers import DeviceTimer, current
@@ -48,8 +48,12 @@ class LogitsSink(Protocol):
             For each row its sequence's id; -1 if it ends with this token.
         """
 
-    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
-        """Receives tokens chosen for rows (-1: its probabilities are none). The pool's lock is held."""
+    def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
+        """Receives tokens chosen for rows (-1: its probabilities are none). The pool's lock is held.
+
+        Raises:
+            Exception: What the outcome is, if any of the rows still waits for it.
+        """
 
     def fail(self, error: BaseException) -> None:
         """Ends with an error. The pool's lock is held."""
@@ -66,7 +70,7 @@ class _StepInFlight:
         number: Of the step.
         step: What runs.
         timer: Of the step.
-        chosen: The tokens it chooses; `None`: none.
+        chosen: The tokens it chooses, or what choosing raised; `None`: none.
         takers: For each choice, who takes its tokens, and its rows.
         places: Where in the tokens that of each sequence is that goes on.
     """
@@ -74,7 +78,7 @@ class _StepInFlight:
     number: int
     step: SchedulerOutput
     timer: DeviceTimer
-    chosen: ChosenTokens | None
+    chosen: ChosenTokens | Exception | None
     takers: list[tuple[LogitsSink, list[int]]]
     places: dict[int, int]
 
@@ -156,20 +160,20 @@ class StepExecutor:
         Of the newest inside a step that is being launched (in a hook): rows of the others may be in that one, too.
         """
         done = self._in_flight.pop() if self.running else self._in_flight.popleft()
-        results: list[list[int] | Exception] = []
+        outcomes: list[Outcome] = []
         seconds = 0.0
         try:
+            if isinstance(done.chosen, Exception):
+                raise done.chosen
             if done.chosen is not None:
-                results = done.chosen.read()
+                outcomes = done.chosen.read()
             seconds = done.timer.seconds()
-        except Exception as error:  # a kernel failed, and the device with it
-            results = [error] * len(done.takers)
+        except Exception as error:  # nobody's in particular: out of memory, a kernel that failed
+            outcomes = [error] * len(done.takers)
         with self._pool.lock:
-            for (sink, rows), tokens in zip(done.takers, results, strict=True):
+            for (sink, rows), outcome in zip(done.takers, outcomes, strict=True):
                 try:
-                    if isinstance(tokens, Exception):
-                        raise tokens
-                    sink.take_tokens(rows, tokens)
+                    sink.take_tokens(rows, outcome)
                 except Exception as error:
                     sink.fail(error)
             chunks = done.step.chunks
@@ -198,7 +202,7 @@ class StepExecutor:
         def known() -> TokenInputs:
             made = TokenInputs(torch.tensor(ids, device="cpu"), None, torch.tensor(positions, device="cpu"))
             if any(source >= 0 for source in sources):
-                assert last is not None and last.chosen is not None
+                assert last is not None and isinstance(last.chosen, ChosenTokens)
                 made.chosen = last.chosen.tokens, np.array(sources, dtype=np.int64)
             ids.clear()
             positions.clear()
@@ -265,15 +269,12 @@ class StepExecutor:
         places: dict[int, int] = {}
         try:
             chosen = choose_tokens(choices, logits)
-        except Exception as error:  # nobody's in particular: out of memory
-            for sink, _ in takers:
-                sink.fail(error)
-            return _StepInFlight(self.num_steps, step, timer, None, [], {})
+        except Exception as error:
+            return _StepInFlight(self.num_steps, step, timer, error, takers, {})
         for (sink, rows), place in zip(takers, chosen.places, strict=True):
-            if isinstance(place, Exception):
-                sink.fail(place)  # at once: none of its rows is to run again
-                continue
-            places.update(zip(sink.expect_tokens(rows), range(place, place + len(rows)), strict=True))
+            # Rows without a token wait, and fail when those of the step before are known: they may have ended with it.
+            if not isinstance(place, Exception):
+                places.update(zip(sink.expect_tokens(rows), range(place, place + len(rows)), strict=True))
         return _StepInFlight(self.num_steps, step, timer, chosen, takers, places)
 
     def count_step(self, chunks: list[ScheduledChunk]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
-from hf_paged.sampler import Choice
+from hf_paged.sampler import Choice, Outcome
 from hf_paged.sequence import Sequence
 from hf_paged.transfers import to_device
 from hf_paged.worker import CallCancelledError, Caller, StepWorker
@@ -148,7 +148,7 @@ class ForwardItem:
     def expect_tokens(self, rows: list[int]) -> list[int]:
         raise NotImplementedError("a forward wants logits")
 
-    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
+    def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
         raise NotImplementedError("a forward wants logits")
 
     def fail(self, error: BaseException) -> None:

@@ -58,6 +58,11 @@ class KVPool:
         return self._manager is not None
 
     @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence that the model is made for."""
+        return self._runner.max_context
+
+    @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
         return self._runner.model.device if self._kv_cache is None else self._kv_cache.tensor.device

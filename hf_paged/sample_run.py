@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from hf_paged.draws import StepNoise
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
-from hf_paged.sampler import Choice, RowSampler, needs_ids, processor_kinds
+from hf_paged.sampler import Choice, Outcome, RowSampler, needs_ids, processor_kinds
 from hf_paged.sequence import Sequence
 from hf_paged.token_table import TokenTable
 from hf_paged.worker import StepWorker
@@ -143,16 +143,23 @@ class SampleRun:
         num_rows, self._width = call.input_ids.shape
         self.rows = [_Row() for _ in range(num_rows)]
         self._num_open = num_rows
-        self._eos, self._max_length, self._other_criteria = call.eos, call.max_length, call.other_criteria
+        self._eos, self._max_length, self._max_context = call.eos, call.max_length, pool.max_context
         self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
-        if self._other_criteria is not None or needs_ids(call.processors):
+        if call.other_criteria is not None or needs_ids(call.processors):
             # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
             self._table = worker.token_table(call.input_ids.device)
             self._table_rows = self._table.add(call.input_ids)
         self._sampler = RowSampler(
-            call.processors, self._noise, call.kinds, self._table, self._table_rows, self._width, call.input_ids.device
+            call.processors,
+            self._noise,
+            call.kinds,
+            call.other_criteria,
+            self._table,
+            self._table_rows,
+            self._width,
+            call.input_ids.device,
         )
         pending: list[tuple[int, Sequence]] = []
         salt = () if call.cache_salt is None else (call.cache_salt,)
@@ -240,21 +247,26 @@ class SampleRun:
                 going_on.append(-1)
                 continue
             row.num_chosen += 1
-            is_last = self._max_length is not None and self._width + row.num_chosen >= self._max_length
-            if is_last:
-                row.sequence.is_wanted = False  # preempted now, it is not to be computed again
-            else:
-                self._pool.scheduler.expect_token(row.sequence)
-            going_on.append(-1 if is_last else row.sequence.seq_id)
+            sequence = row.sequence
+            goes_on = self._max_length is None or self._width + row.num_chosen < self._max_length
+            if not goes_on:
+                sequence.is_wanted = False  # preempted now, it is not to be computed again
+            elif sequence.num_tokens < self._max_context:
+                self._pool.scheduler.expect_token(sequence)
+            else:  # a position that the model may not have: it must be known whether the row gets there
+                goes_on = False
+            going_on.append(sequence.seq_id if goes_on else -1)
         return going_on
 
-    def take_tokens(self, rows: list[int], tokens: list[int]) -> None:
+    def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
         # A row may have ended since: that step began before its last token was known.
         is_open = [self.rows[row].finish_reason is None for row in rows]
-        rows, tokens = list(compress(rows, is_open)), list(compress(tokens, is_open))
-        stops = self._meets_criteria(rows) if rows and self._other_criteria is not None else [False] * len(rows)
-        for row, token, stop in zip(rows, tokens, stops, strict=True):
-            self._append(row, token, stop)
+        if not any(is_open):
+            return
+        if isinstance(outcome, Exception):
+            raise outcome
+        for row, token, stops in compress(zip(rows, *outcome, strict=True), is_open):
+            self._append(row, token, stops)
 
     def _at_step(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
         """Rows whose result has the same length, and where their logits are: usually all rows."""
@@ -267,10 +279,10 @@ class SampleRun:
         return [(step, *at_step[step]) for step in sorted(at_step)]
 
     def _oldest_step(self) -> int:
-        """The step of the open row that is furthest behind."""
+        """The step of the open row that is furthest behind, as far as the host knows: the run may end there."""
         if len(self.rows) == 1:
-            return self.rows[0].num_chosen
-        return min((row.num_chosen for row in self.rows if row.finish_reason is None), default=0)
+            return len(self.rows[0].tokens)
+        return min((len(row.tokens) for row in self.rows if row.finish_reason is None), default=0)
 
     def _split(self, row: int) -> int:
         """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
@@ -282,14 +294,6 @@ class SampleRun:
             self.rows[sample].sequence = child = self._pool.scheduler.fork(first.sequence)
             self._worker.add(self, [(sample, child)])
         return self._call.num_samples
-
-    def _meets_criteria(self, rows: list[int]) -> list[bool]:
-        """Whether rows that are about to get a token, of one length all of them, end with it."""
-        assert self._table is not None and self._other_criteria is not None
-        length = self._width + len(self.rows[rows[0]].tokens) + 1
-        ids = self._table.read([self._table_rows[row] for row in rows], [length] * len(rows))
-        stops: list[bool] = self._other_criteria(ids, None).tolist()  # read by the host, as transformers' loop does
-        return stops
 
     def _append(self, index: int, token: int, stops: bool) -> None:
         if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
@@ -306,6 +310,8 @@ class SampleRun:
             self._end(row, "length")
         else:
             assert row.sequence is not None
+            if not row.sequence.expects_tokens:
+                self._pool.scheduler.expect_token(row.sequence)
             self._pool.scheduler.reveal_token(row.sequence, token)
 
     def _end(self, row: _Row, reason: str) -> None:
@@ -318,12 +324,12 @@ class SampleRun:
             row.sequence = None
         self._num_open -= 1
         if self._num_open == 0:
+            on_end, self._on_end, self._on_token = self._on_end, None, None  # they know it, too
             if self._table is not None:
                 self._table.remove(self._table_rows)
             if self._noise is not None:
                 self._noise.rewind(self.num_steps)
             self._done.set()
-            on_end, self._on_end, self._on_token = self._on_end, None, None  # they know it, too
             if on_end is not None:
                 on_end()
 

@@ -57,7 +57,8 @@ class RowSampler:
             that are at one step.
         processors: transformers' own, row-wise.
         noise: Where draws come from; `None`: the likeliest token is taken.
-        table: The tokens of the call's rows, where processors or the call itself look at them.
+        criteria: transformers' own, row-wise, that a row's tokens may meet; `None`: there are none.
+        table: The tokens of the call's rows, where processors or criteria look at them: one for all calls on a device.
         table_rows: The rows of `table` that are the call's.
         width: Tokens of each row before the first that is generated.
         device: Where scores are processed, as in transformers' loop: the prompt's; `None`: where they are.
@@ -68,14 +69,16 @@ class RowSampler:
         processors: Sequence[Any],
         noise: StepNoise | None,
         kinds: list[Hashable],
+        criteria: Callable[[Tensor, Any], Tensor] | None = None,
         table: TokenTable | None = None,
         table_rows: Sequence[int] = (),
         width: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """Of a call; `kinds` are `processor_kinds(processors)`, and `table` is needed if `needs_ids(processors)`."""
+        """Of a call; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
         self.processors = list(processors)
         self.noise = noise
+        self.criteria = criteria
         self.table = table
         self.table_rows = table_rows
         self.width = width
@@ -123,28 +126,48 @@ class Choice:
         return [self.sampler.width + self.step] * len(self.rows)
 
 
+Outcome = tuple[list[int], list[bool]] | Exception  # tokens of a choice's rows, and whether they meet criteria
+
+
 class ChosenTokens:
     """Tokens that were chosen, on the device, and on their way to the host.
 
     Attributes:
         tokens: `[N]` int64, -1 for a row whose probabilities are none (NaN).
-        places: For each choice, where in `tokens` its rows' begin; or what its processors raised.
+        places: For each choice, where in `tokens` its rows' begin; or what its processors or criteria raised.
     """
 
-    def __init__(self, tokens: Tensor, places: list[int | Exception], lengths: list[int]) -> None:
-        """Queues the transfer; `lengths` are the numbers of rows of the choices."""
+    def __init__(
+        self, tokens: Tensor, places: list[int | Exception], lengths: list[int], stops: dict[int, Tensor]
+    ) -> None:
+        """Queues the transfer.
+
+        Args:
+            tokens: See the class.
+            places: See the class.
+            lengths: Rows of the choices.
+            stops: By number of the choice, `[rows]` bool: which of them meet the call's criteria.
+        """
         self.tokens = tokens
         self.places = places
         self._lengths = lengths
-        self._to_host = ToHost(tokens)
+        self._stops = list(stops)
+        self._to_host = ToHost(torch.cat([tokens, *(own.to(tokens.device, tokens.dtype) for own in stops.values())]))
 
-    def read(self) -> list[list[int] | Exception]:
-        """For each choice its rows' tokens. Waits until the step that computes them is over."""
+    def read(self) -> list[Outcome]:
+        """Of each choice. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
-        tokens = self._to_host.wait().tolist()
+        found = self._to_host.wait().tolist()
+        stops: dict[int, list[bool]] = {}
+        start = len(self.tokens)
+        for number in self._stops:
+            stops[number] = [bool(stop) for stop in found[start : start + self._lengths[number]]]
+            start += self._lengths[number]
         return [
-            place if isinstance(place, Exception) else tokens[place : place + length]
-            for place, length in zip(self.places, self._lengths, strict=True)
+            place
+            if isinstance(place, Exception)
+            else (found[place : place + length], stops.get(number, [False] * length))
+            for number, (place, length) in enumerate(zip(self.places, self._lengths, strict=True))
         ]
 
 
@@ -161,6 +184,7 @@ def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
         kind = choice.sampler.kind
         kinds[(id(choice.sampler), choice.step) if kind is None else kind].append(number)
     places: list[int | Exception] = [0] * len(choices)
+    stops: dict[int, Tensor] = {}
     chosen: list[Tensor] = []
     num_tokens = 0
 
@@ -184,8 +208,17 @@ def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
                     choose([number])
                 except Exception as own_error:
                     places[number] = own_error
+    for number, choice in enumerate(choices):
+        sampler = choice.sampler
+        if sampler.criteria is not None and sampler.table is not None and not isinstance(places[number], Exception):
+            try:
+                stops[number] = sampler.criteria(
+                    sampler.table.read(choice.table_rows, [n + 1 for n in choice.lengths]), None
+                )
+            except Exception as error:
+                places[number] = error
     tokens = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=logits.device)
-    return ChosenTokens(tokens, places, [len(choice.rows) for choice in choices])
+    return ChosenTokens(tokens, places, [len(choice.rows) for choice in choices], stops)
 
 
 def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
@@ -197,11 +230,9 @@ def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
     first = samplers[0]
     scores = logits.to(first.device or logits.device, torch.float32)
     lengths = [len(choice.rows) for choice in choices]
-    table, ids = first.table, None
-    table_rows = [row for choice in choices for row in choice.table_rows] if table is not None else []
-    token_lengths = [length for choice in choices for length in choice.lengths]
-    if table is not None and first.reads_ids:
-        ids = table.read(table_rows, token_lengths)
+    ids: Any = None
+    if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
+        ids = first.table.read(*_table_rows(choices))
     for own in zip(*(sampler.processors for sampler in samplers), strict=True):
         scores = _merged(own, lengths, scores)(ids, scores)
     if first.noise is None:
@@ -217,9 +248,26 @@ def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
         # A row with a NaN anywhere is all NaN behind the softmax.
         is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
         tokens = torch.where(is_number, tokens, -1)
-    if table is not None:
-        table.write(table_rows, token_lengths, tokens.clamp(min=0))
+    _note(choices, lengths, tokens.clamp(min=0))
     return tokens
+
+
+def _note(choices: list[Choice], lengths: list[int], tokens: Tensor) -> None:
+    """Puts tokens into the table, of those calls of one kind that have theirs in it."""
+    parts = zip(choices, tokens.split(lengths), strict=True)
+    noted = [(choice, part) for choice, part in parts if choice.sampler.table is not None]
+    if noted:
+        table = noted[0][0].sampler.table
+        assert table is not None
+        if len(noted) < len(choices):
+            tokens = torch.cat([part for _, part in noted])
+        table.write(*_table_rows([choice for choice, _ in noted]), tokens)
+
+
+def _table_rows(choices: list[Choice]) -> tuple[list[int], list[int]]:
+    """Where the tokens of all their rows are, and how many each has."""
+    rows = [row for choice in choices for row in choice.table_rows]
+    return rows, [length for choice in choices for length in choice.lengths]
 
 
 def _kind(processor: Any) -> Hashable:

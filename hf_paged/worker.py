@@ -251,6 +251,7 @@ class StepWorker:
         while not done.is_set():
             if not self.step(only) and not done.is_set() and not self.step(only, forced=True) and not done.is_set():
                 raise RuntimeError("nothing can run, and the forward that is waited for has not")
+        self._settle()
 
     # A pause
 
@@ -519,7 +520,8 @@ class StepWorker:
         """
         self._pool.log.step = self._executor.num_steps + 1
         try:
-            step = self._pool.scheduler.schedule(**options)
+            # Inside another step earlier tokens stay in flight; later ones of the same rows must not overtake them.
+            step = self._pool.scheduler.schedule(known_only=bool(self._running), **options)
         except OutOfBlocksError as error:
             self._pool.execute_swap_outs(error.swap_outs)
             if self._may_find_room():

@@ -360,7 +360,8 @@ def test_pieces_on_a_gpu_are_saved_one_by_one_and_not_measured_again(
         gpu.main([*given, "tiny-nonsense", "tiny-decode"])
     pieces = json.loads((tmp_path / "generate-gpu.json").read_text())["pieces"]
     rows = pieces["tiny-decode"]["rows"]
-    engines = {"hf_paged", "hf_paged, nothing fused", "hf_paged, no graphs", "stock"}
+    variants = ("sampling", "steps one by one", "nothing fused", "no graphs")
+    engines = {"hf_paged", *(f"hf_paged, {variant}" for variant in variants), "stock"}
     assert {(row["engine"], row["batch"]) for row in rows} == {(engine, n) for engine in engines for n in (1, 2)}
     assert all(row["step_ms"] > 0 and row["of_roofline"] > 0 for row in rows)
     assert "KeyError" in pieces["tiny-nonsense"]["error"]

@@ -292,7 +292,7 @@ def test_ctrl_c_at_any_moment(pair: Pair) -> None:
     [
         (FlatForward, "wanted_logits", {"num_beams": 2}),
         (FlatForward, "wanted_logits", {"prompt_lookup_num_tokens": 2}),
-        (SampleRun, "_read_criteria", {}),
+        (SampleRun, "__init__", {}),
     ],
     ids=["beams", "lookup", "rows"],
 )

@@ -17,10 +17,17 @@ import pytest
 import torch
 from models import EOS, MODELS, VOCAB, build, random_ids
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import hf_paged
-from hf_paged import PagedConfig
+from hf_paged import PagedConfig, runner
 from hf_paged.executor import StepExecutor
 from hf_paged.kv_pool import KVPool
 from hf_paged.sampler import ChosenTokens
@@ -472,6 +479,155 @@ def test_out_of_memory_with_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) ->
         requests = [model.paged.submit(ids, **GREEDY) for ids in prompts]
     for ids, request in zip(prompts, requests, strict=True):
         assert request.result(PATIENCE).token_ids == stock.generate(ids, **GREEDY)[0, 6:].tolist()
+    check_idle(model)
+
+
+# Found by a reader
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_criteria_beside_calls_that_have_none(overlaps: bool, is_first: bool) -> None:
+    """The same processors in both, so that their rows become one batch: only one call's tokens are looked at."""
+    model, stock = patch(use_async_batching=overlaps), build("llama")
+    ids = random_ids(1, 6)
+    length = 9
+    arguments = SAMPLING | {"temperature": 0.7, "eos_token_id": VOCAB - 1, "max_new_tokens": 30}
+    seeds = (3, 4)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(MaxTimeCriteria, "__call__", lambda self, ids, scores, **_: has_last(ids, length))
+        expected = []
+        for seed, own in zip(seeds, ({"max_time": 1000.0}, {}), strict=True):
+            torch.manual_seed(seed)
+            expected.append(stock.generate(ids, **arguments | own)[0, 6:].tolist())
+        assert len(expected[0]) < 30 == len(expected[1])
+        both = list(zip(seeds, ({"max_time": 1000.0}, {}), strict=True))
+        requests = {}
+        with model.paged._worker.exclusive():
+            for seed, own in both if is_first else both[::-1]:
+                torch.manual_seed(seed)
+                requests[seed] = model.paged.submit(ids, **arguments | own)
+        assert [requests[seed].result(PATIENCE).token_ids for seed in seeds] == expected
+    check_idle(model)
+
+
+def has_last(ids: Tensor, length: int) -> Tensor:
+    return (ids[:, -1] % 4 == 1) & (ids.shape[1] > length)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_sampling_that_fails_with_a_step_in_flight(at: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator is taken back to where the call failed, whatever has been drawn since."""
+    model, ids = patch(), random_ids(rows, 6)
+    read, count = ChosenTokens.read, 0
+
+    def failing(self: ChosenTokens) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise RuntimeError("an illegal memory access was encountered")
+        return read(self)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(ChosenTokens, "read", failing)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            model.generate(ids, **SAMPLING)
+    torch.manual_seed(0)
+    expected = build("llama").generate(ids, **SAMPLING)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids, **SAMPLING), expected)
+    check_idle(model)
+
+
+def test_criteria_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = patch(), random_ids(2, 6)
+
+    def failing(self: Any, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if ids.shape[1] > 9:
+            raise ArithmeticError("no more")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    monkeypatch.setattr(MaxTimeCriteria, "__call__", failing)
+    for mode in (GREEDY, SAMPLING):
+        good = model.paged.submit(ids[:1], **mode)
+        with pytest.raises(ArithmeticError, match="no more"):
+            model.generate(ids, **mode | {"max_time": 1000.0})
+        assert len(good.result(PATIENCE).token_ids) == 12
+    check_idle(model)
+
+
+def test_a_processor_that_only_the_step_too_many_would_make_raise() -> None:
+    """The row has ended by then, and nobody else ever asks."""
+    ids = random_ids(1, 6)
+    stock = build("llama")
+    tokens = stock.generate(ids, **GREEDY)[0, 6:].tolist()
+    streams: list[list[int]] = []
+    for overlaps in (False, True):
+        model = patch(use_async_batching=overlaps)
+        arguments = GREEDY | {"exponential_decay_length_penalty": (2, 1e200), "eos_token_id": tokens[3]}
+        expected = stock.generate(ids, **arguments)[0, 6:].tolist()
+        assert model.paged.submit(ids, **arguments).result(PATIENCE).token_ids == expected
+        streams.append([])
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(NoRepeatNGramLogitsProcessor, "__call__", raise_at_10)
+            with pytest.raises(ArithmeticError, match="no more"):
+                for token in model.paged.submit(ids, **GREEDY | {"no_repeat_ngram_size": 2}):
+                    streams[-1].append(token)
+        check_idle(model)
+    assert streams == [tokens[:4]] * 2
+
+
+def raise_at_10(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    if ids.shape[1] == 10:
+        raise ArithmeticError("no more")
+    return scores
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_step_beyond_the_models_context(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position that the model does not have is not tried in vain: on a GPU that would end the process."""
+    model, stock = patch(name, num_blocks=512), build(name)
+    context = model.config.max_position_embeddings
+    ids = random_ids(1, context - 3)
+    end = stock.generate(ids, **GREEDY | {"max_new_tokens": 4})[0, -1].item()
+    longest: list[int] = []
+    run = runner.ModelRunner.run
+
+    def watched_run(self: Any, step: Any, *args: Any) -> Any:
+        longest.extend(chunk.start + chunk.num_tokens for chunk in step.chunks)
+        return run(self, step, *args)
+
+    monkeypatch.setattr(runner.ModelRunner, "run", watched_run)
+    arguments = GREEDY | {"max_new_tokens": 50, "eos_token_id": end}
+    assert torch.equal(model.generate(ids, **arguments), stock.generate(ids, **arguments))
+    assert max(longest) <= context
+    check_idle(model)
+
+
+def test_a_step_inside_a_step_does_not_overtake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that comes while a step is in flight finds its rows, whose tokens are not known yet, left alone."""
+    model, ids = patch(), random_ids(2, 6)
+    stock = build("llama")
+    monkeypatch.setattr(type(model.paged._executor), "overlaps", True)  # as if nobody had seen the hook yet
+    depth: list[int] = []
+
+    def hook(*_: Any) -> None:
+        if not depth:
+            depth.append(1)
+            inner.append(model.generate(ids[:1, :3], **GREEDY)[0].tolist())
+            depth.pop()
+
+    inner: list[list[int]] = []
+    handle = model.model.layers[0].register_forward_hook(hook)
+    with model.paged._worker.exclusive():
+        requests = [model.paged.submit(ids[i], **SAMPLING | {"num_return_sequences": 2}) for i in range(2)]
+        one_row = model.paged.submit(ids[0], **GREEDY)
+    for request in requests:
+        assert [len(own) for own in request.result(PATIENCE).sequences] == [12, 12]
+    assert one_row.result(PATIENCE).token_ids == stock.generate(ids[:1], **GREEDY)[0, 6:].tolist()
+    handle.remove()
+    assert inner == [stock.generate(ids[:1, :3], **GREEDY)[0].tolist()] * len(inner) and inner
     check_idle(model)
 
 

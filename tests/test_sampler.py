@@ -95,7 +95,7 @@ class Call:
         table = TABLE if needs_ids(self.processors) else None
         table_rows = [] if table is None else table.add(self.prompts)
         kinds = processor_kinds(self.processors)
-        self.sampler = RowSampler(self.processors, noise, kinds, table, table_rows, self.width)
+        self.sampler = RowSampler(self.processors, noise, kinds, None, table, table_rows, self.width)
 
     def expected(self) -> list[list[int]]:
         """As transformers' loop: the tokens of each step."""
@@ -113,14 +113,13 @@ class Call:
 
 
 def chosen(choices: list[Choice], logits: Tensor) -> list[list[int]]:
-    found = choose_tokens(choices, logits).read()
-    return [own for own in found if not raises(own)]
-
-
-def raises(own: list[int] | Exception) -> bool:
-    if isinstance(own, Exception):
-        raise own
-    return False
+    found = []
+    for outcome in choose_tokens(choices, logits).read():
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert not any(outcome[1])
+        found.append(outcome[0])
+    return found
 
 
 def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
@@ -410,12 +409,14 @@ def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
         [],
     ]
     meta = torch.device("meta")
-    table = TokenTable(meta)
+    table, ids = TokenTable(meta), torch.zeros(2, 9, dtype=torch.int64)
+
+    def never(ids: Tensor, scores: Any) -> Tensor:
+        return ids[:, -1] < 0
+
     choices = [
         Choice(
-            RowSampler(
-                own, None, processor_kinds(own), table, table.add(torch.zeros(2, 4 + i, dtype=torch.int64)), 4 + i, meta
-            ),
+            RowSampler(own, None, processor_kinds(own), never, table, table.add(ids[:, : 4 + i]), 4 + i, meta),
             [0, 1],
             0,
             [2 * i, 2 * i + 1],

@@ -78,7 +78,8 @@ def _group(pool: KVPool, group: SequenceGroup) -> dict[str, Any]:
 def _sequence(pool: KVPool, sequence: Sequence) -> dict[str, Any]:
     return {
         "id": sequence.seq_id,
-        "num_tokens": sequence.num_tokens,
+        # Those whose ids are known: `tail` is their end.
+        "num_tokens": sequence.num_tokens if sequence.token_ids is None else len(sequence.token_ids),
         "num_computed_tokens": sequence.num_computed_tokens,
         "num_prompt_tokens": sequence.num_prompt_tokens,
         "num_cached_tokens": min(sequence.num_cached_tokens, sequence.num_prompt_tokens),

@@ -258,6 +258,27 @@ def test_blocks_are_found_again_as_without(size: int) -> None:
     assert found[0][0] >= (24 // size - 1) * size
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_picture_between_launch_and_collect(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as the tail has: whoever stitches tails together would else lose one, or see one twice."""
+    model, ids = patch(use_async_batching=overlaps), random_ids(2, 5)
+    own = model.paged._executor
+    launch, seen = own.launch, []
+
+    def launched(step: Any) -> None:
+        launch(step)
+        for group in model.paged.snapshot()["groups"]:
+            for sequence in group["sequences"]:
+                seen.append((sequence["num_tokens"], sequence["tail"]))
+                assert sequence["num_computed_tokens"] <= sequence["num_tokens"] + 1
+
+    monkeypatch.setattr(own, "launch", launched)
+    results = model.generate(ids, **GREEDY).tolist()
+    assert len(seen) > 12
+    for num_tokens, tail in seen:
+        assert any(row[:num_tokens][-len(tail) :] == tail for row in results)
+
+
 def test_streams_come_in_order() -> None:
     model, ids = patch(), random_ids(1, 5)
     request = model.paged.submit(ids, **GREEDY)

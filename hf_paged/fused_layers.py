@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_paged.fused_rotary import RotaryKernel, find_rotary
 from hf_paged.kernels.backend import layer_kernels
-from hf_paged.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched
+from hf_paged.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class FusedLayers:
         model = self._model()
         first = next(model.parameters(), None) if model is not None else None
         if first is None or torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type):
-            yield
+            with not_calling(self._calls or ()):
+                yield
             return
         if self._made_for != (first.dtype, first.device):
             self._calls, self._made_for = None, (first.dtype, first.device)

@@ -71,6 +71,20 @@ def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
             call.thread_id = None
 
 
+@contextmanager
+def not_calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
+    """Within it this thread's forwards compute these modules as they are, also inside of one that doesn't."""
+    thread_id = threading.get_ident()
+    held = [call for call in calls if call.thread_id == thread_id]
+    try:
+        for call in held:
+            call.thread_id = None
+        yield
+    finally:
+        for call in held:
+            call.thread_id = thread_id
+
+
 def is_untouched(module: nn.Module) -> bool:
     """Whether nobody gave it a forward of its own (accelerate's hooks), compiled it, or is computing it our way now."""
     return "forward" not in module.__dict__ and _CALL not in module.__dict__

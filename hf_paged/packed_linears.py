@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_paged.module_calls import ModuleCall, calling, is_untouched
+from hf_paged.module_calls import ModuleCall, calling, is_untouched, not_calling
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ class PackedLinears:
     def scope(self) -> Iterator[None]:
         """Within it, forwards on this thread take the faster way. Autocast and autograd take the layers' own."""
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            yield
+            with not_calling(self._layers or ()):
+                yield
             return
         if self._layers is None:
             self._layers = self._make()

@@ -37,7 +37,6 @@ class SchedulerOutput:
         new_blocks: Blocks newly given to the chunks' sequences.
         num_preempted: Sequences preempted for this step.
         is_stalled: The first waiting group did not fit.
-        needs_tokens: A group found no room that a newer one would make, were its last tokens known.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -47,7 +46,6 @@ class SchedulerOutput:
     new_blocks: list[int] = field(default_factory=list)
     num_preempted: int = 0
     is_stalled: bool = False
-    needs_tokens: bool = False
 
 
 @dataclass(slots=True)
@@ -64,6 +62,7 @@ class _Step:
     has_key: bool = False
     skipped_key: tuple[Hashable] | None = None
     is_short: bool = False  # a running group found no room: nobody is admitted
+    needs_tokens: bool = False  # whose victim's tokens are not known yet: nobody newer runs, so that they will be
     hashes: set[bytes] = field(default_factory=set)  # of the prompt blocks that this step computes
 
     @property
@@ -395,14 +394,14 @@ class Scheduler:
                 continue
             elif longest > 1:
                 prefills.append(group)
-            elif step.budget == 0 or step.num_seqs == 0 or step.output.needs_tokens:
+            elif step.budget == 0 or step.num_seqs == 0 or step.needs_tokens:
                 break
             else:
                 self._run_group(step, group)
         for arrival in parked:
             self._ready.pop(arrival, None)  # an idle one may have been preempted meanwhile
         for group in prefills:
-            if step.is_full or step.output.needs_tokens:
+            if step.is_full or step.needs_tokens:
                 break
             # Asked again, because only what ran before it may have given the step its key.
             if group.arrival in self._ready and step.admits(group):
@@ -804,8 +803,8 @@ class Scheduler:
         )
         if victim is None:
             return False
-        if victim.expects_tokens:  # it can't be computed again before they are known: nobody newer runs till then
-            step.output.needs_tokens = True
+        if victim.expects_tokens:  # it can't be computed again before they are known
+            step.needs_tokens = True
             return False
         step.output.swap_outs += self.preempt(victim)
         return True

@@ -106,7 +106,6 @@ class StepWorker:
         self._is_frozen = False
         self._token_limit: int | None = None
         self._running = executor.running
-        self._needs_tokens = False  # the last step left out a group until expected tokens are known
         self._stuck = (-1, 0.0)  # how many steps had been run when somebody found no room, and since when
         self._pause = Pause(pool)
 
@@ -463,7 +462,7 @@ class StepWorker:
         """
         with deferred_interrupt():
             overlaps = self._executor.overlaps
-            if forced or self._needs_tokens or not overlaps:
+            if forced or not overlaps:
                 self._settle()
             with self._pool.lock:
                 self._housekeep()
@@ -473,7 +472,6 @@ class StepWorker:
                     step = found
                 elif has_work:
                     return True
-            self._needs_tokens = step.needs_tokens
             if not step.chunks:
                 return self._settle()
             try:

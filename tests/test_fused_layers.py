@@ -354,6 +354,35 @@ def test_other_threads_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(*(result.detach() for result in results))
 
 
+def test_under_autocast_inside_of_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook's own step under autocast, inside one without: the kernels would read half as many bytes as twice."""
+    model = hf_paged.patch(build("llama"), num_blocks=64)
+    model.generate(IDS, **GREEDY)
+    used: list[str] = []
+    for name in ("rms_norm", "gate", "rotary"):
+        original = getattr(cpu_layers.CPULayers, name)
+
+        def watched(self: Any, *args: Any, original: Any = original, name: str = name) -> Any:
+            used.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(cpu_layers.CPULayers, name, watched)
+    engine, layer = model.paged, model.model.layers[0]
+    states = torch.randn(1, 3, model.config.hidden_size)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=BF16):
+            expected = layer.mlp(layer.input_layernorm(states))
+        with engine._layers():
+            with torch.autocast("cpu", dtype=BF16), engine._layers():
+                found = layer.mlp(layer.input_layernorm(states))
+                with torch.autocast("cpu", enabled=False), engine._layers():
+                    layer.mlp(layer.input_layernorm(states))
+            assert not used
+            layer.mlp(layer.input_layernorm(states))
+            assert used == ["rms_norm", "gate"]
+    assert found.dtype == expected.dtype == BF16 and torch.equal(found, expected)
+
+
 def add_one(module: Any, args: Any, output: Any) -> Any:
     return output + 1.0
 

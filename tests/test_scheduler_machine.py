@@ -91,6 +91,11 @@ class WatchedScheduler(Scheduler):
     events: Counter[str]
     alone: SequenceGroup | None = None
 
+    def _preempt_for(self, group, step):  # type: ignore[no-untyped-def]
+        found = super()._preempt_for(group, step)
+        self.events["left out until tokens are known"] += step.needs_tokens
+        return found
+
     def _is_being_computed(self, step, sequence):  # type: ignore[no-untyped-def]
         is_deferred = super()._is_being_computed(step, sequence)
         self.events["deferral"] += is_deferred
@@ -131,7 +136,6 @@ class World:
         self.overlaps = overlaps
         # Of each step in flight: rows with tokens that the device has chosen, and with what (None: it was the last).
         self.expected: list[list[tuple[Row, int | None]]] = []
-        self.needs_tokens = False
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
         self.scheduler = WatchedScheduler(
             self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
@@ -379,13 +383,11 @@ class World:
 
         `failing`: it raises in the model; `nested`: a hook in the model runs steps of its own.
         """
-        if self.needs_tokens or nested:
+        if nested:
             self.settle()
         step = self._schedule(max_tokens=max_tokens)
         if step is None:
             return True
-        self.needs_tokens = step.needs_tokens
-        self.events["left out until tokens are known"] += step.needs_tokens
         if not step.chunks:
             if self.settle():
                 return True

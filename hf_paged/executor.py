@@ -127,18 +127,14 @@ class StepExecutor:
 
     def launch(self, step: SchedulerOutput) -> None:
         """Queues a step. Takes it back if anything raises. The step lock is held."""
-        with current(self._pool.kv_device):
-            self._launch(step)
-
-    def _launch(self, step: SchedulerOutput) -> None:
         pool = self._pool
         self.running.append(step)
         try:
             kv_cache = pool.execute_copies(step)
             device = kv_cache.tensor.device
-            timer = DeviceTimer(device)
-            inputs, logit_rows, targets = self._lay_out(step, device)
-            with _autocast(step.chunks[0].sequence.group.batch_key):
+            with current(device), _autocast(step.chunks[0].sequence.group.batch_key):
+                timer = DeviceTimer(device)
+                inputs, logit_rows, targets = self._lay_out(step, device)
                 # A model that can choose rows still computes at least one.
                 asked = np.asarray(logit_rows or [0], dtype=np.int64)
                 logits = self._runner.run(step, pool.manager, kv_cache, inputs, asked)
@@ -147,7 +143,7 @@ class StepExecutor:
                 self.running.remove(step)
                 pool.scheduler.undo(step)
             raise
-        with pool.lock:
+        with pool.lock, current(device):
             self.running.remove(step)
             pool.scheduler.update(step)
             self.count_step(step.chunks)

@@ -20,6 +20,7 @@ from hf_paged.runner import TokenInputs
 from hf_paged.sampler import Choice, Outcome, RowSampler, needs_ids, processor_kinds
 from hf_paged.sequence import Sequence
 from hf_paged.token_table import TokenTable
+from hf_paged.transfers import to_device
 from hf_paged.worker import StepWorker
 
 TokenCallback = Callable[[int], None]
@@ -197,18 +198,11 @@ class SampleRun:
 
     def result(self) -> Tensor:
         """`[rows, width + steps]`, as transformers' loop returns it."""
-        call = self._call
-        result = torch.full(
-            (len(self.rows), self._width + self.num_steps),
-            call.pad_token_id,
-            dtype=torch.int64,
-            device=call.input_ids.device,
-        )
-        result[:, : self._width] = call.input_ids
+        ids = self._call.input_ids
+        new = np.full((len(self.rows), self.num_steps), self._call.pad_token_id, dtype=np.int64)
         for index, row in enumerate(self.rows):
-            end = self._width + len(row.tokens)
-            result[index, self._width : end] = torch.tensor(row.tokens, dtype=result.dtype, device=result.device)
-        return result
+            new[index, : len(row.tokens)] = row.tokens
+        return torch.cat([ids.to(torch.int64), to_device(new, ids.device)], dim=1)
 
     def cancel(self) -> None:
         """Ends all open rows as `"cancelled"`. The pool's lock is held, and no step runs."""
@@ -248,14 +242,14 @@ class SampleRun:
                 continue
             row.num_chosen += 1
             sequence = row.sequence
-            goes_on = self._max_length is None or self._width + row.num_chosen < self._max_length
-            if not goes_on:
+            is_last = self._max_length is not None and self._width + row.num_chosen >= self._max_length
+            # A position that the model may not have is not tried before it is known that the row gets there.
+            if is_last or sequence.num_tokens >= self._max_context:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
-            elif sequence.num_tokens < self._max_context:
+                going_on.append(-1)
+            else:
                 self._pool.scheduler.expect_token(sequence)
-            else:  # a position that the model may not have: it must be known whether the row gets there
-                goes_on = False
-            going_on.append(sequence.seq_id if goes_on else -1)
+                going_on.append(sequence.seq_id)
         return going_on
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
@@ -311,6 +305,7 @@ class SampleRun:
         else:
             assert row.sequence is not None
             if not row.sequence.expects_tokens:
+                row.sequence.is_wanted = True
                 self._pool.scheduler.expect_token(row.sequence)
             self._pool.scheduler.reveal_token(row.sequence, token)
 

@@ -50,7 +50,7 @@ class PagedConfig:
         cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
             on a CUDA device and served by the Triton kernels, `True`: the same, and raise elsewhere.
         compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
-            CUDA graphs: some tens of seconds at the first step, in place of the engine's own fused layers.
+            CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step.
         use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules
             and hands out tokens meanwhile; a row that ends has then run one step too many. `None`: on a CUDA device.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.

@@ -239,7 +239,8 @@ class Engine:
             `groups`: of each live sequence group its `id`, `request_id` (`None`: a plain `generate()` call, or a kept
             `PagedCache`), `status` ("waiting", "running", "swapped"), `is_idle`, `priority`, and its `sequences` with
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
-            found in the prefix cache when it was last admitted), `tail` (the last token ids, [] if unknown) and
+            found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
+            `num_tokens`, whose id is still on its way), `tail` (the last token ids, [] if unknown) and
             `block_table` (indices of CPU blocks while swapped). `waiting`, `running` and `swapped`: ids of groups.
 
             `events`, oldest first, of the last 2,048: each has an `id` (rising by one), `time` (of `time.time()`),

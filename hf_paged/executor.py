@@ -188,7 +188,7 @@ class StepExecutor:
         """The flat batch, the rows of it whose logits are wanted, and who wants how many of them for which row."""
         ids: list[int] = []
         positions: list[int] = []
-        sources: list[int] = []  # of the ids that only the device knows, where in the last step's tokens they are
+        places: dict[int, int] = {}  # of the ids that only the device knows, where in the last step's tokens they are
         given: list[TokenInputs] = []
         logit_rows: list[int] = []
         targets: list[tuple[LogitsSink, int, int]] = []
@@ -197,12 +197,14 @@ class StepExecutor:
 
         def known() -> TokenInputs:
             made = TokenInputs(torch.tensor(ids, device="cpu"), None, torch.tensor(positions, device="cpu"))
-            if any(source >= 0 for source in sources):
+            if places:
                 assert last is not None and isinstance(last.chosen, ChosenTokens)
-                made.chosen = last.chosen.tokens, np.array(sources, dtype=np.int64)
+                sources = np.full(len(ids), -1)
+                sources[list(places)] = list(places.values())
+                made.chosen = last.chosen.tokens, sources
             ids.clear()
             positions.clear()
-            sources.clear()
+            places.clear()
             return made
 
         # One pass of plain Python over the chunks: ids and positions of most live on the host.
@@ -213,11 +215,10 @@ class StepExecutor:
                 positions += range(first, first + num_tokens)
                 if start + num_tokens <= len(sequence.token_ids):
                     ids += sequence.token_ids[start : start + num_tokens]
-                    sources += [-1] * num_tokens
                 else:
                     assert num_tokens == 1 and last is not None
+                    places[len(ids)] = last.places[sequence.seq_id]
                     ids.append(0)
-                    sources.append(last.places[sequence.seq_id])
             else:
                 tensors = sink.tokens(row, start, num_tokens)
                 assert tensors is not None, "tokens that neither the sequence nor its caller knows"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,8 @@ class TokenInputs:
 
     @classmethod
     def cat(cls, parts: list[TokenInputs]) -> TokenInputs:
-        """One after another; all are ids, or all embeddings."""
+        """One after another; all are ids, or all embeddings. Ids that only the device knows are filled in (`to`)."""
+        assert all(part.chosen is None for part in parts)
         ids = [part.input_ids for part in parts if part.input_ids is not None]
         embeds = [part.inputs_embeds for part in parts if part.inputs_embeds is not None]
         positions = torch.cat([part.position_ids for part in parts])
@@ -236,9 +237,8 @@ class ModelRunner:
             inputs["logits_to_keep"] = rows
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
-        layers = self._compiling() if is_compiled else self._layers()
+        forward, layers = self._compile() if is_compiled else (self._forward, self._layers())
         with mode, paged_attention_scope(self.configs), layers:
-            forward = self._compiled if is_compiled and self._compiled is not None else self._forward
             output = forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
@@ -251,14 +251,12 @@ class ModelRunner:
         logits = output.logits[0]
         return logits if self._supports_logits_to_keep or rows is None else logits[rows]
 
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """Within it forwards are compiled, in the pieces that attention leaves: the same few for all layers."""
+    def _compile(self) -> tuple[Callable[..., Any], AbstractContextManager[Any]]:
+        """The forward, compiled in the pieces that attention leaves (the same few for all layers); where to call it."""
         if self._compiled is None:
             self._compiled = torch.compile(self._forward, dynamic=True)
         # Else each layer's number would make it another program.
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
-            yield
+        return self._compiled, torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
 
     def _replay(
         self, step: SchedulerOutput, manager: BlockManager, kv_cache: KVCache, tokens: TokenInputs

@@ -144,7 +144,7 @@ class SampleRun:
         num_rows, self._width = call.input_ids.shape
         self.rows = [_Row() for _ in range(num_rows)]
         self._num_open = num_rows
-        self._eos, self._max_length, self._max_context = call.eos, call.max_length, pool.max_context
+        self._max_context = pool.max_context
         self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
@@ -156,11 +156,11 @@ class SampleRun:
             call.processors,
             self._noise,
             call.kinds,
-            call.other_criteria,
-            self._table,
-            self._table_rows,
-            self._width,
-            call.input_ids.device,
+            criteria=call.other_criteria,
+            table=self._table,
+            table_rows=self._table_rows,
+            width=self._width,
+            device=call.input_ids.device,
         )
         pending: list[tuple[int, Sequence]] = []
         salt = () if call.cache_salt is None else (call.cache_salt,)
@@ -242,7 +242,7 @@ class SampleRun:
                 continue
             row.num_chosen += 1
             sequence = row.sequence
-            is_last = self._max_length is not None and self._width + row.num_chosen >= self._max_length
+            is_last = self._is_full(row.num_chosen)
             # A position that the model may not have is not tried before it is known that the row gets there.
             if is_last or sequence.num_tokens >= self._max_context:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
@@ -289,6 +289,10 @@ class SampleRun:
             self._worker.add(self, [(sample, child)])
         return self._call.num_samples
 
+    def _is_full(self, num_tokens: int) -> bool:
+        """Whether a row with so many new tokens is as long as any may become."""
+        return self._call.max_length is not None and self._width + num_tokens >= self._call.max_length
+
     def _append(self, index: int, token: int, stops: bool) -> None:
         if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -296,11 +300,11 @@ class SampleRun:
         row.tokens.append(token)
         if index == 0 and self._on_token is not None:
             self._on_token(token)
-        if token in self._eos:
+        if token in self._call.eos:
             self._end(row, "eos")
         elif stops:
             self._end(row, "stop")
-        elif self._max_length is not None and self._width + len(row.tokens) >= self._max_length:
+        elif self._is_full(len(row.tokens)):
             self._end(row, "length")
         else:
             assert row.sequence is not None

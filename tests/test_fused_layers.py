@@ -300,16 +300,22 @@ def test_logits(name: str) -> None:
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_it_is_used_in_the_engines_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str] = []
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels in C that are called, one after another."""
+    names: list[str] = []
     for name in ("rms_norm", "gate", "rotary"):
         original = getattr(cpu_layers.CPULayers, name)
 
-        def counted(self: Any, *args: Any, name: str = name, original: Any = original) -> Tensor:
-            used.append(name)
+        def noted(self: Any, *args: Any, name: str = name, original: Any = original) -> Any:
+            names.append(name)
             return original(self, *args)
 
-        monkeypatch.setattr(cpu_layers.CPULayers, name, counted)
+        monkeypatch.setattr(cpu_layers.CPULayers, name, noted)
+    return names
+
+
+def test_it_is_used_in_the_engines_forwards_only(used: list[str]) -> None:
     stock, model = build("llama"), hf_paged.patch(build("llama"), num_blocks=64)
     expected = stock.generate(IDS, **GREEDY)
     used.clear()
@@ -354,19 +360,11 @@ def test_other_threads_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(*(result.detach() for result in results))
 
 
-def test_under_autocast_inside_of_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_inside_of_what_is_not(used: list[str]) -> None:
     """A hook's own step under autocast, inside one without: the kernels would read half as many bytes as twice."""
     model = hf_paged.patch(build("llama"), num_blocks=64)
     model.generate(IDS, **GREEDY)
-    used: list[str] = []
-    for name in ("rms_norm", "gate", "rotary"):
-        original = getattr(cpu_layers.CPULayers, name)
-
-        def watched(self: Any, *args: Any, original: Any = original, name: str = name) -> Any:
-            used.append(name)
-            return original(self, *args)
-
-        monkeypatch.setattr(cpu_layers.CPULayers, name, watched)
+    used.clear()
     engine, layer = model.paged, model.model.layers[0]
     states = torch.randn(1, 3, model.config.hidden_size)
     with torch.no_grad():

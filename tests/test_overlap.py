@@ -27,7 +27,8 @@ from transformers import (
 )
 
 import hf_paged
-from hf_paged import PagedConfig, runner, sampler
+from hf_paged import PagedConfig, cuda_graph, runner, sampler
+from hf_paged.draws import default_generator
 from hf_paged.executor import StepExecutor
 from hf_paged.kv_pool import KVPool
 from hf_paged.sampler import ChosenTokens
@@ -50,7 +51,6 @@ def patch(name: str = "llama", device: str = "cpu", **settings: Any) -> Any:
 def check_idle(model: Any) -> None:
     engine = model.paged
     engine.check_invariants()
-    assert engine._executor.num_in_flight == 0 or engine._worker._has_work()
     with engine._worker.exclusive():
         stats = engine.stats()
         assert stats.num_free_blocks == stats.num_blocks and stats.num_running == 0
@@ -173,10 +173,10 @@ def test_every_model(name: str, device: str) -> None:
     ids = random_ids(3, 7).to(device)
     for arguments in (GREEDY, SAMPLING | ENDS):
         torch.manual_seed(1)
-        expected, state = stock.generate(ids, **arguments), torch.get_rng_state()
+        expected, state = stock.generate(ids, **arguments), default_generator(ids.device).get_state()
         torch.manual_seed(1)
         assert torch.equal(model.generate(ids, **arguments), expected)
-        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(default_generator(ids.device).get_state(), state)
     check_idle(model)
 
 
@@ -334,11 +334,20 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr("hf_paged.cuda_graph.recorder", lambda kv_cache: Recorder())
     model = patch(device=device, cuda_graphs=True, max_num_seqs=6)
     stock = build("llama").to(device)
+    given: list[bool] = []
+    fill = cuda_graph.DecodeInputs.fill
+
+    def watched_fill(self: Any, ids: Any, positions: Any, lens: Any, tables: Any, chosen: Any = None) -> None:
+        given.append(chosen is not None)
+        fill(self, ids, positions, lens, tables, chosen)
+
+    monkeypatch.setattr(cuda_graph.DecodeInputs, "fill", watched_fill)
     prompts = [random_ids(1, 3 + 5 * i % 11, seed=i).to(device) for i in range(8)]
     requests = [model.paged.submit(ids, **GREEDY | {"max_new_tokens": 5 + i}) for i, ids in enumerate(prompts)]
     for i, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
         expected = stock.generate(ids, **GREEDY | {"max_new_tokens": 5 + i})[0, ids.shape[1] :]
         assert request.result(PATIENCE).token_ids == expected.tolist()
+    assert sum(given) > 10, "ids known to the device only never met a recording"
     check_idle(model)
 
 
@@ -523,7 +532,7 @@ def test_out_of_memory_with_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) ->
     check_idle(model)
 
 
-# Found by a reader
+# What a step in flight must not change
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

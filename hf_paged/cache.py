@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import logging
 
+from hf_paged.interrupts import deferred_interrupt
 from hf_paged.sequence import Sequence
 
 logger = logging.get_logger(__name__)
@@ -205,6 +206,7 @@ class PagedCache(Cache):
         """Rows that the forward about to run is about; `None`: all."""
         self._active = rows
 
+    @deferred_interrupt()
     def split_fan_out(self) -> None:
         """Gives every row of the batch a sequence of its own, sharing all blocks, where one stood for several."""
         if self._fan_out == 1:
@@ -218,6 +220,7 @@ class PagedCache(Cache):
             self._rows[:] = rows
             self._fan_out = 1
 
+    @deferred_interrupt()
     def retire(self, rows: Iterable[int]) -> None:
         """Frees rows of the batch that are finished; later forwards leave them out."""
         live = [row for row in rows if self._fan_out > 1 or self._rows[row] is not None]
@@ -231,6 +234,7 @@ class PagedCache(Cache):
 
     # The Cache interface
 
+    @deferred_interrupt()
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -295,6 +299,7 @@ class PagedCache(Cache):
         """Rows of the batch, -1 before the first forward."""
         return len(self._rows) * self._fan_out or -1
 
+    @deferred_interrupt()
     def reset(self) -> None:
         """Frees all blocks; the cache is as new."""
         with self.store.transaction():
@@ -302,6 +307,7 @@ class PagedCache(Cache):
             self._fan_out = 1
             self.rewind(0)
 
+    @deferred_interrupt()
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns of every row, as the installed `DynamicCache` does.
 
@@ -336,6 +342,7 @@ class PagedCache(Cache):
         """Repeats every row `repeats` times; the copies share their blocks."""
         self._select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
 
+    @deferred_interrupt()
     def _select(self, indices: list[int]) -> None:
         with self.store.transaction():
             self.split_fan_out()
@@ -351,6 +358,7 @@ class PagedCache(Cache):
             self._padding[:] = [self._padding[index] for index in indices]
             self._rows[:] = selected
 
+    @deferred_interrupt()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A cache of the same content that shares all blocks until one of the two writes."""
         copy = type(self).__new__(type(self))

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,12 @@ from hf_paged.flat_forward import FlatForward, flat_padding
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.forward_item import ForwardItem
 from hf_paged.fused_layers import FusedLayers
-from hf_paged.interrupts import deferred_interrupt
+from hf_paged.interrupts import deferred_interrupt, wait_interruptibly
 from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KV_DTYPES, KVPool
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
-from hf_paged.openmp import rest_threads
 from hf_paged.packed_linears import PackedLinears
 from hf_paged.request import Request, RequestOutput
 from hf_paged.runner import ModelRunner, ModelTraits, is_stochastic
@@ -153,6 +152,7 @@ class Engine:
         """Raises `ValueError` for a sequence that could never fit the empty pool; see `KVPool.check_fits`."""
         self._pool.check_fits(num_tokens, prompt_tokens, new_tokens)
 
+    @deferred_interrupt()
     def reset_prefix_cache(self) -> int:
         """Forgets the contents kept for prefix hits, and copies of weights; returns how many blocks that were.
 
@@ -162,6 +162,7 @@ class Engine:
             self._linears.forget()
             return self.manager.reset_prefix_cache() if self._pool.is_made else 0
 
+    @deferred_interrupt()
     def release(self) -> None:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
 
@@ -174,6 +175,7 @@ class Engine:
             self._linears.forget()
             self._runner.forget_graphs()
 
+    @deferred_interrupt()
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""
         self._submissions.cancel_all()
@@ -186,6 +188,7 @@ class Engine:
         """At the interpreter's end: no step runs any more."""
         self._worker.freeze()
 
+    @deferred_interrupt()
     def stats(self) -> EngineStats:
         """A snapshot of the gauges and counters."""
         with self.transaction():
@@ -224,6 +227,7 @@ class Engine:
             waiting = self.scheduler.num_waiting if self._pool.is_made else 0
             return waiting + self._submissions.num_queued
 
+    @deferred_interrupt()
     def snapshot(self, since: int = 0) -> dict[str, Any]:
         """A picture of pool, block tables and queues, and what happened lately: plain lists and numbers (JSON-able).
 
@@ -277,6 +281,7 @@ class Engine:
         """Whether `pause` holds the steps."""
         return self._worker.is_paused
 
+    @deferred_interrupt()
     def pause(self) -> None:
         """Stops the steps; returns when none is running. Calling it again changes nothing.
 
@@ -289,10 +294,12 @@ class Engine:
         """
         self._worker.pause()
 
+    @deferred_interrupt()
     def resume(self) -> None:
         """Lets the steps run again. Without a pause, nothing happens."""
         self._worker.resume()
 
+    @deferred_interrupt()
     def step(self) -> dict[str, Any] | None:
         """Runs one step while the engine is paused, and waits for its end. From several threads: one after another.
 
@@ -313,6 +320,7 @@ class Engine:
         with self.transaction():
             self._num_generated_tokens += num_tokens
 
+    @deferred_interrupt()
     def check_invariants(self) -> None:
         """Asserts the pool's and the tables' invariants. Raises `AssertionError`."""
         with self.transaction():
@@ -379,6 +387,7 @@ class Engine:
         with self.transaction():
             self.scheduler.crop(sequence, num_tokens)
 
+    @deferred_interrupt()
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
         """Gives each sequence slots for tokens whose ids nobody told us.
 
@@ -517,6 +526,7 @@ class Engine:
 
     # Forwards
 
+    @deferred_interrupt()
     @torch.no_grad()
     def forward(self, cache: PagedCache, call: ForwardCall) -> ModelOutput:
         """Runs one forward of the patched model over a cache of its pool, beside whatever else runs.
@@ -631,9 +641,10 @@ class Engine:
         becoming_opaque = flat.becoming_opaque()
         item: ForwardItem | None = None
         try:
-            with self._resident(becoming_opaque) if becoming_opaque else nullcontext():
-                item = self._enqueue(cache, flat, width)
-            logits = item.wait()
+            with self._worker.leading():
+                with self._resident(becoming_opaque) if becoming_opaque else nullcontext():
+                    item = self._enqueue(cache, flat, width)
+                logits = item.wait()
         except BaseException:
             if item is not None:
                 item.cancel()
@@ -689,6 +700,7 @@ class Engine:
                 for sequence in kept:
                     sequence.group.request_id = None
 
+    @deferred_interrupt()
     def run(
         self,
         call: SampleCall,
@@ -701,7 +713,7 @@ class Engine:
         Args:
             call: What to generate.
             on_token: Called with every token of row 0, on the worker: it must only hand it on.
-            waits: Whether to wait while the queue is full.
+            waits: The caller waits: while the queue is full, and then for the result.
             on_end: Called when the run is over, on the worker.
         """
         if waits:
@@ -722,8 +734,8 @@ class Engine:
                 state_key, batch_key = self._model_state.key(), self._batch_key()
                 run = SampleRun(call, self._pool, self._worker, state_key, batch_key, on_token, end)
                 self._runs.add(run)
-            if not self._worker.is_mine:
-                rest_threads()
+            if not waits:
+                self._worker.resign()
             return run
         except BaseException:
             if run is not None:
@@ -734,7 +746,8 @@ class Engine:
         """Blocks while the queue is full. Not inside a step, which others wait for."""
         if self.config.max_waiting is not None and not self._worker.is_mine:
             with self._worker.condition:
-                self._worker.condition.wait_for(self.has_room_to_wait)
+                while not self.has_room_to_wait():
+                    wait_interruptibly(self._worker.condition.wait)
 
     def has_room_to_wait(self) -> bool:
         """Whether the queue is shorter than `max_waiting`."""
@@ -743,6 +756,10 @@ class Engine:
     def cancel_run(self, run: SampleRun) -> None:
         """Ends a run before the next step. Takes no lock."""
         self._worker.order(run.cancel)
+
+    def leading(self) -> AbstractContextManager[None]:
+        """Around a run that is waited for: see `StepWorker.leading`."""
+        return self._worker.leading()
 
     @property
     def is_stepping(self) -> bool:
@@ -756,6 +773,7 @@ class Engine:
 
     # Requests
 
+    @deferred_interrupt()
     def submit(
         self,
         input_ids: SequenceOf[int] | Tensor,
@@ -786,6 +804,7 @@ class Engine:
         """
         return self._submissions.submit(input_ids, generation_config, request_id, priority, cache_salt, generate_kwargs)
 
+    @deferred_interrupt()
     def generate(
         self,
         prompts: Iterable[SequenceOf[int] | Tensor],

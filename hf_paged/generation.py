@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import queue
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,8 +36,9 @@ from hf_paged.draws import DRAWS, GeneratorStates
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedCallError
 from hf_paged.forward_call import ForwardCall
+from hf_paged.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.runner import ModelTraits, is_stochastic
-from hf_paged.sample_run import SampleCall
+from hf_paged.sample_run import SampleCall, SampleRun
 from hf_paged.streams import steps_stream
 from hf_paged.submission import LoopResult
 
@@ -44,6 +46,7 @@ logger = logging.get_logger(__name__)
 
 _ENGINE = "_hf_paged_engine"
 _SETTINGS = "_hf_paged_settings"
+SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
 
 # Processors and criteria of transformers that look at each row by itself and remember nothing: a row that has left the
 # batch cannot change what they do to the others. Whatever is not listed, a user's own first of all, sees every row.
@@ -248,6 +251,7 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     )
 
 
+@deferred_interrupt()
 def attach(model: Any, config: PagedConfig, traits: ModelTraits) -> None:
     """Makes a model paged, in place: gives it an engine, and its class the methods above.
 
@@ -262,6 +266,7 @@ def attach(model: Any, config: PagedConfig, traits: ModelTraits) -> None:
     model.__class__ = patched_class(base)
 
 
+@deferred_interrupt()
 def detach(model: Any) -> None:
     """Undoes `attach`. Live `PagedCache` objects keep the engine's pool until they are dropped."""
     model.__class__ = base_class(model)
@@ -372,28 +377,63 @@ def _run_rows(engine: Engine, call: SampleCall, generation_config: GenerationCon
         capture.is_streamable = call.input_ids.shape[0] == 1
         capture.states = DRAWS.entry
         return call.input_ids
-    tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    run = engine.run(call, None if streamer is None else tokens.put, on_end=lambda run: tokens.put(None))
-    try:
-        if streamer is None or engine.is_stepping:
+    stream = None if streamer is None else _Stream(streamer)
+    with deferred_interrupt(), engine.leading():
+        run = engine.run(call, None if stream is None else stream.put, on_end=None if stream is None else stream.close)
+        try:
+            if stream is not None and not engine.is_stepping:
+                run.run_alone(stream.hand_out)
+                stream.follow()
             run.wait()
-        if streamer is not None:
-            while (token := tokens.get()) is not None:
-                streamer.put(torch.tensor([token]))
-        run.wait()
-        if run.error is not None:
-            raise run.error
-        if streamer is not None:
-            streamer.end()
-    except BaseException:
-        if not run.is_done:
-            engine.cancel_run(run)
-            engine.wake()
-            run.wait(timeout=60)  # no longer than the step it is in
-        raise
+            if stream is not None:
+                stream.follow()
+            if run.error is not None:
+                raise run.error
+        except BaseException:
+            if not run.is_done:
+                engine.cancel_run(run)
+                engine.wake()
+                run.wait(timeout=60)  # no longer than the step it is in
+            raise
+    if streamer is not None:
+        streamer.end()
     if call.generator is not None:
         DRAWS.write({torch.device(call.generator.device): call.generator.get_state()})
     return run.result()
+
+
+class _Stream:
+    """A call's tokens on their way to its streamer, which runs on the caller's thread."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._is_over = False
+        self.put: Callable[[int], None] = self._tokens.put
+
+    def close(self, run: SampleRun) -> None:
+        """No more tokens come."""
+        self._tokens.put(None)
+
+    def hand_out(self) -> bool:
+        """Gives the streamer what has come, between two steps; returns whether it is so slow that steps should go on."""
+        started = time.perf_counter()
+        while not self._tokens.empty():
+            self._hand_out_one()
+        return time.perf_counter() - started > SLOW_STREAMER
+
+    def follow(self) -> None:
+        """Gives the streamer all tokens, until there are no more."""
+        while not self._is_over:
+            self._hand_out_one()
+
+    @allowed_interrupt()
+    def _hand_out_one(self) -> None:
+        token = self._tokens.get()
+        if token is None:
+            self._is_over = True
+        else:
+            self._streamer.put(torch.tensor([token]))
 
 
 def _run_loop(
@@ -433,11 +473,12 @@ def _run_loop(
         arguments = (input_ids, processors, criteria, generation_config)
         if not isinstance(cache, PagedCache):
             return loop(*arguments, **kwargs, **more)
-        with engine.calling(cache):
+        with deferred_interrupt(), engine.calling(cache):
             # The blocks go back while the call still counts as one that will return some: who waits for room would
             # otherwise find, for a moment, no room and nobody to wait for.
             try:
-                with _private_draws(engine, states, processors, criteria, generation_config):
+                draws = _private_draws(engine, states, processors, criteria, generation_config)
+                with draws, allowed_interrupt():
                     result = loop(*arguments, **kwargs | more)
             except BaseException:
                 if cache.owned_by_call:
@@ -445,9 +486,9 @@ def _run_loop(
                 raise
             if cache.owned_by_call and isinstance(result, Tensor):
                 cache.reset()
-        sequences = result if isinstance(result, Tensor) else result.sequences
-        engine.count_generated(_num_generated(sequences, input_ids, generation_config))
-        cache.owned_by_call = False  # if it is returned to the caller, it is now theirs
+            sequences = result if isinstance(result, Tensor) else result.sequences
+            engine.count_generated(_num_generated(sequences, input_ids, generation_config))
+            cache.owned_by_call = False  # if it is returned to the caller, it is now theirs
         return result
 
     if engine.capture is None:

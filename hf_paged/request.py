@@ -11,6 +11,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_paged.interrupts import deferred_interrupt, wait_interruptibly
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
@@ -113,12 +115,14 @@ class RequestState:
                 self.error = error
                 self._announce()
 
+    @deferred_interrupt()
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called, on any thread, whenever something new is there."""
         with self.condition:
             self._listeners.append(listener)
             listener()
 
+    @deferred_interrupt()
     def unlisten(self, listener: Callable[[], None]) -> None:
         """Ends `listen`."""
         with self.condition:
@@ -177,11 +181,13 @@ class Request:
             TimeoutError: It isn't finished by then; it goes on running, and `result` can be called again.
             Exception: What the request raised.
         """
-        with self._state.condition:
-            if not self._state.condition.wait_for(lambda: self._state.is_done, timeout):
+        state, condition = self._state, self._state.condition
+        with deferred_interrupt(), condition:
+            if not wait_interruptibly(lambda seconds: condition.wait_for(lambda: state.is_done, seconds), timeout):
                 raise TimeoutError(f"request {self.request_id!r} is not finished after {timeout} s; it goes on running")
         return self._outcome()
 
+    @deferred_interrupt()
     def cancel(self) -> None:
         """Ends it, within a step; `result()` then has the tokens so far. No effect on a finished one."""
         if not self.is_done:
@@ -205,9 +211,9 @@ class Request:
     def _tokens(self) -> Iterator[int]:
         state, position = self._state, 0
         while True:
-            with state.condition:
+            with deferred_interrupt(), state.condition:
                 while not state.is_done and len(state.tokens) <= position:
-                    state.condition.wait()
+                    wait_interruptibly(state.condition.wait)
                 new, is_done = state.tokens[position:], state.is_done
             yield from new
             position += len(new)
@@ -224,7 +230,7 @@ class Request:
         state, position = self._state, 0
         async with aclosing(self._news()) as news:
             async for _ in news:
-                with state.condition:
+                with deferred_interrupt(), state.condition:
                     new, is_done = state.tokens[position:], state.is_done
                 for token in new:
                     yield token

@@ -192,9 +192,11 @@ class SampleRun:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until it is over; False if the timeout (seconds) is over first."""
-        if self._worker.is_mine:  # a hook inside a step: run the steps here
-            self._worker.wait(self, self._done)
-        return self._done.wait(timeout)
+        return self._worker.wait(self, self._done, timeout)
+
+    def run_alone(self, between: Callable[[], bool]) -> None:
+        """Runs the steps here while this thread leads; see `StepWorker.run_alone`."""
+        self._worker.run_alone(self._done, between)
 
     def result(self) -> Tensor:
         """`[rows, width + steps]`, as transformers' loop returns it."""

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_paged.draws import GeneratorStates, default_generator
 from hf_paged.errors import QueueFullError
+from hf_paged.interrupts import allowed_interrupt
 from hf_paged.request import Request, RequestOutput, RequestState
 from hf_paged.sample_run import SampleCall, SampleRun
 from hf_paged.worker import CallCancelledError, Caller
@@ -323,7 +324,8 @@ class Submissions:
                         running[index] = request
                         request.on_done(partial(done.put, index))
                     with suppress(queue.Empty):
-                        index = done.get(timeout=1.0 if running else 0.01)
+                        with allowed_interrupt():
+                            index = done.get(timeout=1.0 if running else 0.01)
                         results[index] = running.pop(index).result()
                         bar.update()
                         bar.set_postfix(running=engine.num_running, refresh=False)

@@ -1,4 +1,4 @@
-"""`StepWorker`: the thread that runs the steps in which the rows of all callers meet."""
+"""`StepWorker`: runs the steps in which the rows of all callers meet, on a thread of its own or a lone caller's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.event_log import as_dicts
 from hf_paged.executor import LogitsSink, StepExecutor
-from hf_paged.interrupts import deferred_interrupt
+from hf_paged.interrupts import check_interrupt, deferred_interrupt, wait_interruptibly
 from hf_paged.kv_pool import KVPool
 from hf_paged.openmp import rest_threads
 from hf_paged.pause import Pause, Ticket
@@ -69,9 +69,13 @@ class CallCancelledError(BaseException):
 class StepWorker:
     """Schedules and runs steps over one pool, for everybody.
 
+    The loop is a role. A caller whose work is all there is leads: it runs the steps on its own thread, without a
+    hand-over between threads for each, until its work is done or other work arrives. In all other cases the worker's
+    thread runs them, for everybody who waits.
+
     Two locks. The pool's lock guards tables and queues, and is held for bookkeeping only. The step lock belongs to
-    whoever runs steps: the worker's thread, or a caller that needs the pool to itself (`exclusive`). Who holds the
-    pool's lock never waits for the step lock.
+    whoever runs steps: the worker's thread, a caller that leads, or one that needs the pool to itself (`exclusive`).
+    Who holds the pool's lock never waits for the step lock.
 
     On a GPU a step is launched before the tokens of the one before are known here: the device has the next step's work
     while the host hands out tokens, ends rows and schedules. A row that ends has then run one step too many. Whoever
@@ -101,6 +105,7 @@ class StepWorker:
         self._num_ready_rows = 0  # rows of forwards that wait; rows that the engine samples are not counted
         self._orders: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
+        self._leader: int | None = None  # the caller's thread that runs the steps, or is about to
         self._woken = threading.Event()
         self._is_stopping = False
         self._is_frozen = False
@@ -129,8 +134,53 @@ class StepWorker:
         """Has something done before the next step (a cancellation). Takes no lock: a finalizer may call it."""
         self._orders.append(action)
 
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Around work that is added and waited for: within it this thread runs the steps itself, if it is alone.
+
+        Left with work that is not done, the worker's thread goes on with it.
+        """
+        own = threading.get_ident()
+        with self._pool.lock:
+            is_new = self._leader is None and self._is_alone(own)
+            if is_new:
+                self._leader = own
+        try:
+            yield
+        finally:
+            if is_new:
+                with self._pool.lock:
+                    if self._leader == own:
+                        self._leader = None
+                        if self._has_work():
+                            self.notify()
+
+    def _is_alone(self, thread_id: int) -> bool:
+        """Whether all work will be what this thread, the calling one, is about to add. The pool's lock is held."""
+        return not (
+            self._has_work()
+            or self._running
+            or self._num_exclusive
+            or self._is_frozen
+            or self._pause.is_on
+            or any(caller.thread_id != thread_id for caller in self._callers)
+            # What such a mode does to its thread's tensors is not to be done to those of a step.
+            or torch._C._len_torch_function_stack()
+            or torch._C._len_torch_dispatch_stack()
+        )
+
+    def resign(self) -> None:
+        """This thread has added work that it will not run: if it leads, the worker's thread goes on."""
+        with self._pool.lock:
+            if self._leader == threading.get_ident():
+                self._leader = None
+                self.notify()
+
     def notify(self) -> None:
-        """Wakes the worker, and starts its thread if there is none and work for it. The pool's lock is held."""
+        """Wakes who runs the steps, or starts the worker's thread if there is nobody. The pool's lock is held."""
+        if self._leader == threading.get_ident():
+            return
+        self._leader = None  # no longer alone: it goes on as one of those who wait
         is_alive = self._thread is not None and self._thread.is_alive()
         if not is_alive and not self._is_frozen and self._has_work():
             self._is_stopping = False
@@ -213,6 +263,7 @@ class StepWorker:
                         pause.num_held, is_held = pause.num_held + 1, True
                         self.condition.notify_all()
                     while pause.holds:
+                        check_interrupt()
                         if caller is not None and caller.is_cancelled:
                             raise CallCancelledError
                         self.condition.wait(REST_SECONDS)  # a dropped handle and the main thread's end notify nobody
@@ -223,34 +274,74 @@ class StepWorker:
 
     @contextmanager
     def _stepping(self, keeps_in_flight: bool = False) -> Iterator[None]:
-        with self._step_lock:
-            outer = self._step_owner
-            self._step_owner = threading.get_ident()
-            try:
-                if not keeps_in_flight:
-                    self._settle()
-                yield
-            finally:
-                self._step_owner = outer
+        wait_interruptibly(self._acquire_step_lock)
+        outer = self._step_owner
+        self._step_owner = threading.get_ident()
+        try:
+            if not keeps_in_flight:
+                self._settle()
+            yield
+        finally:
+            self._step_owner = outer
+            self._step_lock.release()
+
+    def _acquire_step_lock(self, timeout: float | None) -> bool:
+        return self._step_lock.acquire(timeout=-1 if timeout is None else timeout)
 
     @property
     def is_mine(self) -> bool:
         """Whether this thread is the one that runs steps: inside a step (a hook), or inside `exclusive`."""
         return self._step_owner == threading.get_ident()
 
-    def wait(self, sink: LogitsSink, done: threading.Event) -> None:
-        """Blocks until the worker has set `done`. The thread that runs steps runs them meanwhile."""
+    def wait(self, sink: LogitsSink, done: threading.Event, timeout: float | None = None) -> bool:
+        """Blocks until `done` is set. The thread that runs steps runs them meanwhile.
+
+        Args:
+            sink: What is waited for.
+            done: Set by its end.
+            timeout: Seconds; `None`: without end. A thread that runs the steps doesn't look at the time.
+
+        Returns:
+            Whether it is over.
+        """
         if not self.is_mine:
-            self._pause.warn()
-            rest_threads()
-            done.wait()
-            return
+            self.run_alone(done)
+            if not done.is_set():
+                self._pause.warn()
+                rest_threads()
+            return wait_interruptibly(done.wait, timeout)
         # At the interpreter's end only its own: a daemon thread that got logits would go on into torch's code.
         only = sink if self._is_frozen else None
         while not done.is_set():
             if not self.step(only) and not done.is_set() and not self.step(only, forced=True) and not done.is_set():
                 raise RuntimeError("nothing can run, and the forward that is waited for has not")
         self._settle()
+        return True
+
+    def run_alone(self, done: threading.Event, between: Callable[[], bool] = bool) -> None:
+        """Runs steps as long as this thread leads, at most until `done` is set.
+
+        Args:
+            done: See `wait`.
+            between: Called after each step; whether to leave the steps to the worker's thread from here on.
+        """
+        own = threading.get_ident()
+        if self._leader != own or self.is_mine:
+            return
+        # What a step makes is not the caller's alone, whatever mode it calls in.
+        with torch.inference_mode(False), torch.no_grad():
+            while self._leader == own and not done.is_set():
+                if self._num_exclusive or self._pause.is_on:
+                    break
+                self._turn()
+                check_interrupt()
+                if between():
+                    break
+        if done.is_set():
+            with self._stepping():
+                pass  # a step that overlaps with the last one is over then, too
+        else:
+            self.resign()
 
     # A pause
 
@@ -304,6 +395,7 @@ class StepWorker:
                 self._pause.ask(ticket)
                 self.notify()
                 while ticket.event is None:
+                    check_interrupt()
                     if self._has_work() or self._pause.num_held or self._running:
                         waiting_since = time.monotonic()
                     else:
@@ -356,7 +448,7 @@ class StepWorker:
         self.condition = threading.Condition(self._pool.lock)
         self._woken = threading.Event()
         self._step_lock = threading.RLock()
-        self._step_owner, self._thread, self._num_exclusive = None, None, 0
+        self._step_owner, self._thread, self._leader, self._num_exclusive = None, None, None, 0
         self._pause.reset_after_fork()
         while self._running:
             self._pool.scheduler.undo(self._running.pop())
@@ -389,17 +481,21 @@ class StepWorker:
                 if self._is_stopping or not (is_woken or self._has_work()):
                     self._thread = None
                     return False
-                if self._num_exclusive or not self._has_work():
+                if self._num_exclusive or self._leader is not None or not self._has_work():
                     return True
                 if self._pause.holds and not self._orders:
                     return True
                 self._gather()
-            with self._stepping(keeps_in_flight=True):
-                try:
-                    self._advance_if_allowed()
-                except BaseException as error:
-                    with self._pool.lock:
-                        self.fail_all(error)  # whatever went wrong, nobody waits for ever
+            self._turn()
+
+    def _turn(self) -> None:
+        """One turn of the loop."""
+        with self._stepping(keeps_in_flight=True):
+            try:
+                self._advance_if_allowed()
+            except BaseException as error:
+                with self._pool.lock:
+                    self.fail_all(error)  # whatever went wrong, nobody waits for ever
 
     def _advance_if_allowed(self) -> None:
         """Runs a step; while paused, only if somebody asks for one. What was ordered is done in any case."""

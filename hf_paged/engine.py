@@ -420,6 +420,7 @@ class Engine:
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
 
+    @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
         with self.transaction():
@@ -436,6 +437,7 @@ class Engine:
                 torch.from_numpy(slots.reshape(-1)).to(kv_cache.device),
             )
 
+    @deferred_interrupt()
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:

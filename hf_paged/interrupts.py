@@ -95,7 +95,7 @@ def check_interrupt() -> None:
 
 
 def wait_interruptibly(wait: Callable[[float | None], bool], timeout: float | None = None) -> bool:
-    """Waits, within a `deferred_interrupt` too, where what waits in between is not torn by SIGINT.
+    """Waits; within a `deferred_interrupt`, a SIGINT that was held back breaks the wait, but not what waits.
 
     Args:
         wait: Waits for so many seconds, or without end; returns whether what it waits for is there. Such methods of
@@ -103,14 +103,15 @@ def wait_interruptibly(wait: Callable[[float | None], bool], timeout: float | No
         timeout: Seconds; `None`: without end.
 
     Returns:
-        What `wait` returned last.
+        Whether it is there.
     """
     if not _is_deferred():
         return wait(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
-        is_there = wait(max(left, 0.0))
+        if wait(max(left, 0.0)):
+            return True  # a lock, say, which is its caller's to give back before a SIGINT may break anything
         check_interrupt()
-        if is_there or left < SLICE:
-            return is_there
+        if left < SLICE:
+            return False

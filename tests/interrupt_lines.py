@@ -131,6 +131,14 @@ def _generate_beams(bench: Bench) -> AbstractContextManager[Callable[[], Any]]:
     return _generate(bench, mode=1)
 
 
+def _generate_alone(bench: Bench) -> AbstractContextManager[Callable[[], Any]]:
+    return _generate(bench)
+
+
+def _generate_beams_alone(bench: Bench) -> AbstractContextManager[Callable[[], Any]]:
+    return _generate(bench, mode=1)
+
+
 @contextmanager
 def _generate_hidden_states(bench: Bench) -> Iterator[Callable[[], Any]]:
     # The model's own padded forward over gathered keys.
@@ -210,6 +218,8 @@ Call = Callable[[Bench], AbstractContextManager[Callable[[], Any]]]
 CALLS: dict[str, Call] = {
     "generate": _generate,
     "generate (beams)": _generate_beams,
+    "generate (alone)": _generate_alone,  # then the calling thread runs the steps
+    "generate (beams, alone)": _generate_beams_alone,
     "generate (hidden states)": _generate_hidden_states,
     "submit": _submit,
     "cancel": _cancel,
@@ -223,7 +233,11 @@ CALLS: dict[str, Call] = {
 
 @contextmanager
 def beside_another(bench: Bench, call: Call) -> Iterator[Callable[[], Any]]:
-    """The call while somebody else's request runs, who gets the same tokens (unless `unpatch` ends it)."""
+    """The call while another request runs, which gets the same tokens (unless `unpatch` ends it)."""
+    if call in (_generate_alone, _generate_beams_alone):
+        with call(bench) as run:
+            yield run
+        return
     request = bench.engine.submit(bench.other_prompt, max_new_tokens=8)
     with call(bench) as run:
         yield run

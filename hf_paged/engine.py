@@ -36,6 +36,7 @@ from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KV_DTYPES, KVPool
 from hf_paged.metrics import EngineStats
 from hf_paged.model_state import ModelState
+from hf_paged.openmp import rest_threads
 from hf_paged.packed_linears import PackedLinears
 from hf_paged.request import Request, RequestOutput
 from hf_paged.runner import ModelRunner, ModelTraits, is_stochastic
@@ -738,6 +739,8 @@ class Engine:
                 self._runs.add(run)
             if not waits:
                 self._worker.resign()
+                if not self._worker.is_mine:
+                    rest_threads()
             return run
         except BaseException:
             if run is not None:

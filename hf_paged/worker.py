@@ -7,10 +7,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import _pop_mode_temporarily
 
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.event_log import as_dicts
@@ -164,9 +165,7 @@ class StepWorker:
             or self._is_frozen
             or self._pause.is_on
             or any(caller.thread_id != thread_id for caller in self._callers)
-            # What such a mode does to its thread's tensors is not to be done to those of a step.
-            or torch._C._len_torch_function_stack()
-            or torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_dispatch_stack()  # can't be left for a step, as other modes can
         )
 
     def resign(self) -> None:
@@ -328,15 +327,14 @@ class StepWorker:
         own = threading.get_ident()
         if self._leader != own or self.is_mine:
             return
-        # What a step makes is not the caller's alone, whatever mode it calls in.
-        with torch.inference_mode(False), torch.no_grad():
-            while self._leader == own and not done.is_set():
-                if self._num_exclusive or self._pause.is_on:
-                    break
+        while self._leader == own and not done.is_set():
+            if self._num_exclusive or self._pause.is_on:
+                break
+            with _without_modes():
                 self._turn()
-                check_interrupt()
-                if between():
-                    break
+            check_interrupt()
+            if between():
+                break
         if done.is_set():
             with self._stepping():
                 pass  # a step that overlaps with the last one is over then, too
@@ -676,6 +674,15 @@ class StepWorker:
             except BaseException as own_error:
                 with self._pool.lock:
                     owner.fail(own_error)
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """As on a thread of the worker's own: what a step makes is not the caller's alone, whatever mode it calls in."""
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:

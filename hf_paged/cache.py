@@ -244,8 +244,10 @@ class PagedCache(Cache):
         of its own): any attention works on what it returns, masked by the caller's mask as with `DynamicCache`.
 
         Raises:
-            ValueError: The batch size differs from the cache's.
+            ValueError: The batch size differs from the cache's, or the states have other dimensions.
         """
+        if key_states.ndim != 4:  # as position ids of a form that the model does not know make them
+            raise ValueError(f"keys must be [batch, num_kv_heads, tokens, head_dim], got {list(key_states.shape)}")
         if torch.is_grad_enabled() and key_states.requires_grad:
             logger.warning_once("hf_paged: no gradient flows through the keys and values of a PagedCache")
         batch, _, new, _ = key_states.shape

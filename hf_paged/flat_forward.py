@@ -28,8 +28,11 @@ def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> lis
         return None
     length = call.tokens.shape[1]
     width = cache.get_seq_length()
-    if call.position_ids is not None and call.position_ids.shape[1:] != (length,):
-        return None
+    positions = call.position_ids
+    if positions is not None and (
+        positions.shape not in ((1, length), (len(active), length)) or positions.is_floating_point()
+    ):
+        return None  # the model itself broadcasts them, or refuses
     padding = [cache.padding[row] for row in active]
     mask = call.attention_mask
     if mask is None:
@@ -42,7 +45,7 @@ def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> lis
     if not any(given):
         return padding if not any(padding) else None
     leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
-    if leading != given or call.position_ids is None:
+    if leading != given or positions is None:
         return None
     if width > 0:
         return given if given == padding else None

@@ -6,13 +6,14 @@ import logging
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_paged.fused_rotary import RotaryKernel, find_rotary
+from hf_paged.fused_rotary import find_rotary
 from hf_paged.kernels.backend import layer_kernels
+from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
 
 logger = logging.getLogger(__name__)
@@ -26,16 +27,6 @@ _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-4, torch.float16: 6e-5}
 _MLP_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
-class LayerKernels(RotaryKernel, Protocol):
-    """The operations, of one device and dtype; arguments as in `cpu_layers.CPULayers`."""
-
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
-        """Normed states."""
-
-    def gate(self, gate: Tensor, up: Tensor, linear: float, cubic: float) -> Tensor:
-        """Gated states."""
-
-
 class _Norm(ModuleCall):
     """An RMSNorm."""
 
@@ -44,10 +35,6 @@ class _Norm(ModuleCall):
     def __init__(self, module: Any, kernels: LayerKernels, eps: float, offset: float, rounds_first: bool) -> None:
         super().__init__(module)
         self.kernels, self.eps, self.offset, self.rounds_first = kernels, eps, offset, rounds_first
-
-    def takes(self, states: Tensor) -> bool:
-        weight = self.module.weight
-        return states.dtype is weight.dtype and states.is_contiguous() and weight.is_contiguous()
 
     def compute(self, states: Tensor) -> Tensor:
         return self.kernels.rms_norm(states, self.module.weight, self.eps, self.offset, self.rounds_first)
@@ -64,7 +51,7 @@ class _GatedMLP(ModuleCall):
 
     def takes(self, states: Tensor) -> bool:
         is_hooked = isinstance(self.activation, nn.Module) and has_hooks(self.activation)
-        return states.ndim >= 2 and not is_hooked and _activation(self.module) is self.activation
+        return not is_hooked and _activation(self.module) is self.activation
 
     def compute(self, states: Tensor) -> Tensor:
         module = self.module
@@ -72,7 +59,11 @@ class _GatedMLP(ModuleCall):
             gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
         else:
             gate, up = module.gate_proj(states), module.up_proj(states)
-        return module.down_proj(self.kernels.gate(gate, up, *self.coefficients))
+        try:
+            product = self.kernels.gate(gate, up, *self.coefficients)
+        except InputError:
+            product = self.activation(gate) * up
+        return module.down_proj(product)
 
 
 class FusedLayers:
@@ -154,8 +145,11 @@ def _norm(
         return None
     for offset, rounds_first in NORMS:
         call = _Norm(module, kernels, eps, offset, rounds_first)
-        if _agree(call.compute(states), truth, _TOLERANCE[dtype]):
-            return call
+        try:
+            if _agree(call.compute(states), truth, _TOLERANCE[dtype]):
+                return call
+        except InputError:  # too wide, or strided
+            return None
     return None
 
 

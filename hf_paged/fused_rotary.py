@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.module_calls import ModuleCall
 
 NAME = "apply_rotary_pos_emb"  # what the function is called in every model of transformers that has it
@@ -15,15 +16,6 @@ NAME = "apply_rotary_pos_emb"  # what the function is called in every model of t
 ROTARIES = ((False, True), (False, False), (True, True), (True, False))
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-4, torch.float16: 4e-5}
 _HEADS = (3, 2)  # of the trial's queries and keys
-
-
-class RotaryKernel(Protocol):
-    """The operation; arguments as in `cpu_layers.CPULayers.rotary`."""
-
-    def rotary(
-        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Rotated query and key."""
 
 
 class _Names(dict[str, Any]):
@@ -40,25 +32,41 @@ class _Names(dict[str, Any]):
 class _Rotary:
     """In the place of `apply_rotary_pos_emb(q, k, cos, sin, ...)`."""
 
-    def __init__(self, names: dict[str, Any], kernels: RotaryKernel, interleaved: bool, rounds: bool) -> None:
+    def __init__(
+        self, names: dict[str, Any], kernels: LayerKernels, interleaved: bool, rounds: bool, takes_part: bool
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            names: Globals of the module that has the function.
+            kernels: What computes it.
+            interleaved: Which elements are pairs.
+            rounds: Whether products are rounded before they are added.
+            takes_part: Whether the function leaves what exceeds the width of `cos` as it is, instead of raising.
+        """
         self._names = names
         self._kernels = kernels
         self._interleaved = interleaved
         self._rounds = rounds
+        self._takes_part = takes_part
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`[1, heads, tokens, dim]` queries and keys; everything else goes to the function itself."""
         if (
-            args
-            or kwargs
-            or not (q.shape[0] == k.shape[0] == 1 and q.stride(-1) == k.stride(-1) == 1)
-            or not (q.dtype is k.dtype is cos.dtype is sin.dtype and cos.is_contiguous() and sin.is_contiguous())
+            not (args or kwargs)
+            and q.ndim == k.ndim == 4
+            and cos.ndim == sin.ndim == 3
+            and len(q) == len(k) == len(cos) == len(sin) == 1
+            and (self._takes_part or cos.shape[2] == q.shape[3])
         ):
-            return self._names[NAME](q, k, cos, sin, *args, **kwargs)
-        query, key = self._kernels.rotary(
-            q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0], self._interleaved, self._rounds
-        )
-        return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+            try:
+                query, key = self._kernels.rotary(
+                    q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0], self._interleaved, self._rounds
+                )
+                return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+            except InputError:
+                pass
+        return self._names[NAME](q, k, cos, sin, *args, **kwargs)
 
 
 class _Attention(ModuleCall):
@@ -78,7 +86,7 @@ class _Attention(ModuleCall):
 
 
 def find_rotary(
-    module: nn.Module, kernels: RotaryKernel, dtype: torch.dtype, device: torch.device
+    module: nn.Module, kernels: LayerKernels, dtype: torch.dtype, device: torch.device
 ) -> ModuleCall | None:
     """A module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`.
 
@@ -99,21 +107,28 @@ def find_rotary(
         return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
 
     q, k = (random(1, 5, heads, 16).transpose(1, 2) for heads in _HEADS)
-    cos, sin = random(1, 5, 16), random(1, 5, 16)
-    try:
-        truth = forward.__globals__[NAME](q, k, cos, sin)
-    except (TypeError, RuntimeError, ValueError, IndexError):
-        return None
-    if not (isinstance(truth, tuple) and len(truth) == 2 and all(isinstance(part, Tensor) for part in truth)):
-        return None
+    whole, part = ((random(1, 5, width), random(1, 5, width)) for width in (16, 8))
+
+    def own(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+        try:
+            result = forward.__globals__[NAME](q, k, cos, sin)
+        except (TypeError, RuntimeError, ValueError, IndexError):
+            return None
+        is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(one, Tensor) for one in result)
+        return result if is_pair else None
+
     for interleaved, rounds in ROTARIES:
-        rotary = _Rotary(forward.__globals__, kernels, interleaved, rounds)
-        if all(_agree(part, own) for part, own in zip(rotary(q, k, cos, sin), truth, strict=True)):
-            return _Attention(module, rotary)
+        rotary = _Rotary(forward.__globals__, kernels, interleaved, rounds, takes_part=True)
+        if _agree(rotary(q, k, *whole), own(*whole)):
+            takes_part = _agree(rotary(q, k, *part), own(*part))
+            return _Attention(module, _Rotary(forward.__globals__, kernels, interleaved, rounds, takes_part))
     return None
 
 
-def _agree(result: Tensor, truth: Tensor) -> bool:
-    if result.shape != truth.shape or result.dtype is not truth.dtype:
-        return False
-    return bool((result.float() - truth.float()).norm() <= _TOLERANCE[truth.dtype] * truth.float().norm())
+def _agree(results: tuple[Tensor, Tensor], truths: tuple[Tensor, Tensor] | None) -> bool:
+    return truths is not None and all(
+        result.shape == truth.shape
+        and result.dtype is truth.dtype
+        and bool((result.float() - truth.float()).norm() <= _TOLERANCE[truth.dtype] * truth.float().norm())
+        for result, truth in zip(results, truths, strict=True)
+    )

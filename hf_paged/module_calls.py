@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
 from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
 
+from hf_paged.kernels.layers import InputError
+
 # Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
 _CALL = "_compiled_call_impl"
 
@@ -32,17 +34,24 @@ class ModuleCall:
         self.thread_id: int | None = None
 
     def takes(self, states: Tensor) -> bool:
-        """Whether this input can be computed here; else the module does it."""
-        raise NotImplementedError
+        """Whether this input can be computed here, as far as can be said before trying; else the module does it."""
+        return True
 
     def compute(self, states: Tensor) -> Tensor:
-        """What the module would return."""
+        """What the module would return.
+
+        Raises:
+            InputError: That can't be computed here; the module does it.
+        """
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the module's forward."""
         if len(args) == 1 and not kwargs and self.takes(args[0]):
-            return self.compute(args[0])
+            try:
+                return self.compute(args[0])
+            except InputError:
+                pass
         return self.module._call_impl(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ def kernels(dtype: torch.dtype, kind: str = "c") -> Iterator[tuple[Any, Callable
     from hf_paged.kernels.triton_layers import TritonLayers
 
     with nullcontext() if kind == "gpu" else repaired_interpreter():
-        yield TritonLayers(), lambda tensor: tensor.to("cuda" if kind == "gpu" else "cpu")
+        yield TritonLayers(dtype), lambda tensor: tensor.to("cuda" if kind == "gpu" else "cpu")
 
 
 def assert_close(result: Tensor, truth: Tensor) -> None:
@@ -469,7 +469,7 @@ def test_what_attention_looks_up_is_the_modules_own(monkeypatch: pytest.MonkeyPa
 def test_rotary_calls_of_another_kind(arguments: dict[str, Any]) -> None:
     """They go to the function itself."""
     own = modeling_llama.apply_rotary_pos_emb
-    rotary = fused_rotary._Rotary(vars(modeling_llama), cpu_layers.load(F32), False, True)
+    rotary = fused_rotary._Rotary(vars(modeling_llama), cpu_layers.load(F32), False, True, takes_part=False)
     batch, dtype = arguments.pop("batch", 1), arguments.pop("dtype", F32)
     shape = (batch, 5, 3, 16) if arguments else (batch, 3, 5, 16)
     q, k = torch.randn(shape), torch.randn(shape)

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import cpu, cpu_layers, reference
-from hf_paged.kernels.cpu_layers import CPULayers
+from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.transfers import to_device
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backend
     from hf_paged.kernels.ops import Partials
-    from hf_paged.kernels.triton_layers import TritonLayers
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +120,18 @@ class CPUBackend(TorchBackend):
 
 
 class CPUStep(TorchStep):
-    """A step by `cpu.py`, of states in the pool's dtype; of others (autocast makes some) by `reference.py`."""
+    """A step by `cpu.py`; of what that does not take (autocast makes states of another dtype) by `reference.py`."""
 
     def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, kernels: cpu.CPUKernels) -> None:
         super().__init__(kv_cache, metadata)
         self._kernels = kernels
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        if not (self._takes(key) and self._takes(value)):
-            return super().write(key, value, layer)
-        self._kernels.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+        try:
+            return self._kernels.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+        except InputError:
+            pass
+        super().write(key, value, layer)
 
     def attend(
         self,
@@ -142,20 +143,21 @@ class CPUStep(TorchStep):
         sinks: Tensor | None = None,
     ) -> Tensor:
         metadata = self._metadata
-        if not metadata.num_decodes or not self._takes(query) or torch.is_autocast_enabled("cpu"):
-            return super().attend(query, layer, scale, sliding_window, softcap, sinks)
-        output = query.new_empty(query.shape)
-        self._kernels.paged_decode(
-            query, output, self._kv_cache, layer, metadata, scale, sliding_window, softcap, sinks
+        begun: Tensor | None = None  # with the decode rows filled in
+        if metadata.num_decodes and not torch.is_autocast_enabled("cpu"):
+            output = query.new_empty(query.shape)
+            try:
+                self._kernels.paged_decode(
+                    query, output, self._kv_cache, layer, metadata, scale, sliding_window, softcap, sinks
+                )
+                if metadata.num_decodes == len(query):
+                    return output
+                begun = output
+            except InputError:
+                pass
+        return reference.paged_attention(
+            query, self._kv_cache, layer, metadata, scale, sliding_window, softcap, sinks, output=begun
         )
-        if metadata.num_decodes < len(query):
-            reference.paged_attention(
-                query, self._kv_cache, layer, metadata, scale, sliding_window, softcap, sinks, output=output
-            )
-        return output
-
-    def _takes(self, states: Tensor) -> bool:
-        return states.dtype is self._kv_cache.dtype and states.stride(-1) == 1
 
 
 class TritonBackend:
@@ -262,7 +264,7 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
     return TritonBackend(kv_cache) if wants_triton and not reason else TorchBackend(kv_cache)
 
 
-def layer_kernels(dtype: torch.dtype, device: torch.device) -> CPULayers | TritonLayers | str:
+def layer_kernels(dtype: torch.dtype, device: torch.device) -> LayerKernels | str:
     """The kernels for what lies between a model's matrix products, or why there are none.
 
     Args:
@@ -282,7 +284,7 @@ def layer_kernels(dtype: torch.dtype, device: torch.device) -> CPULayers | Trito
         return reason
     from hf_paged.kernels.triton_layers import TritonLayers
 
-    return TritonLayers()
+    return TritonLayers(dtype)
 
 
 def _cpu_kernels(kv_cache: Tensor, dtype: torch.dtype) -> cpu.CPUKernels | str:

@@ -13,9 +13,11 @@ from torch import Tensor
 from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import reference
 from hf_paged.kernels.c_compiler import CompileError, library
+from hf_paged.kernels.layers import InputError
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
+MAX_GROUP_ELEMENTS = 32768  # of all query heads that share a key head: they lie on a thread's stack, twice, in float32
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -40,7 +42,8 @@ class _Decode(ctypes.Structure):
 class CPUKernels:
     """The compiled kernels for one element type and head dim."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
+        self._dtype, self._head_dim = dtype, head_dim
         self._write = library.hf_paged_write
         self._decode = library.hf_paged_decode
         for function in (self._write, self._decode):
@@ -54,16 +57,35 @@ class CPUKernels:
             value: Like `key`.
             kv_cache: The KV tensor, changed in place.
             layer: Layer index.
-            slot_mapping: `[T]` int64; tokens with a slot below 0 are skipped.
+            slot_mapping: `[T]` int64; tokens with a slot below 0 are skipped. None is beyond the pool: that the block
+                manager sees to.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
         """
+        _, num_layers, _, num_kv_heads, _, head_dim = kv_cache.shape
+        if not (
+            key.shape == value.shape == (slot_mapping.numel(), num_kv_heads, head_dim)
+            and key.stride(2) == value.stride(2) == 1
+            and 0 <= layer < num_layers
+            and self._is_own(kv_cache)
+            and key.dtype is value.dtype is self._dtype
+            and slot_mapping.dtype is torch.int64
+            and key.is_cpu
+            and value.is_cpu
+            and slot_mapping.is_cpu
+            and slot_mapping.is_contiguous()
+        ):
+            expected = f"twice [T, heads, dim], [T] and the pool they go to, in layer {layer}"
+            raise InputError("write", expected, key=key, value=value, slot_mapping=slot_mapping, kv_cache=kv_cache)
         block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
         arguments = _Write(
             key.data_ptr(),
             value.data_ptr(),
             kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
             slot_mapping.data_ptr(),
-            len(key),
-            key.shape[1],
+            slot_mapping.numel(),
+            num_kv_heads,
             kv_cache.shape[4],
             block_stride,
             *key.stride()[:2],
@@ -97,23 +119,53 @@ class CPUKernels:
             sliding_window: Tokens a query sees, itself included; `None`: all before it.
             softcap: Bound of the scores; `None`: none.
             sinks: `[num_heads]` logits.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices, a layer that the pool does not have, tables
+                of blocks of another size, or too many query heads a key head.
         """
-        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
-        num_kv_heads, block_size = kv_cache.shape[3:5]
-        tables = metadata.block_tables
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        tables, seq_lens, num_seqs = metadata.block_tables, metadata.seq_lens, metadata.num_decodes
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
+        if not (
+            query.ndim == 3
+            and query.shape == output.shape
+            and query.shape[2] == head_dim
+            and query.stride(2) == 1
+            and output.is_contiguous()
+            and (num_heads := query.shape[1]) % num_kv_heads == 0
+            and num_heads * head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS
+            and num_seqs <= min(len(query), len(tables), len(seq_lens))
+            and metadata.block_size == block_size
+            and metadata.max_decode_len <= tables.shape[1] * block_size
+            and 0 <= layer < num_layers
+            and self._is_own(kv_cache)
+            and query.dtype is output.dtype is self._dtype
+            and tables.dtype is seq_lens.dtype is torch.int32
+            and tables.is_contiguous()
+            and seq_lens.is_contiguous()
+            and query.is_cpu
+            and output.is_cpu
+            and tables.is_cpu
+            and (sinks is None or (sinks.shape == (num_heads,) and sinks.is_cpu))
+        ):
+            expected = f"twice [T, heads, dim], {num_seqs} tables and lengths, and their pool (layer {layer})"
+            raise InputError(
+                "decode", expected, query=query, output=output, tables=tables, seq_lens=seq_lens, kv_cache=kv_cache
+            )
+        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
         arguments = _Decode(
             query.data_ptr(),
             output.data_ptr(),
             kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
             tables.data_ptr(),
-            metadata.seq_lens.data_ptr(),
+            seq_lens.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
             *query.stride()[:2],
-            metadata.num_decodes,
+            num_seqs,
             num_kv_heads,
-            query.shape[1] // num_kv_heads,
+            num_heads // num_kv_heads,
             block_size,
             tables.shape[1],
             block_stride,
@@ -123,6 +175,16 @@ class CPUKernels:
             softcap or 0.0,
         )
         self._decode(ctypes.addressof(arguments))
+
+    def _is_own(self, kv_cache: Tensor) -> bool:
+        """Whether the kernels are made for this pool, which they take to be contiguous."""
+        return (
+            kv_cache.dtype is self._dtype
+            and kv_cache.shape[5] == self._head_dim
+            and kv_cache.shape[2] == 2
+            and kv_cache.is_contiguous()
+            and kv_cache.is_cpu
+        )
 
 
 @lru_cache
@@ -138,7 +200,9 @@ def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
             return f"takes {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
         if head_dim > MAX_HEAD_DIM:
             return f"takes head dims up to {MAX_HEAD_DIM}, the model has {head_dim}"
-        kernels = CPUKernels(library(_SOURCE, HEAD_DIM=head_dim, IS_BFLOAT16=int(dtype is torch.bfloat16)))
+        kernels = CPUKernels(
+            library(_SOURCE, HEAD_DIM=head_dim, IS_BFLOAT16=int(dtype is torch.bfloat16)), dtype, head_dim
+        )
         error = _error(kernels, dtype, head_dim)
         # Of a rounding more or less; what is wrong is wrong by half.
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2

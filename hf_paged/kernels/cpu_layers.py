@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.c_compiler import CompileError, library
+from hf_paged.kernels.layers import LayerKernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -39,54 +40,43 @@ class _Rotary(ctypes.Structure):
     ]
 
 
-class CPULayers:
-    """The compiled kernels for one element type."""
+class CPULayers(LayerKernels):
+    """The compiled kernels."""
 
-    def __init__(self, compiled: ctypes.CDLL) -> None:
-        self._rms_norm = compiled.hf_paged_rms_norm
-        self._gate = compiled.hf_paged_gate
-        self._rotary = compiled.hf_paged_rotary
-        for function in (self._rms_norm, self._gate, self._rotary):
+    def __init__(self, compiled: ctypes.CDLL, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._norm_function = compiled.hf_paged_rms_norm
+        self._gate_function = compiled.hf_paged_gate
+        self._rotary_function = compiled.hf_paged_rotary
+        for function in (self._norm_function, self._gate_function, self._rotary_function):
             function.argtypes, function.restype = [ctypes.c_void_p], None
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
-        """`states / sqrt(mean(states²) + eps) * (weight + offset)` over the last dimension, computed in float32.
+    def _are_here(self, *tensors: Tensor) -> bool:
+        dtype = self.dtype
+        for tensor in tensors:  # noqa: SIM110 - a generator takes longer than all other checks together
+            if tensor.dtype is not dtype or not tensor.is_cpu:
+                return False
+        return True
 
-        Args:
-            states: `[..., dim]`, contiguous.
-            weight: `[dim]`, contiguous, of the same dtype.
-            eps: Added to the mean.
-            offset: Added to the weight.
-            rounds_first: Whether the normed states are rounded to their dtype before they are multiplied.
-        """
+    def _rms_norm(self, states: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
         output = torch.empty_like(states)
+        dim = weight.numel()
         arguments = _RMSNorm(
             states.data_ptr(),
             weight.data_ptr(),
             output.data_ptr(),
-            states.numel() // states.shape[-1],
-            states.shape[-1],
+            states.numel() // dim,
+            dim,
             torch.get_num_threads(),
             rounds_first,
             eps,
             offset,
         )
-        self._rms_norm(ctypes.addressof(arguments))
+        self._norm_function(ctypes.addressof(arguments))
         return output
 
-    def gate(self, gate: Tensor, up: Tensor, linear: float, cubic: float) -> Tensor:
-        """`gate * sigmoid(linear * gate + cubic * gate³) * up`: SiLU and GELU's approximations, gated.
-
-        Args:
-            gate: `[..., dim]`, the last dimension contiguous and the others as if they were one.
-            up: Like `gate`, of the same dtype.
-            linear: 1 for SiLU.
-            cubic: 0 for SiLU.
-
-        Returns:
-            `[..., dim]`, contiguous; rounded to the dtype between activation and product, as two operations would.
-        """
-        output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    def _gate(self, gate: Tensor, up: Tensor, gate_row: int, up_row: int, linear: float, cubic: float) -> Tensor:
+        output = torch.empty_like(gate, memory_format=torch.contiguous_format)
         dim = gate.shape[-1]
         arguments = _Gate(
             gate.data_ptr(),
@@ -94,36 +84,23 @@ class CPULayers:
             output.data_ptr(),
             gate.numel() // dim,
             dim,
-            gate.stride(-2),
-            up.stride(-2),
+            gate_row,
+            up_row,
             torch.get_num_threads(),
             linear,
             cubic,
         )
-        self._gate(ctypes.addressof(arguments))
+        self._gate_function(ctypes.addressof(arguments))
         return output
 
-    def rotary(
+    def _rotary(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool
     ) -> tuple[Tensor, Tensor]:
-        """Rotates pairs of the first `rotary_dim` elements of each head: `x * cos - y * sin`, `y * cos + x * sin`.
-
-        Args:
-            query: `[tokens, heads, dim]`, the last dimension contiguous.
-            key: Like `query`, of any number of heads.
-            cos: `[tokens, rotary_dim]` of the same dtype, contiguous.
-            sin: Like `cos`.
-            interleaved: Whether pairs are neighbours, or half a `rotary_dim` apart.
-            rounds: Whether both products are rounded to the dtype before they are added.
-
-        Returns:
-            Rotated query and key, contiguous.
-        """
         return self._rotate(query, cos, sin, interleaved, rounds), self._rotate(key, cos, sin, interleaved, rounds)
 
     def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool) -> Tensor:
         tokens, heads, dim = states.shape
-        output = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+        output = torch.empty_like(states, memory_format=torch.contiguous_format)
         arguments = _Rotary(
             states.data_ptr(),
             cos.data_ptr(),
@@ -132,13 +109,13 @@ class CPULayers:
             tokens,
             heads,
             dim,
-            cos.shape[-1],
+            cos.shape[1],
             *states.stride()[:2],
             torch.get_num_threads(),
             interleaved,
             rounds,
         )
-        self._rotary(ctypes.addressof(arguments))
+        self._rotary_function(ctypes.addressof(arguments))
         return output
 
 
@@ -148,6 +125,6 @@ def load(dtype: torch.dtype) -> CPULayers | str:
     if dtype not in DTYPES:
         return f"take {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
     try:
-        return CPULayers(library(_SOURCE, IS_BFLOAT16=int(dtype is torch.bfloat16)))
+        return CPULayers(library(_SOURCE, IS_BFLOAT16=int(dtype is torch.bfloat16)), dtype)
     except CompileError as error:
         return str(error)

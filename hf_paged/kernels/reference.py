@@ -63,7 +63,14 @@ def slot_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
 
 def write_rows(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, rows: Tensor) -> None:
     """`reshape_and_cache` with the slots' rows at hand: `rows` is `slot_rows(kv_cache, slot_mapping)`."""
-    _, _, _, num_heads, block_size, head_dim = kv_cache.shape
+    _, num_layers, _, num_heads, block_size, head_dim = kv_cache.shape
+    if not 0 <= layer < num_layers:  # else it would be some layer of the next block
+        raise ValueError(f"the pool has {num_layers} layers, and none of number {layer}")
+    if not key.shape == value.shape == (*rows.shape, head_dim):
+        raise ValueError(
+            f"keys and values must be [tokens, num_kv_heads, head_dim] = {[*rows.shape, head_dim]}, "
+            f"got {list(key.shape)} and {list(value.shape)}"
+        )
     flat = elements(kv_cache).view(-1, head_dim)
     rows = rows.reshape(-1) + layer * 2 * num_heads * block_size
     for part_rows, states in ((rows, key), (rows + num_heads * block_size, value)):

@@ -1,4 +1,4 @@
-"""RMSNorm, gates and rotary embeddings on a GPU, one launch each; the formulas are those of `cpu_layers.py`.
+"""RMSNorm, gates and rotary embeddings on a GPU, one launch each; the formulas are those of `layers.py`.
 
 Between the matrix products of a decode step lie dozens of small operations, each of which waits for the one before: in
 transformers' code six for a norm, two for a gate, ten for a rotary embedding.
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels.launch import next_power_of_two
+from hf_paged.kernels.layers import InputError, LayerKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NORM_DIM = 32768  # a row is one program's
@@ -147,13 +148,19 @@ def _rotary_kernel(
         )  # fmt: skip
 
 
-class TritonLayers:
-    """The kernels' launchers; arguments and results as in `cpu_layers.CPULayers`."""
+class TritonLayers(LayerKernels):
+    """The kernels' launchers."""
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
+    def _are_here(self, *tensors: Tensor) -> bool:
+        device = tensors[0].device
+        return all(tensor.dtype is self.dtype and tensor.device == device for tensor in tensors)
+
+    def _rms_norm(self, states: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
         """One program for some rows."""
+        dim = weight.numel()
+        if dim > MAX_NORM_DIM:
+            raise InputError("rms_norm", f"rows of up to {MAX_NORM_DIM} elements", states=states, weight=weight)
         output = torch.empty_like(states)
-        dim = states.shape[-1]
         num_rows = states.numel() // dim
         if not num_rows:
             return output
@@ -175,9 +182,9 @@ class TritonLayers:
             )
         return output
 
-    def gate(self, gate: Tensor, up: Tensor, linear: float, cubic: float) -> Tensor:
+    def _gate(self, gate: Tensor, up: Tensor, gate_row: int, up_row: int, linear: float, cubic: float) -> Tensor:
         """One program for a piece of a row."""
-        output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        output = torch.empty_like(gate, memory_format=torch.contiguous_format)
         dim = gate.shape[-1]
         num_rows = gate.numel() // dim
         if not num_rows:
@@ -189,8 +196,8 @@ class TritonLayers:
                 up,
                 output,
                 num_rows,
-                gate.stride(-2),
-                up.stride(-2),
+                gate_row,
+                up_row,
                 LINEAR=linear,
                 CUBIC=cubic,
                 DIM=dim,
@@ -199,7 +206,7 @@ class TritonLayers:
             )
         return output
 
-    def rotary(
+    def _rotary(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool
     ) -> tuple[Tensor, Tensor]:
         """One program for some heads of a token."""

@@ -44,6 +44,7 @@ from hf_paged.sample_run import SampleCall, SampleRun
 from hf_paged.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
+from hf_paged.stop_strings import StopStringTables
 from hf_paged.submission import Capture, Submissions
 from hf_paged.worker import CallCancelledError, Caller, StepWorker
 
@@ -92,6 +93,7 @@ class Engine:
         self._executor = StepExecutor(self._pool, self._runner)
         self._worker = StepWorker(self._pool, self._executor, self._collect_abandoned)
         self._submissions = Submissions(self)
+        self.stop_strings = StopStringTables()
         self._num_generated_tokens = 0
         self._runs: set[SampleRun] = set()
         _ENGINES.add(self)
@@ -817,6 +819,7 @@ class Engine:
 
     def reset_after_fork(self) -> None:
         """In a forked child: what ran in the parent has no threads here, and fails."""
+        self.stop_strings = StopStringTables()
         self._submissions.reset_after_fork()
         self._worker.reset_after_fork()
 

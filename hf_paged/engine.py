@@ -46,7 +46,7 @@ from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
 from hf_paged.stop_strings import StopStringTables
 from hf_paged.submission import Capture, Submissions
-from hf_paged.worker import CallCancelledError, Caller, StepWorker
+from hf_paged.worker import CACHE_SALT, CallCancelledError, Caller, StepWorker
 
 
 class Engine:
@@ -648,7 +648,7 @@ class Engine:
         try:
             with self.transaction():
                 caller = cache.caller
-                salt = () if caller is None or caller.cache_salt is None else (caller.cache_salt,)
+                salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
                 # Inside one generate() call the weights stand still, so its decode steps don't ask again.
                 flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
                 longest = max(sequence.num_tokens for sequence in flat.sequences)
@@ -775,7 +775,9 @@ class Engine:
             generation_config: As in `generate()`.
             request_id: Any name not in use by an unfinished request; `None`: one is made.
             priority: The lower, the earlier; first come, first served within a priority.
-            cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt.
+            cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt,
+                in an assistant model's pool as well. `None`: none, or inside another request (a processor that
+                submits) that one's.
             **generate_kwargs: Everything else that `generate()` takes, but `streamer` (iterate the request instead),
                 `inputs_embeds`, and per-step outputs.
 

@@ -142,7 +142,7 @@ class PagedGenerationMixin:
         tokenizer: Any = None,
         **kwargs: Any,
     ) -> StoppingCriteriaList:
-        """transformers' own, with the tables of stop strings that an earlier call had made."""
+        """As transformers makes them, with tables for stop strings that an earlier call had made."""
         stock, own = super()._get_stopping_criteria, None  # type: ignore[misc]
         if generation_config.stop_strings is not None and not any(
             type(item) is StopStringCriteria for item in stopping_criteria or ()

@@ -18,8 +18,8 @@ MAX_TABLES = 8  # of each tokenizer; one has a row of some numbers for every tok
 class StopStringTables:
     """Criteria by tokenizer and strings, for any thread. Tokenizers are held weakly.
 
-    transformers keeps the tables, too, but finds none again: a fast tokenizer names its vocabulary in another order each
-    time it is asked, and the order is part of its key.
+    transformers keeps them, too, but finds none again: a fast tokenizer names its vocabulary in another order each time
+    it is asked, and the order is part of the key.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StopStringTables:
         self._kept: WeakKeyDictionary[Any, OrderedDict[Hashable, StopStringCriteria]] = WeakKeyDictionary()
 
     def criterion(self, tokenizer: Any, stop_strings: Any, device: torch.device) -> StopStringCriteria | None:
-        """transformers' criterion, the caller's own but for its tables.
+        """What transformers would make, the caller's own but for its tables.
 
         Args:
             tokenizer: Whose tokens make the strings.

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 from hf_paged.block_pool import BlockPool
 from hf_paged.errors import OutOfBlocksError
@@ -25,6 +26,16 @@ from hf_paged.event_log import EventLog
 ExtraKey = tuple[Hashable, ...]
 
 PREFIX_CACHE = -1  # as `BlockTable.borrowed_from`
+NO_EPOCH = -1  # as `BlockTable.cache_epoch`
+
+
+class Offer(NamedTuple):
+    """A block that a sequence has filled, and the hash of what it should hold."""
+
+    seq_id: int
+    position: int
+    block_id: int
+    block_hash: bytes
 
 
 @dataclass(slots=True)
@@ -36,8 +47,9 @@ class BlockTable:
         num_tokens: tokens that the sequence has slots for.
         extra_key: what its K/V depends on beside its tokens; None until the first `commit` or `match_prefix`.
         block_hashes: hashes of its leading full blocks, as far as they were asked for.
-        num_committed: how many of them its blocks were registered under.
-        cache_epoch: the pool's `cache_epoch` when the sequence's first tokens came in.
+        num_committed: how many of them its blocks were registered under, or offered to be.
+        cache_epoch: the pool's `cache_epoch` when the sequence's first tokens came in; `NO_EPOCH`: its blocks don't
+            hold what their hashes say.
         matched: tokens asked for and found by the `match_prefix` it began with.
         is_swapped: the blocks are those of the CPU pool.
         borrowed_from: where an empty sequence got what it begins with: a sequence's id, or `PREFIX_CACHE`; None once
@@ -53,6 +65,11 @@ class BlockTable:
     matched: tuple[int, int] = (0, 0)
     is_swapped: bool = False
     borrowed_from: int | None = None
+
+    def carries(self, offer: Offer) -> bool:
+        """Whether it still goes by that very hash: cut and grown again it has another one, equal or not."""
+        hashes = self.block_hashes
+        return offer.position < len(hashes) and hashes[offer.position] is offer.block_hash
 
     def copy(self) -> BlockTable:
         """A table over the same blocks, independent from here on."""
@@ -345,22 +362,57 @@ class BlockManager:
         Raises:
             ValueError: more tokens than the sequence has, or another `extra_key` than before.
         """
+        return self.publish(self.offer(seq_id, token_ids, extra_key, num_tokens))
+
+    def offer(
+        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), num_tokens: int | None = None
+    ) -> list[Offer]:
+        """The first half of `commit`: blocks to `publish` when their content is known to be what it should be."""
         table = self._table(seq_id)
         num_tokens = len(token_ids) if num_tokens is None else num_tokens
         if num_tokens > table.num_tokens:
             raise ValueError(f"cannot commit {num_tokens} tokens of sequence {seq_id}, it has {table.num_tokens}")
         if not self.enable_prefix_caching:
-            return 0
+            return []
         self._set_extra_key(seq_id, table, extra_key)
         if table.cache_epoch != self.pool.cache_epoch:
-            return 0
-        registered = 0
+            return []
         num_full = num_tokens // self.block_size
         self._extend_hashes(table, token_ids, num_full)
-        for position in range(table.num_committed, num_full):
-            registered += self.pool.set_hash(table.blocks[position], table.block_hashes[position])
+        offers = [
+            Offer(seq_id, position, table.blocks[position], table.block_hashes[position])
+            for position in range(table.num_committed, num_full)
+        ]
         table.num_committed = max(table.num_committed, num_full)
+        return offers
+
+    def publish(self, offers: Iterable[Offer]) -> int:
+        """The second half: registers what was offered, and is still where it was.
+
+        Returns:
+            How many blocks were registered.
+        """
+        registered = 0
+        for offer in offers:
+            table = self._tables.get(offer.seq_id)
+            if (
+                table is not None
+                and not table.is_swapped
+                and table.cache_epoch == self.pool.cache_epoch
+                and table.carries(offer)
+                and table.blocks[offer.position : offer.position + 1] == [offer.block_id]
+            ):
+                registered += self.pool.set_hash(offer.block_id, offer.block_hash)
         return registered
+
+    def withdraw(self, offers: Sequence[Offer]) -> None:
+        """Instead of `publish`: the blocks don't hold what they should. Nothing of whoever has them is ever cached.
+
+        O(tables), for what hardly ever happens.
+        """
+        for table in self._tables.values():  # sequences forked since have them, too
+            if any(table.carries(offer) for offer in offers):
+                table.cache_epoch = NO_EPOCH
 
     def prompt_hashes(
         self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey, start: int, end: int

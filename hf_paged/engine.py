@@ -44,8 +44,9 @@ from hf_paged.sample_run import SampleCall, SampleRun
 from hf_paged.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
+from hf_paged.stop_strings import StopStringTables
 from hf_paged.submission import Capture, Submissions
-from hf_paged.worker import CallCancelledError, Caller, StepWorker
+from hf_paged.worker import CACHE_SALT, CallCancelledError, Caller, StepWorker
 
 
 class Engine:
@@ -92,6 +93,7 @@ class Engine:
         self._executor = StepExecutor(self._pool, self._runner)
         self._worker = StepWorker(self._pool, self._executor, self._collect_abandoned)
         self._submissions = Submissions(self)
+        self.stop_strings = StopStringTables()
         self._num_generated_tokens = 0
         self._runs: set[SampleRun] = set()
         _ENGINES.add(self)
@@ -660,7 +662,7 @@ class Engine:
         try:
             with self.transaction():
                 caller = cache.caller
-                salt = () if caller is None or caller.cache_salt is None else (caller.cache_salt,)
+                salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
                 # Inside one generate() call the weights stand still, so its decode steps don't ask again.
                 flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
                 longest = max(sequence.num_tokens for sequence in flat.sequences)
@@ -796,7 +798,9 @@ class Engine:
             generation_config: As in `generate()`.
             request_id: Any name not in use by an unfinished request; `None`: one is made.
             priority: The lower, the earlier; first come, first served within a priority.
-            cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt.
+            cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt,
+                in an assistant model's pool as well. `None`: none, or inside another request (a processor that
+                submits) that one's.
             **generate_kwargs: Everything else that `generate()` takes, but `streamer` (iterate the request instead),
                 `inputs_embeds`, and per-step outputs.
 
@@ -841,6 +845,7 @@ class Engine:
 
     def reset_after_fork(self) -> None:
         """In a forked child: what ran in the parent has no threads here, and fails."""
+        self.stop_strings = StopStringTables()
         self._submissions.reset_after_fork()
         self._worker.reset_after_fork()
 

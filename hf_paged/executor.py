@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_paged.block_manager import Offer
+from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import ModelRunner, TokenInputs
 from hf_paged.sampler import Choice, ChosenTokens, Outcome, choose_tokens
 from hf_paged.scheduler import ScheduledChunk, SchedulerOutput
 from hf_paged.token_table import TokenTable
-from hf_paged.transfers import DeviceTimer, current
+from hf_paged.transfers import DeviceTimer, ToHost, current
 
 
 class LogitsSink(Protocol):
@@ -73,6 +75,8 @@ class _StepInFlight:
         chosen: The tokens it chooses, or what choosing raised; `None`: none.
         takers: For each choice, who takes its tokens, and its rows.
         places: Where in the tokens that of each sequence is that goes on.
+        offers: Blocks that it filled, to be shared if they are finite, and
+        check: sums that tell, or what asking for them raised; `None`: there are no offers.
     """
 
     number: int
@@ -81,6 +85,8 @@ class _StepInFlight:
     chosen: ChosenTokens | Exception | None
     takers: list[tuple[LogitsSink, list[int]]]
     places: dict[int, int]
+    offers: list[Offer]
+    check: ToHost | Exception | None
 
 
 class StepExecutor:
@@ -145,9 +151,11 @@ class StepExecutor:
             raise
         with pool.lock, current(device):
             self.running.remove(step)
-            pool.scheduler.update(step)
+            offers = pool.scheduler.update(step, is_checked=False)
+            check = _check(kv_cache, offers) if offers else None
             self.count_step(step.chunks)
-            self._in_flight.append(self._deliver(step, timer, logits, targets))
+            chosen, takers, places = self._deliver(step, logits, targets)
+            self._in_flight.append(_StepInFlight(self.num_steps, step, timer, chosen, takers, places, offers, check))
             timer.stop()
 
     def collect(self) -> None:
@@ -157,8 +165,11 @@ class StepExecutor:
         """
         done = self._in_flight.pop() if self.running else self._in_flight.popleft()
         outcomes: list[Outcome] = []
+        is_finite = [False] * len(done.offers)
         seconds = 0.0
         try:
+            if isinstance(done.check, ToHost):
+                is_finite = done.check.wait().isfinite().tolist()
             if isinstance(done.chosen, Exception):
                 raise done.chosen
             if done.chosen is not None:
@@ -167,6 +178,8 @@ class StepExecutor:
         except Exception as error:  # nobody's in particular: out of memory, a kernel that failed
             outcomes = [error] * len(done.takers)
         with self._pool.lock:
+            # Before rows end, whose blocks are free then.
+            self._pool.scheduler.settle(done.offers, is_finite)
             for (sink, rows), outcome in zip(done.takers, outcomes, strict=True):
                 try:
                     sink.take_tokens(rows, outcome)
@@ -180,7 +193,9 @@ class StepExecutor:
 
     def forget_in_flight(self) -> None:
         """In a forked child: their tokens will never be known."""
-        self._in_flight.clear()
+        while self._in_flight:
+            offers = self._in_flight.popleft().offers
+            self._pool.scheduler.settle(offers, [False] * len(offers))
 
     def _lay_out(
         self, step: SchedulerOutput, device: torch.device
@@ -239,9 +254,13 @@ class StepExecutor:
         return (given[0] if len(given) == 1 else TokenInputs.cat(given)), logit_rows, targets
 
     def _deliver(
-        self, step: SchedulerOutput, timer: DeviceTimer, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]
-    ) -> _StepInFlight:
-        """Hands callers their logits, and has the tokens of the engine's rows chosen."""
+        self, step: SchedulerOutput, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]
+    ) -> tuple[ChosenTokens | Exception | None, list[tuple[LogitsSink, list[int]]], dict[int, int]]:
+        """Hands callers their logits, and has the tokens of the engine's rows chosen.
+
+        Returns:
+            `chosen`, `takers` and `places` of the step in flight.
+        """
         by_sink: dict[int, tuple[LogitsSink, list[int], list[int]]] = {}
         start = 0
         for sink, row, count in targets:
@@ -262,17 +281,17 @@ class StepExecutor:
             except Exception as error:
                 sink.fail(error)
         if not choices:
-            return _StepInFlight(self.num_steps, step, timer, None, [], {})
+            return None, [], {}
         places: dict[int, int] = {}
         try:
             chosen = choose_tokens(choices, logits)
         except Exception as error:
-            return _StepInFlight(self.num_steps, step, timer, error, takers, {})
+            return error, takers, {}
         for (sink, rows), place in zip(takers, chosen.places, strict=True):
             # Rows without a token wait, and fail when those of the step before are known: they may have ended with it.
             if not isinstance(place, Exception):
                 places.update(zip(sink.expect_tokens(rows), range(place, place + len(rows)), strict=True))
-        return _StepInFlight(self.num_steps, step, timer, chosen, takers, places)
+        return chosen, takers, places
 
     def count_step(self, chunks: list[ScheduledChunk]) -> None:
         """Books a model step that computed these chunks. The pool's lock is held."""
@@ -308,6 +327,13 @@ class StepExecutor:
             is_stalled=is_stalled,
             num_free_blocks=self._pool.manager.pool.num_free,
         )
+
+
+def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
+    try:
+        return kv_cache.block_sums([offer.block_id for offer in offers])
+    except Exception as error:  # out of memory: the step is over, only its blocks are not shared
+        return error
 
 
 def _autocast(batch_key: Any) -> AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ never computed, and rows that are finished leave the batch.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import queue
@@ -23,8 +24,11 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation import logits_process, stopping_criteria
 from transformers.utils import logging
@@ -133,6 +137,29 @@ class PagedGenerationMixin:
             return None
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
         return stock(generation_config, model_kwargs, *args, **kwargs)
+
+    def _get_stopping_criteria(
+        self: Any,
+        generation_config: GenerationConfig,
+        stopping_criteria: StoppingCriteriaList | None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> StoppingCriteriaList:
+        """As transformers makes them, with tables for stop strings that an earlier call had made."""
+        stock, own = super()._get_stopping_criteria, None  # type: ignore[misc]
+        if generation_config.stop_strings is not None and not any(
+            type(item) is StopStringCriteria for item in stopping_criteria or ()
+        ):
+            own = self.paged.stop_strings.criterion(tokenizer, generation_config.stop_strings, self.device)
+        if own is None:
+            return stock(generation_config, stopping_criteria, tokenizer, **kwargs)
+        generation_config = copy.copy(generation_config)
+        generation_config.stop_strings = None
+        criteria = stock(generation_config, stopping_criteria, tokenizer, **kwargs)
+        # Where transformers puts it.
+        place = sum(type(item) in (MaxLengthCriteria, MaxTimeCriteria) for item in criteria[:2])
+        criteria.insert(place, own)
+        return criteria
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_paged.kernels.backend import choose
 from hf_paged.kernels.reference import elements
 from hf_paged.swap_space import SwapSpace
-from hf_paged.transfers import to_device
+from hf_paged.transfers import ToHost, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,15 @@ class KVCache:
     def finished_swaps(self) -> list[tuple[int, float]]:
         """Blocks and seconds of the copies one way that have ended since this was last asked."""
         return self._swap_space.finished() if self._swap_space is not None else []
+
+    def block_sums(self, blocks: Sequence[int]) -> ToHost:
+        """`[len(blocks)]` float32, on its way to the host: of a block whose tokens met NaN or infinity, not finite.
+
+        Only of the last layer's values: what attention brings to a token from a bad one beside it is NaN, which stays
+        in the token's hidden state, and so is in all that later layers compute of it.
+        """
+        values = elements(self.tensor)[:, -1, 1][to_device(list(blocks), self.tensor.device)]
+        return ToHost(values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32))
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks about to be filled, where the backend needs it.

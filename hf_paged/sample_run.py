@@ -21,7 +21,7 @@ from hf_paged.sampler import Choice, Outcome, RowSampler, needs_ids, processor_k
 from hf_paged.sequence import Sequence
 from hf_paged.token_table import TokenTable
 from hf_paged.transfers import to_device
-from hf_paged.worker import StepWorker
+from hf_paged.worker import CACHE_SALT, StepWorker
 
 TokenCallback = Callable[[int], None]
 
@@ -43,7 +43,6 @@ class SampleCall:
         pad_token_id: What stands behind the end of a row that finished before others.
         generator: Where draws come from; owned by the run.
         priority: Of its sequences.
-        cache_salt: Part of the prefix-cache key.
         request_id: The request that it is.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
@@ -61,7 +60,6 @@ class SampleCall:
     pad_token_id: int
     generator: torch.Generator | None = None
     priority: int = 0
-    cache_salt: Hashable = None
     request_id: str | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
@@ -163,7 +161,7 @@ class SampleRun:
             device=call.input_ids.device,
         )
         pending: list[tuple[int, Sequence]] = []
-        salt = () if call.cache_salt is None else (call.cache_salt,)
+        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
         for row in range(0, num_rows, call.num_samples):
             group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
             sequence = pool.scheduler.new_sequence(group)

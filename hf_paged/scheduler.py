@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_paged.block_manager import BlockManager
+from hf_paged.block_manager import BlockManager, Offer
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -128,6 +128,7 @@ class Scheduler:
         self._swapped: dict[int, SequenceGroup] = {}
         self._swapped_heap: list[tuple[int, int]] = []
         self._in_flight: set[int] = set()
+        self._offered: set[bytes] = set()  # hashes of blocks that are computed and not checked yet
         self._next_key: tuple[Hashable] | None = None
         self._refused: tuple[int, int] | None = None  # the first waiting group, and the blocks free when it didn't fit
         self._num_refusals = 0
@@ -288,8 +289,9 @@ class Scheduler:
         assert sequence.token_ids is not None
         sequence.token_ids.append(token_id)
         num_known = len(sequence.token_ids)
-        if num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0:
-            self._commit(sequence, num_known)
+        is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
+        if is_full and sequence.is_reproducible:
+            self._manager.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
 
     def renew(self, group: SequenceGroup) -> None:
         """Makes an old group the newest: another call begins over a cache that was kept."""
@@ -444,7 +446,7 @@ class Scheduler:
                 self.num_admission_stalls += 1
                 return
             if not self._start(step, group, self._spare()):
-                if not step.hashes:
+                if not step.hashes and not self._offered:
                     self.num_admission_stalls += 1
                     self._refused = (group.arrival, self._manager.pool.num_free)
                     self._num_refusals = 0
@@ -700,14 +702,15 @@ class Scheduler:
         )
 
     def _is_being_computed(self, step: _Step, sequence: Sequence) -> bool:
-        """Whether a chunk of this step computes the very block that the sequence would begin with."""
+        """Whether the very block that the sequence would begin with is computed: by this step, or by one in flight."""
         start = sequence.num_computed_tokens
         end = start + self._manager.block_size
-        if not step.hashes or not sequence.is_reproducible or end > min(sequence.logits_from, sequence.num_tokens - 1):
+        computed = step.hashes | self._offered if self._offered else step.hashes
+        if not computed or not sequence.is_reproducible or end > min(sequence.logits_from, sequence.num_tokens - 1):
             return False
         assert sequence.token_ids is not None
         hashes = self._manager.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
-        return any(block_hash in step.hashes for block_hash in hashes)
+        return any(block_hash in computed for block_hash in hashes)
 
     def _head(self, queue: dict[int, SequenceGroup], heap: list[tuple[int, int]]) -> SequenceGroup | None:
         while heap:
@@ -721,20 +724,41 @@ class Scheduler:
 
     # After a step
 
-    def update(self, output: SchedulerOutput) -> None:
-        """Books an executed step: its tokens are computed, and full blocks of them may be shared from now on."""
+    def update(self, output: SchedulerOutput, is_checked: bool = True) -> list[Offer]:
+        """Books an executed step: its tokens are computed, and full blocks of them may be shared from now on.
+
+        Args:
+            output: The step.
+            is_checked: All that it computed is finite. If not known, blocks that chunks of several tokens filled are
+                shared only from `settle` on: attention lets a later token's NaN through to earlier ones of its chunk,
+                which the hash of an earlier token's block says nothing about.
+
+        Returns:
+            What is to be checked, for `settle`.
+        """
         block_size, in_flight = self._manager.block_size, self._in_flight
+        offers: list[Offer] = []
         for sequence, start, num_tokens in output.chunks:
             sequence.num_computed_tokens = end = start + num_tokens
             in_flight.discard(sequence.group.arrival)
             # A block whose last token is still expected follows when that is known.
-            if end // block_size > start // block_size and not sequence.expects_tokens:
-                self._commit(sequence, end)
+            if end // block_size > start // block_size and not sequence.expects_tokens and sequence.is_reproducible:
+                assert sequence.token_ids is not None
+                own = self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+                if is_checked or num_tokens == 1:
+                    self._manager.publish(own)
+                else:
+                    offers += own
+        self._offered.update(offer.block_hash for offer in offers)
+        return offers
 
-    def _commit(self, sequence: Sequence, num_tokens: int) -> None:
-        if sequence.is_reproducible:
-            assert sequence.token_ids is not None
-            self._manager.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_tokens)
+    def settle(self, offers: list[Offer], is_finite: list[bool]) -> None:
+        """Shares blocks of a step, now that they are checked; no block of a sequence one of whose is not finite."""
+        spoiled = {offer.seq_id for offer, is_sound in zip(offers, is_finite, strict=True) if not is_sound}
+        self._offered.difference_update(offer.block_hash for offer in offers)
+        self._manager.publish(offer for offer in offers if offer.seq_id not in spoiled)
+        if spoiled:
+            self._manager.withdraw([offer for offer in offers if offer.seq_id in spoiled])
 
     def undo(self, output: SchedulerOutput) -> None:
         """Takes back the slots of a step that failed. Its copies must have been executed."""

@@ -7,8 +7,8 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from hf_paged.errors import QueueFullError
 from hf_paged.interrupts import allowed_interrupt
 from hf_paged.request import Request, RequestOutput, RequestState
 from hf_paged.sample_run import SampleCall, SampleRun
-from hf_paged.worker import CallCancelledError, Caller
+from hf_paged.worker import CACHE_SALT, CallCancelledError, Caller
 
 if TYPE_CHECKING:
     from hf_paged.engine import Engine
@@ -87,6 +87,7 @@ class _LoopJob:
     state: RequestState = field(compare=False)
     capture: Capture = field(compare=False)
     caller: Caller = field(compare=False)
+    cache_salt: Hashable = field(compare=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -170,12 +171,12 @@ class Submissions:
             capture = self._prepare(prompt, generation_config, arguments)
             _split_generators(capture)
             state = RequestState(request_id, prompt[0].tolist(), capture.is_streamable)
-            if capture.call is not None:
-                capture.call.priority, capture.call.cache_salt = priority, cache_salt
-                capture.call.request_id = request_id
-                cancel = self._start_run(state, capture)
-            else:
-                cancel = self._start_loop(state, capture, Caller(priority, cache_salt, request_id))
+            with _salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
+                if capture.call is not None:
+                    capture.call.priority, capture.call.request_id = priority, request_id
+                    cancel = self._start_run(state, capture)
+                else:
+                    cancel = self._start_loop(state, capture, Caller(priority, request_id))
         except BaseException:
             self._active.pop(request_id, None)
             raise
@@ -230,7 +231,7 @@ class Submissions:
     def _start_loop(
         self, state: RequestState, capture: Capture, caller: Caller
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        job = _LoopJob(caller.priority, next(self._numbers), state, capture, caller)
+        job = _LoopJob(caller.priority, next(self._numbers), state, capture, caller, CACHE_SALT.get())
 
         def abandon() -> None:
             caller.is_cancelled = True
@@ -274,7 +275,7 @@ class Submissions:
             if job.caller.is_cancelled:
                 raise CallCancelledError
             streamer = _TokenStreamer(state) if capture.is_streamable else None
-            with torch.no_grad():
+            with torch.no_grad(), _salted(job.cache_salt):
                 result = capture.loop(streamer)
         except CallCancelledError:
             state.finish([list(state.tokens)], ["cancelled"])
@@ -351,6 +352,16 @@ class Submissions:
         self._jobs.clear()
         self._active.clear()
         self._num_threads = 0
+
+
+@contextmanager
+def _salted(cache_salt: Hashable) -> Iterator[None]:
+    """Within it, what this thread generates shares cached prefixes only with what has the same salt."""
+    token = CACHE_SALT.set(cache_salt)
+    try:
+        yield
+    finally:
+        CACHE_SALT.reset(token)
 
 
 class _TokenStreamer(BaseStreamer):

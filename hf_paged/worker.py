@@ -7,7 +7,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+<<<<<<< HEAD
 from contextlib import ExitStack, contextmanager
+=======
+from contextlib import contextmanager
+from contextvars import ContextVar
+>>>>>>> answers
 from typing import Any
 
 import torch
@@ -32,6 +37,10 @@ ROOM_SECONDS = 5.0  # without any step, after which who finds no room beside wha
 STEP_SECONDS = 1.0  # that `step_paused` waits for callers who are busy between two forwards, if nobody else has work
 MAX_BACKOFF = 6  # a caller that was waited for in vain is not waited for again for up to 2^6 steps
 
+# Of the request whose loop this thread runs: part of the prefix-cache key of all that is generated within it, by models
+# of whatever engine (an assistant, one that a processor asks).
+CACHE_SALT: ContextVar[Hashable] = ContextVar("hf_paged_cache_salt", default=None)
+
 
 class Caller:
     """A decoding loop on a thread of its own, whose forwards come one after another.
@@ -44,13 +53,11 @@ class Caller:
         cache: What it runs over.
         thread_id: Where it runs.
         priority: Of its sequences.
-        cache_salt: Part of their prefix-cache key.
         request_id: The request whose loop it is.
     """
 
-    def __init__(self, priority: int = 0, cache_salt: Hashable = None, request_id: str | None = None) -> None:
+    def __init__(self, priority: int = 0, request_id: str | None = None) -> None:
         self.priority = priority
-        self.cache_salt = cache_salt
         self.request_id = request_id
         self.cache: Any = None
         self.thread_id: int | None = None

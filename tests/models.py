@@ -211,6 +211,9 @@ def _built(name: str, layers: int | None, seed: int | None, attention: str | Non
     config = row.config()
     if layers is not None:
         config.num_hidden_layers = layers
+        for kind in ("layer_types", "no_rope_layers"):
+            if getattr(config, kind, None):
+                setattr(config, kind, (getattr(config, kind) * layers)[:layers])
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         torch.manual_seed(row.seed if seed is None else seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -363,6 +364,76 @@ def test_when_all_holders_write_a_cropped_block_its_hash_goes() -> None:
     manager.crop(1, 3)
     assert len(manager.append([(0, 1), (1, 1)])) == 1
     assert manager.block_table(1) == [shared] and manager.pool.block_hash(shared) is None
+    manager.check_invariants()
+
+
+def test_what_is_offered_is_found_when_it_is_published() -> None:
+    manager = manager_of()
+    grown(manager, 0, 9)
+    tokens = list(range(9))
+    offers = manager.offer(0, tokens)
+    assert [offer.block_id for offer in offers] == manager.block_table(0)[:2]
+    assert manager.offer(0, tokens) == [] and matched(manager, 1, tokens) == 0
+    assert manager.publish(offers) == 2
+    assert matched(manager, 2, tokens) == 8
+    manager.check_invariants()
+
+
+def cut_and_grow(manager: BlockManager) -> None:
+    manager.crop(0, 6)
+    manager.append([(0, 3)])
+    manager.offer(0, list(range(9)))  # the same tokens, computed again: that offer is another
+
+
+def hand_over(manager: BlockManager) -> None:
+    manager.free(0)
+    grown(manager, 3, 16 * 4)
+
+
+def evict(manager: BlockManager) -> None:
+    manager.evict(0)
+    manager.append([(0, 9)])
+    manager.evict(0)
+
+
+def swap(manager: BlockManager) -> None:
+    manager.swap_out([0])
+
+
+@pytest.mark.parametrize(("happens", "expected"), [(cut_and_grow, 4), (hand_over, 0), (evict, 0), (swap, 0)])
+def test_what_has_changed_since_it_was_offered_is_not_published(
+    happens: Callable[[BlockManager], None], expected: int
+) -> None:
+    manager = manager_of(num_swap_blocks=16)
+    grown(manager, 0, 9)
+    offers = manager.offer(0, list(range(9)))
+    happens(manager)
+    manager.publish(offers)
+    assert matched(manager, 4, list(range(9))) == expected
+    manager.check_invariants()
+
+
+def test_what_is_withdrawn_is_never_found() -> None:
+    """Neither by way of forks, of a swap, or of tokens that follow; by who computes it anew, it is."""
+    manager = manager_of(32, num_swap_blocks=16)
+    tokens = list(range(9))
+    grown(manager, 0, 9)
+    offers = manager.offer(0, tokens)
+    manager.fork(0, 1)
+    manager.swap_out([0, 1])
+    manager.fork(0, 2)
+    manager.withdraw(offers)
+    manager.swap_in([0, 1, 2])
+    for seq_id in range(3):
+        manager.append([(seq_id, 3)])
+        assert manager.commit(seq_id, list(range(12))) == 0
+    assert matched(manager, 3, tokens) == 0
+    manager.append([(3, 9)])
+    assert manager.commit(3, tokens) == 2
+    manager.evict(0)
+    assert manager.match_prefix(0, tokens) == 8
+    manager.append([(0, 4)])
+    assert manager.commit(0, list(range(12))) == 1
     manager.check_invariants()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 import hf_paged
-from hf_paged import Request, RequestOutput
+from hf_paged import PagedCache, Request, RequestOutput
 from hf_paged.sample_run import SampleRun
 
 MakePair = Callable[..., Pair]
@@ -852,6 +852,48 @@ def test_a_cache_salt_keeps_prefixes_apart(pair: Pair, arguments: dict[str, Any]
     assert [hits("a"), hits("b"), hits(None)] == [0, 0, 0]
     assert all(hits(salt) >= 32 for salt in ("a", "b", None))
     assert hits("c") == 0
+
+
+class Asker(LogitsProcessor):
+    """Asks another model, once, about the prompt."""
+
+    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
+        self.ask: Callable[[Tensor], Any] | None = ask
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ask, self.ask = self.ask, None
+        if ask is not None:
+            ask(input_ids)
+        return scores
+
+
+ASKS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "assistant": lambda other: {"assistant_model": other},
+    "generate": lambda other: {"logits_processor": [Asker(lambda ids: other.generate(ids, max_new_tokens=2))]},
+    "beams": lambda other: {
+        "logits_processor": [Asker(lambda ids: other.generate(ids, max_new_tokens=2, num_beams=2))]
+    },
+    "submit": lambda other: {
+        "logits_processor": [Asker(lambda ids: other.paged.submit(ids, max_new_tokens=2).result(PATIENCE))]
+    },
+    "forward": lambda other: {
+        "logits_processor": [Asker(lambda ids: other(ids, past_key_values=PagedCache(other), logits_to_keep=1))]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ASKS)
+def test_a_cache_salt_reaches_the_models_that_a_request_asks(pair: Pair, kind: str) -> None:
+    """Would break: the same clock, held to the assistant's pool."""
+    ids, other = random_ids(1, 33), hf_paged.patch(build("llama", layers=1, seed=9), block_size=4, num_blocks=64)
+
+    def hits(salt: Any) -> int:
+        before = other.paged.stats().prefix_cache_hit_tokens
+        pair.engine.submit(ids, max_new_tokens=3, cache_salt=salt, **ASKS[kind](other)).result(PATIENCE)
+        return other.paged.stats().prefix_cache_hit_tokens - before
+
+    assert [hits("a"), hits("b"), hits(None)] == [0, 0, 0]
+    assert all(hits(salt) >= 32 for salt in ("a", "b", None))
 
 
 @pytest.mark.core

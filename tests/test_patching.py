@@ -274,6 +274,41 @@ def test_patched_model_inside_a_module() -> None:
     assert torch.equal(text_of(fresh.model), text)
 
 
+# The class of a patched model makes models of its own
+
+
+def by_calling(model: Any, folder: Path) -> Any:
+    """`type(model)(config)`."""
+    return type(model)(model.config)
+
+
+def by_from_config(model: Any, folder: Path) -> Any:
+    """`type(model)._from_config`."""
+    return type(model)._from_config(model.config)
+
+
+def by_from_pretrained(model: Any, folder: Path) -> Any:
+    """`type(model).from_pretrained`."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [by_calling, by_from_config, by_from_pretrained], ids=lambda make: make.__name__)
+def test_the_patched_class_makes_models_of_the_base_class(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Would break: a model without an engine whose methods all look for one."""
+    model = patched_llama()
+    fresh = make(model, tmp_path)
+    assert type(fresh) is LlamaForCausalLM and not hasattr(fresh, "paged")
+    fresh.load_state_dict(model.state_dict())
+    fresh.eval()
+    text = text_of(fresh)
+    assert torch.equal(text, text_of(model))
+    twin = copy.deepcopy(fresh)
+    assert type(twin) is LlamaForCausalLM
+    assert torch.equal(text_of(hf_paged.patch(fresh, **SETTINGS)), text) and fresh.paged is not model.paged
+
+
 # Settings
 
 

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.generation import attach, base_class, detach
+from hf_paged.model_state import why_not_whole
 from hf_paged.runner import ModelTraits
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -93,6 +94,9 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
+    share = why_not_whole(model)
+    if share is not None:
+        reasons.append(share)
     if "forward" in vars(model):
         reasons.append("its forward was replaced on the instance (accelerate hooks, a wrapper): patch it before that")
     if len({parameter.device for parameter in model.parameters()}) > 1:

@@ -93,7 +93,11 @@ class RetiringCriteria(StoppingCriteriaList):
 
 
 class PagedGenerationMixin:
-    """Methods put in front of a model's own class by `patch()`; `patched_class` builds the combination."""
+    """Methods put in front of a model's own class by `patch()`; `patched_class` builds the combination.
+
+    Only `patch()` and copies of a patched model make instances of it. What the class itself makes (`type(model)(config)`,
+    `from_pretrained`) is of the model's own class.
+    """
 
     @property
     def paged(self) -> Engine:
@@ -106,7 +110,7 @@ class PagedGenerationMixin:
         engine = self.paged
         settings = (engine.config, engine.traits)
         state = {name: value for name, value in self.__dict__.items() if name != _ENGINE}
-        return _rebuild, (type(self).__mro__[2], settings), state
+        return _rebuild, (base_class(self), settings), state
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         settings = self.__dict__.pop(_SETTINGS)
@@ -266,6 +270,12 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A subclass of `base` under the same name, so that what reads the name (`save_pretrained`) sees the original."""
+
+    @functools.wraps(base.__init__)
+    def become_unpatched(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__class__ = base
+        self.__init__(*args, **kwargs)
+
     return type(
         base.__name__,
         (PagedGenerationMixin, base),
@@ -273,6 +283,7 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
+            "__init__": become_unpatched,
             "forward": paged_forward(base.forward),
         },
     )
@@ -305,7 +316,10 @@ def detach(model: Any) -> None:
 def base_class(model: nn.Module) -> type[PreTrainedModel]:
     """The model's class without ours."""
     cls: Any = type(model)
-    return cls.__mro__[2] if issubclass(cls, PagedGenerationMixin) else cls
+    if not issubclass(cls, PagedGenerationMixin):
+        return cls
+    kinds = cls.__mro__
+    return kinds[kinds.index(PagedGenerationMixin) + 1]
 
 
 def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, ModelTraits]) -> Any:

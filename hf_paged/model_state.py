@@ -16,6 +16,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOO
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from hf_paged.errors import UnsupportedModelError
 from hf_paged.module_calls import is_library_code
 from hf_paged.packed_linears import PackedLinears
 
@@ -48,7 +49,11 @@ class ModelState:
             _STATES.add(self)
 
     def key(self) -> tuple[Hashable, ...]:
-        """The current state: a weights epoch that never returns to an earlier value, adapters, hooks, autocast."""
+        """The current state: a weights epoch that never returns to an earlier value, adapters, hooks, autocast.
+
+        Raises:
+            UnsupportedModelError: The weights have been shared out between processes since `patch`.
+        """
         model = self._model()
         if model is None:
             raise RuntimeError("the patched model no longer exists")
@@ -65,6 +70,9 @@ class ModelState:
             and not (self._linears is not None and self._linears.is_outdated())
         )
         if not is_same:
+            reason = why_not_whole(model)
+            if reason is not None:
+                raise UnsupportedModelError(type(model).__name__, (reason,))
             self._epoch += 1
             if [version[1:] for version in versions] != [version[1:] for version in self._versions]:
                 self.num_moves += 1
@@ -115,6 +123,21 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         states = list(_STATES)
     for state in states:
         state.note_step(optimizer)
+
+
+def why_not_whole(model: nn.Module) -> str | None:
+    """Why this process holds, or computes, only a share of the model; `None`: all of it is here."""
+    mesh = getattr(model, "_device_mesh", None)  # of transformers: tensor, expert, pipeline and data parallel
+    if mesh is not None and mesh.size() > 1:
+        return f"it is spread over {mesh.size()} processes (tp_plan, DistributedConfig)"
+    for part in chain(model.modules(), model.parameters(), model.buffers()):
+        # FSDP's wrappers, and the DTensors of everything else. By name: a build of torch may lack the classes.
+        is_shared = type(part).__module__.startswith(
+            "torch.distributed.fsdp" if isinstance(part, nn.Module) else "torch.distributed."
+        )
+        if is_shared or hasattr(part, "ds_id"):  # DeepSpeed's ZeRO-3 marks its parameters
+            return f"its weights are shared out between processes ({type(part).__name__})"
+    return None
 
 
 def _forward_hooks(model: nn.Module) -> tuple[int, ...]:

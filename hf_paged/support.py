@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.generation import attach, base_class, detach
+from hf_paged.model_state import why_not_whole
 from hf_paged.runner import ModelTraits
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -23,6 +25,7 @@ _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
 _PROBE_LENGTHS = (11, 3, 1, 6)
+_MAX_ELEMENTS = 5 * 10**8  # of a shrunken copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def unwrap(model: Any) -> nn.Module:
 
 
 def is_supported(model: Any) -> SupportReport:
-    """Looks at a model and tries a shrunken copy of its architecture. The model itself is untouched.
+    """Looks at a model and tries a shrunken copy of its architecture. The model itself is untouched. Never raises.
 
     Args:
         model: Anything; a PEFT wrapper is looked through.
@@ -65,20 +68,27 @@ def is_supported(model: Any) -> SupportReport:
     Returns:
         The report, with the reasons if the answer is no.
     """
-    if not isinstance(model, nn.Module):
-        return SupportReport(False, (f"it is a {type(model).__name__}, not a Hugging Face model",))
-    model = unwrap(model)
-    reasons = _structural_reasons(model)
-    if reasons:
-        return SupportReport(False, tuple(reasons))
-    assert isinstance(model, PreTrainedModel)
-    return _probe(model)
+    try:
+        if not isinstance(model, nn.Module):
+            hint = "; patch its .model" if isinstance(getattr(model, "model", None), PreTrainedModel) else ""
+            return SupportReport(False, (f"it is a {type(model).__name__}, not a Hugging Face model{hint}",))
+        model = unwrap(model)
+        reasons = _structural_reasons(model)
+        if reasons:
+            return SupportReport(False, tuple(reasons))
+        assert isinstance(model, PreTrainedModel)
+        with torch.random.fork_rng(devices=[]):
+            return _probe(model)
+    except Exception as error:  # half constructed, or with a config that raises where it is read
+        return SupportReport(False, (f"looking at it raised {type(error).__name__}: {str(error):.200}",))
 
 
 def _structural_reasons(model: nn.Module) -> list[str]:
     """What rules a model out by its looks alone."""
     if not isinstance(model, PreTrainedModel):
-        return [f"{type(model).__name__} is not a transformers PreTrainedModel"]
+        inside = next((name for name, part in model.named_children() if isinstance(part, PreTrainedModel)), None)
+        hint = "" if inside is None else f"; patch the one inside of it, its .{inside}"
+        return [f"{type(model).__name__} is not a transformers PreTrainedModel{hint}"]
     if not model.can_generate():
         return [f"{type(model).__name__} has no language-model head, so it can't generate()"]
     config = model.config
@@ -89,10 +99,15 @@ def _structural_reasons(model: nn.Module) -> list[str]:
         reasons.append("it keeps a recurrent state (Mamba, linear attention), which is not made of keys and values")
     text = config.get_text_config(decoder=True)
     if text is not config and not config.is_encoder_decoder:
-        reasons.append("it is multimodal; its text model has to be patched by itself")
+        reasons.append("it is multimodal; only models of text alone can be paged")
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
+    if getattr(text, "kv_lora_rank", None):
+        reasons.append("it caches what its keys and values are made from (kv_lora_rank), as in multi-head latent attention")
+    share = why_not_whole(model)
+    if share is not None:
+        reasons.append(share)
     if "forward" in vars(model):
         reasons.append("its forward was replaced on the instance (accelerate hooks, a wrapper): patch it before that")
     if len({parameter.device for parameter in model.parameters()}) > 1:
@@ -106,22 +121,29 @@ def _structural_reasons(model: nn.Module) -> list[str]:
 
 def _stated_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
     """Layers, key/value heads and head dimension by the config's common names; `None` if it doesn't say."""
-    num_heads, hidden_size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None)
+    try:
+        num_heads, hidden_size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+        num_kv_heads = (
+            getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or num_heads
+        )
+        head_dim = getattr(config, "head_dim", None)
+        num_layers = getattr(config, "num_hidden_layers", None)
+    except Exception:  # Gemma 4's, where it varies from layer to layer
+        return None
     if head_dim is None and isinstance(hidden_size, int) and isinstance(num_heads, int):
         head_dim = hidden_size // num_heads
-    shape = (getattr(config, "num_hidden_layers", None), num_kv_heads, head_dim)
-    return shape if all(isinstance(number, int) for number in shape) else None  # type: ignore[return-value]
+    shape = (num_layers, num_kv_heads, head_dim)
+    is_stated = all(isinstance(number, int) and number > 0 for number in shape)
+    return shape if is_stated else None  # type: ignore[return-value]
 
 
 def _probe(model: PreTrainedModel) -> SupportReport:
     """Compares paged with stock logits on a tiny model of the same class."""
     base = base_class(model)
     tiny, failure = None, ""
-    for keep_width in (False, True):
+    for heads in (2, 4, None):  # CodeGen's come in fours
         try:
-            tiny = _build(base, _shrink(model.config, keep_width))
+            tiny = _build(base, _shrink(model.config, heads))
             stock = DynamicCache(config=tiny.config)
             expected = _probe_logits(tiny, stock)
             break
@@ -216,8 +238,13 @@ def _real_shape(
     return f"its number of stored heads ({heads}) isn't one its config states"
 
 
-def _shrink(config: PreTrainedConfig, keep_width: bool) -> PreTrainedConfig:
-    """The architecture in small: same kinds of layers, few of them, narrow (unless `keep_width`), a tiny vocabulary."""
+def _shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+    """The architecture in small: same kinds of layers, few of them, a tiny vocabulary.
+
+    Args:
+        config: Of the model.
+        heads: So many key/value heads, and as narrow; `None`: the width as it is.
+    """
     small = copy.deepcopy(config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
@@ -243,32 +270,45 @@ def _shrink(config: PreTrainedConfig, keep_width: bool) -> PreTrainedConfig:
         sizes |= {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2}
     else:
         sizes["num_hidden_layers"] = 2
-    if not keep_width:
-        num_heads = small.num_attention_heads
-        groups = max(num_heads // stated[1], 1)
-        kv_heads = 1 if stated[1] == 1 else 2
-        heads = kv_heads * min(groups, 4)
+    if heads is not None:
+        groups = max(small.num_attention_heads // stated[1], 1)
+        kv_heads = 1 if stated[1] == 1 else heads
+        num_heads = kv_heads * min(groups, 4)
         head_dim = 16
         sizes |= {
-            "num_attention_heads": heads,
+            "num_attention_heads": num_heads,
             "num_key_value_heads": kv_heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
-            "hidden_size": heads * head_dim,
-            "word_embed_proj_dim": heads * head_dim,
+            "hidden_size": num_heads * head_dim,
+            "word_embed_proj_dim": num_heads * head_dim,
             "rotary_dim": min(getattr(small, "rotary_dim", None) or head_dim, head_dim),
         }
     for name, value in sizes.items():
         if getattr(small, name, None) is not None:
-            setattr(small, name, value)
+            with suppress(AttributeError):  # a property that follows from others (Falcon's head_dim)
+                setattr(small, name, value)
+    for part in vars(small).values():
+        if isinstance(part, PreTrainedConfig):  # towers of another kind, which the probe doesn't use
+            for name in ("num_hidden_layers", "num_blocks"):
+                if isinstance(getattr(part, name, None), int):
+                    setattr(part, name, 2)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(small, name, None)
     return small
 
 
 def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A float32 CPU model whose weights are large enough for a wrong key to show. Leaves the global RNG alone."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
+    """A float32 CPU model whose weights are large enough for a wrong key to show. Seeds the global RNG.
+
+    Raises:
+        ValueError: It would take gigabytes.
+    """
+    with torch.device("meta"):
+        num_elements = sum(parameter.numel() for parameter in base._from_config(config).parameters())
+    if num_elements > _MAX_ELEMENTS:
+        raise ValueError(f"it would have {num_elements:,} parameters")
+    with torch.device("cpu"), torch.inference_mode(False):
         torch.manual_seed(0)
         model = base._from_config(config, dtype=torch.float32)
         with torch.no_grad():

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same_cache, new_cache
-from models import MODELS, REFUSED, build, name_of, ragged_batch, random_ids
+from models import MODELS, REFUSED, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
 from torch import nn
+from transformers import LlamaForCausalLM, pipeline
 
 import hf_paged
 
@@ -150,6 +151,57 @@ def test_not_a_model(thing: Any) -> None:
     assert not report and type(thing).__name__ in report.reasons[0]
     with pytest.raises(ValueError, match=type(thing).__name__):
         hf_paged.patch(thing)
+
+
+def _raises(*_: Any) -> Any:
+    raise RuntimeError("it varies from layer to layer")
+
+
+def with_config(**attributes: Any) -> Any:
+    """A model whose config says something else."""
+    model = build("llama")
+    vars(model.config).update(attributes)
+    return model
+
+
+def with_a_config_that_raises() -> Any:
+    """As Gemma 4's does, whose heads differ in width from layer to layer."""
+    model = build("llama")
+    model.config.__class__ = type("Config", (type(model.config),), {"head_dim": property(_raises)})
+    return model
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "raises in getattr": (lambda: type("Thing", (), {"__getattr__": _raises})(), "raised RuntimeError"),
+    "not constructed": (lambda: LlamaForCausalLM.__new__(LlamaForCausalLM), "raised AttributeError"),
+    "on meta": (lambda: build("llama").to("meta"), "meta device"),
+    "config raises": (with_a_config_that_raises, "for all layers"),
+    "no heads": (lambda: with_config(num_attention_heads=0, num_key_value_heads=0), "for all layers"),
+    "nonsense": (lambda: with_config(num_hidden_layers="many"), "for all layers"),
+    "other nonsense": (lambda: with_config(layer_types=7), "raised TypeError"),
+    "a config": (lambda: build("llama").config, "LlamaConfig, not a Hugging Face model"),
+    "compiled": (lambda: torch.compile(build("llama")), "patch the one inside of it, its ._orig_mod"),
+    "wrapped": (lambda: nn.DataParallel(build("llama")), "patch the one inside of it, its .module"),
+    "pipeline": (lambda: pipeline("text-generation", tiny_lm(), tokenizer=tiny_tokenizer()), "patch its .model"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_asking_never_raises(name: str) -> None:
+    """Would break: an answer that is an exception from deep inside, or a way out that is none."""
+    make, reason = WRONG[name]
+    thing = make()
+    report = hf_paged.is_supported(thing)
+    assert not report and reason in report.reasons[0]
+    with pytest.raises(ValueError, match=type(thing).__name__):
+        hf_paged.patch(thing)
+
+
+def test_a_copy_that_would_take_gigabytes_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: memory and minutes, for an architecture that can't be made narrow."""
+    monkeypatch.setattr("hf_paged.support._MAX_ELEMENTS", 1000)
+    report = hf_paged.is_supported(build("llama"))
+    assert not report and "parameters" in report.reasons[0]
 
 
 @pytest.mark.core

@@ -8,9 +8,10 @@ import io
 import pickle
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import Pair, assert_same
 from models import MODELS, build, ragged_batch, random_ids
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 import hf_paged
@@ -151,6 +155,71 @@ def test_accelerate_hooks_before_patching() -> None:
         hf_paged.patch(model)
 
 
+# A model of which this process holds a share
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def shard_a_weight(model: Any, mesh: DeviceMesh) -> None:
+    """What tensor and expert parallelism come down to."""
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
+
+
+def shard_fully(model: Any, mesh: DeviceMesh) -> None:
+    """FSDP2."""
+    fully_shard(model, mesh=mesh)
+
+
+def wrap_a_layer(model: Any, mesh: DeviceMesh) -> None:
+    """FSDP1, as its auto-wrap policies leave a model."""
+    layers = model.model.layers
+    layers[0] = FullyShardedDataParallel(layers[0], process_group=mesh.get_group(), device_id=torch.device("cpu"))
+
+
+def share_out_layers(model: Any, mesh: DeviceMesh) -> None:
+    """transformers' pipeline: plain weights, of some layers."""
+    model._device_mesh = SimpleNamespace(size=lambda: 2)
+
+
+def mark_as_deepspeed(model: Any, mesh: DeviceMesh) -> None:
+    """ZeRO-3."""
+    model.lm_head.weight.ds_id = 0
+
+
+SHARES = [shard_a_weight, shard_fully, wrap_a_layer, share_out_layers, mark_as_deepspeed]
+
+
+@pytest.mark.core
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("share", SHARES, ids=lambda share: share.__name__)
+def test_a_share_of_a_model_is_refused(share: Callable[[Any, DeviceMesh], None], mesh: DeviceMesh) -> None:
+    """Would break: tokens computed from some of the heads, and kernels that read beyond them."""
+    model = build("llama")
+    share(model, mesh)
+    report = hf_paged.is_supported(model)
+    assert not report and "processes" in report.reasons[0]
+    with pytest.raises(hf_paged.UnsupportedModelError, match="processes"):
+        hf_paged.patch(model)
+
+
+@pytest.mark.parametrize("share", [shard_a_weight, shard_fully], ids=lambda share: share.__name__)
+def test_a_model_shared_out_after_patching(share: Callable[[Any, DeviceMesh], None], mesh: DeviceMesh) -> None:
+    """Would break: the same, a call later."""
+    model = patched_llama()
+    text_of(model)
+    share(model, mesh)
+    with pytest.raises(hf_paged.UnsupportedModelError, match="processes"):
+        text_of(model)
+    assert model.paged.stats().num_running == 0
+
+
 # Everything but generation
 
 
@@ -272,6 +341,41 @@ def test_patched_model_inside_a_module() -> None:
     fresh = Wrapper(build("llama", seed=3))
     fresh.load_state_dict(wrapper.state_dict())
     assert torch.equal(text_of(fresh.model), text)
+
+
+# The class of a patched model makes models of its own
+
+
+def by_calling(model: Any, folder: Path) -> Any:
+    """`type(model)(config)`."""
+    return type(model)(model.config)
+
+
+def by_from_config(model: Any, folder: Path) -> Any:
+    """`type(model)._from_config`."""
+    return type(model)._from_config(model.config)
+
+
+def by_from_pretrained(model: Any, folder: Path) -> Any:
+    """`type(model).from_pretrained`."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [by_calling, by_from_config, by_from_pretrained], ids=lambda make: make.__name__)
+def test_the_patched_class_makes_models_of_the_base_class(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Would break: a model without an engine whose methods all look for one."""
+    model = patched_llama()
+    fresh = make(model, tmp_path)
+    assert type(fresh) is LlamaForCausalLM and not hasattr(fresh, "paged")
+    fresh.load_state_dict(model.state_dict())
+    fresh.eval()
+    text = text_of(fresh)
+    assert torch.equal(text, text_of(model))
+    twin = copy.deepcopy(fresh)
+    assert type(twin) is LlamaForCausalLM
+    assert torch.equal(text_of(hf_paged.patch(fresh, **SETTINGS)), text) and fresh.paged is not model.paged
 
 
 # Settings

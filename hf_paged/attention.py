@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -119,9 +120,25 @@ def attention_configs(model: nn.Module) -> list[PreTrainedConfig]:
 
 
 _IMPLEMENTATION = "_attn_implementation_internal"
-# The attributes of configs inside a scope right now: how many deep, and the implementation to go back to. Process-wide,
-# since models of different threads may share a config object.
-_SCOPES: dict[int, tuple[int, str | None]] = {}
+
+
+class _PagedName(str):
+    """What a config names its attention within a scope. A copy of the config (deep, or pickled) names the user's."""
+
+    base_name: str | None
+
+    def __new__(cls, base_name: str | None) -> _PagedName:
+        self = super().__new__(cls, paged_name(base_name or "eager"))
+        self.base_name = base_name
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (str, (self.base_name,)) if self.base_name is not None else (type(None), ())
+
+
+# How many scopes the attributes of a config are in right now, by their id. Process-wide, since models of different
+# threads may share a config object.
+_SCOPES: dict[int, tuple[dict[str, Any], int]] = {}
 _SCOPE_LOCK = threading.Lock()
 
 
@@ -130,22 +147,43 @@ def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]
     """Within it the model's layers call paged attention. The engine enters it around its own forwards only.
 
     Outside, the config names the implementation the user chose. Should another thread run the model meanwhile, it finds
-    no step and gets exactly that implementation.
+    no step and gets exactly that implementation; should it copy the model, the copy has that one.
     """
     # Behind the back of the configs' own attribute access, which looks every name up in several tables.
     attributes = [vars(config) for config in configs]
     with _SCOPE_LOCK:
         for own in attributes:
-            depth, base_name = _SCOPES.get(id(own), (0, own[_IMPLEMENTATION]))
-            _SCOPES[id(own)] = (depth + 1, base_name)
-            own[_IMPLEMENTATION] = paged_name(base_name or "eager")
+            _, depth = _SCOPES.get(id(own), (own, 0))
+            _SCOPES[id(own)] = (own, depth + 1)
+            if not isinstance(own[_IMPLEMENTATION], _PagedName):
+                own[_IMPLEMENTATION] = _PagedName(own[_IMPLEMENTATION])
     try:
         yield
     finally:
         with _SCOPE_LOCK:
             for own in attributes:
-                depth, base_name = _SCOPES.pop(id(own))
+                _, depth = _SCOPES.pop(id(own), (own, 0))  # not there: this is a fork of the process that entered it
                 if depth > 1:
-                    _SCOPES[id(own)] = (depth - 1, base_name)
-                else:
-                    own[_IMPLEMENTATION] = base_name
+                    _SCOPES[id(own)] = (own, depth - 1)
+                elif depth == 1:
+                    _restore(own)
+
+
+def _restore(attributes: dict[str, Any]) -> None:
+    name = attributes[_IMPLEMENTATION]
+    if isinstance(name, _PagedName):  # else somebody has set another one meanwhile
+        attributes[_IMPLEMENTATION] = name.base_name
+
+
+def _after_fork_in_child() -> None:
+    """The threads that would leave their scopes are not there."""
+    for own, _ in _SCOPES.values():
+        _restore(own)
+    _SCOPES.clear()
+    _SCOPE_LOCK.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nobody forks
+    os.register_at_fork(
+        before=_SCOPE_LOCK.acquire, after_in_parent=_SCOPE_LOCK.release, after_in_child=_after_fork_in_child
+    )

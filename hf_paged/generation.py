@@ -109,7 +109,7 @@ class PagedGenerationMixin:
         """Pickling and `copy.deepcopy`: the copy is patched with the same settings and gets a pool of its own."""
         engine = self.paged
         settings = (engine.config, engine.traits)
-        state = {name: value for name, value in self.__dict__.items() if name != _ENGINE}
+        state = {name: value for name, value in self.__getstate__().items() if name != _ENGINE}
         return _rebuild, (base_class(self), settings), state
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,10 @@ class ModuleCall:
         return self.module._call_impl(*args, **kwargs)
 
 
+# What is called at the moment, on any thread, by the list's id.
+_TAKEN: dict[int, list[ModuleCall]] = {}
+
+
 @contextmanager
 def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
     """Within it, forwards on this thread compute these modules the other way.
@@ -70,14 +75,31 @@ def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
     taken = [call for call in calls if is_untouched(call.module) and type(call.module).forward is call.own]
     thread_id = threading.get_ident()
     try:
+        _TAKEN[id(taken)] = taken
         for call in taken:
             call.thread_id = thread_id
             call.module.__dict__[_CALL] = call
         yield
     finally:
-        for call in taken:
-            call.module.__dict__.pop(_CALL, None)
-            call.thread_id = None
+        _give_back(taken)
+        _TAKEN.pop(id(taken), None)
+
+
+def _give_back(calls: Iterable[ModuleCall]) -> None:
+    for call in calls:
+        call.module.__dict__.pop(_CALL, None)
+        call.thread_id = None
+
+
+def _after_fork_in_child() -> None:
+    """The threads that would give them back are not there, and a new one may have the id of one of them."""
+    for taken in _TAKEN.values():
+        _give_back(taken)
+    _TAKEN.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nobody forks
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @contextmanager

@@ -943,6 +943,52 @@ def fork_with_requests_in_flight() -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+def fork_in_the_midst_of_a_step() -> None:
+    """While another thread is in a forward of the model; the child trains."""
+    stock, model = _patched()
+    expected = _gradients(stock)
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread().name == "hf_paged":
+            is_inside.set()
+            may_go_on.wait(PATIENCE)
+
+    model.model.layers[1].register_forward_pre_hook(hold)
+    request = model.paged.submit(prompt(1), max_new_tokens=1)
+    assert is_inside.wait(PATIENCE)
+
+    def check() -> None:
+        may_go_on.set()
+        found: list[dict[str, Tensor]] = []
+        # A thread of the child's, which may well have the id of the parent's thread that was in the step.
+        threads = [threading.Thread(target=lambda: found.append(_gradients(model))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        for gradients in (*found, _gradients(model)):
+            assert gradients.keys() == expected.keys(), set(expected) - set(gradients)
+            assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+        assert len(found) == 4 and model.config._attn_implementation == stock.config._attn_implementation
+        assert stock_rows(model, prompt(2), max_new_tokens=4) == stock_rows(stock, prompt(2), max_new_tokens=4)
+
+    _in_child(check)
+    assert not request.is_done
+    may_go_on.set()
+    assert request.result(PATIENCE).sequences == stock_rows(stock, prompt(1), max_new_tokens=1)
+    check()
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    """Of each weight that has one, after a training step from zero."""
+    with _ONE_TRAINS:
+        model.zero_grad()
+        model(prompt(3), labels=prompt(3)).loss.backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+_ONE_TRAINS = threading.Lock()
 _KEPT: list[Any] = []
 
 # What runs in a process of its own, and the exit code that it ends with.
@@ -956,6 +1002,7 @@ PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
         (exit_by_ctrl_c, -signal.SIGINT),
         (fork_when_idle, 0),
         (fork_with_requests_in_flight, 0),
+        (fork_in_the_midst_of_a_step, 0),
     )
 }
 

@@ -19,6 +19,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import Pair, assert_same
 from models import MODELS, build, ragged_batch, random_ids
+from test_packed_linears import held_step
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -26,6 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 import hf_paged
+from hf_paged.attention import attention_configs
 
 MakePair = Callable[..., Pair]
 
@@ -324,6 +326,49 @@ def test_copy_of_a_patched_model(copied: Callable[[Any], Any]) -> None:
     assert torch.equal(text_of(twin), other)
     hf_paged.unpatch(twin)
     assert type(twin) is LlamaForCausalLM and torch.equal(text_of(twin), other)
+
+
+SAVERS: dict[str, Callable[[Any, Path], Any]] = {
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: by_pickle(model),
+    "torch.save": lambda model, _: by_torch_save(model),
+    "config": lambda model, _: LlamaForCausalLM(copy.deepcopy(model.config)),
+    "pickled config": lambda model, _: LlamaForCausalLM(pickle.loads(pickle.dumps(model.config))),
+    "from_config": lambda model, _: AutoModelForCausalLM.from_config(model.config),
+    "save_pretrained": lambda model, path: (
+        model.save_pretrained(path) or AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", SAVERS)
+def test_copies_made_during_a_step_have_their_own_attention(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would break: a copy that looks for paged attention for good, and files that say so."""
+    stock = build("llama", attention="eager")
+    model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS)
+    with held_step(model, monkeypatch):
+        assert model.config._attn_implementation != "eager", "no step is held in its midst"
+        other = SAVERS[how](model, tmp_path)
+    hf_paged.unpatch(other)
+    own = [config._attn_implementation for config in attention_configs(other)]
+    assert own == ["eager"] and type(own[0]) is str
+    assert not any("forward" in vars(m) or "_compiled_call_impl" in vars(m) for m in other.modules())
+    stock.save_pretrained(tmp_path / "stock")
+    other.save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "config.json").read_bytes() == (tmp_path / "stock" / "config.json").read_bytes()
+    if "config" not in how:
+        assert torch.equal(text_of(other), text_of(stock))
+
+
+def test_a_copy_of_a_compiled_model_is_not_compiled() -> None:
+    """Would break: a copy that runs the original's compiled code, with the original's weights; stock leaves it out."""
+    model = patched_llama()
+    model.compile(backend="eager")
+    twin = copy.deepcopy(model)
+    assert twin._compiled_call_impl is None and model._compiled_call_impl is not None
 
 
 def test_patched_model_inside_a_module() -> None:

@@ -95,8 +95,8 @@ class RetiringCriteria(StoppingCriteriaList):
 class PagedGenerationMixin:
     """Methods put in front of a model's own class by `patch()`; `patched_class` builds the combination.
 
-    Only `patch()` and copies of a patched model make instances of it. What the class itself makes (`type(model)(config)`,
-    `from_pretrained`) is of the model's own class.
+    Only `patch()` and copies of a patched model make instances of it. What the class itself makes
+    (`type(model)(config)`, `from_pretrained`) is of the model's own class.
     """
 
     @property
@@ -457,7 +457,7 @@ class _Stream:
         self._tokens.put(None)
 
     def hand_out(self) -> bool:
-        """Gives the streamer what has come, between two steps; returns whether it is so slow that steps should go on."""
+        """Gives the streamer what has come, between two steps; returns whether it is too slow for steps to wait."""
         started = time.perf_counter()
         while not self._tokens.empty():
             self._hand_out_one()

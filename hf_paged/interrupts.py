@@ -38,7 +38,8 @@ class _Recorder:
         signal.signal(signal.SIGINT, self)
 
     def remove(self) -> None:
-        if signal.getsignal(signal.SIGINT) is self:  # else a caller's code has set another
+        current: Any = signal.getsignal(signal.SIGINT)
+        if current is self:  # else a caller's code has set another
             signal.signal(signal.SIGINT, self.handler)
         self.deliver()
 

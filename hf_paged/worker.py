@@ -7,12 +7,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-<<<<<<< HEAD
 from contextlib import ExitStack, contextmanager
-=======
-from contextlib import contextmanager
 from contextvars import ContextVar
->>>>>>> answers
 from typing import Any
 
 import torch

@@ -1,4 +1,4 @@
-"""A caller that is alone runs the steps itself; with company, or where that would be unsafe, the worker's thread does."""
+"""A caller that is alone runs the steps itself; with company the worker's thread does."""
 
 from __future__ import annotations
 

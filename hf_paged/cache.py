@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -314,9 +315,9 @@ class PagedCache(Cache):
         """Removes the last `-tokens_to_remove` columns of every row, as the installed `DynamicCache` does.
 
         Raises:
-            ValueError: A positive number, where transformers refuses it too (after 5.17).
+            ValueError: No integer, or a positive one, where transformers refuses it too (after 5.17).
         """
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        tokens_to_remove = _integer("tokens_to_remove", tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
             if not _POSITIVE_CROP_IS_A_LENGTH:
                 raise ValueError(
@@ -334,18 +335,32 @@ class PagedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, by sharing its blocks: no key or value is copied here."""
-        self._select(beam_idx.tolist())  # the block tables are host data
+        self._select(_integers("beam_idx", beam_idx))  # the block tables are host data
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices` (integers, or a mask)."""
-        self._select(torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist())
+        """Keeps the rows `indices` (integers, below 0 from the end, or a mask)."""
+        batch, is_mask = max(self.batch_size, 0), getattr(indices, "dtype", None) is torch.bool
+        if is_mask:
+            if batch and indices.shape != (batch,):
+                raise ValueError(f"a mask over {batch} rows has shape ({batch},), got {tuple(indices.shape)}")
+            indices = indices.nonzero()[:, 0]
+        rows = _integers("indices", indices)
+        self._select([row + batch if -batch <= row < 0 else row for row in rows])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times; the copies share their blocks."""
+        repeats = _integer("repeats", repeats)
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {repeats}")
         self._select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
 
     @deferred_interrupt()
     def _select(self, indices: list[int]) -> None:
+        if not self._rows:
+            return  # as over a `DynamicCache` that holds nothing
+        bad = [index for index in indices if not 0 <= index < self.batch_size]
+        if bad or not indices:
+            raise ValueError(f"rows are numbers from 0 to {self.batch_size - 1}, one at least, got {bad or indices}")
         with self.store.transaction():
             self.split_fan_out()
             selected: list[Sequence | None] = []
@@ -374,6 +389,23 @@ class PagedCache(Cache):
 
     def __reduce__(self) -> Any:
         raise TypeError("a PagedCache lives in its model's block pool and can't be pickled; keep the token ids instead")
+
+
+_NO_INTEGERS = (torch.bool, torch.complex64, torch.complex128)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be an integer, got {value!r:.80}") from error
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    values = torch.as_tensor(values)
+    if values.ndim != 1 or (len(values) and (values.dtype.is_floating_point or values.dtype in _NO_INTEGERS)):
+        raise ValueError(f"{name} must be integers, [rows], got {values.dtype} of shape {tuple(values.shape)}")
+    return [int(value) for value in values.tolist()]  # an empty list's tensor is of floats
 
 
 def _abandon(store: SequenceStore, rows: list[Sequence | None]) -> None:

@@ -17,6 +17,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
 
 DEFAULT_SWAP_SPACE_GIB = 4.0
+MAX_GIB = 2**33  # addresses have 63 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,9 @@ class PagedConfig:
                 raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}")
-        if self.swap_space_gib is not None and (not _is_number(self.swap_space_gib) or self.swap_space_gib < 0):
-            raise ValueError(f"swap_space_gib must be None or a size in GiB of at least 0, got {self.swap_space_gib!r}")
+        space = self.swap_space_gib
+        if space is not None and (not _is_number(space) or not 0 <= space < MAX_GIB):  # NaN is neither
+            raise ValueError(f"swap_space_gib must be None or a size in GiB of at least 0, below 2**33, got {space!r}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")

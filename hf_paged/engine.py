@@ -794,7 +794,7 @@ class Engine:
         """Queues one prompt and returns at once.
 
         Args:
-            input_ids: Token ids: a list, a 1-D tensor or a tensor `[1, L]`.
+            input_ids: Token ids: a list, or a 1-D tensor or array, or one of `[1, L]`.
             generation_config: As in `generate()`.
             request_id: Any name not in use by an unfinished request; `None`: one is made.
             priority: The lower, the earlier; first come, first served within a priority.

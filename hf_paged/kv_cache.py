@@ -16,6 +16,8 @@ from hf_paged.kernels.reference import elements
 from hf_paged.swap_space import SwapSpace
 from hf_paged.transfers import ToHost, to_device
 
+BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
+
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
@@ -67,6 +69,23 @@ def free_memory(device: torch.device) -> int:
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def check_size(geometry: KVGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
+    """Refuses a pool that is larger than all memory, before anything is made of that size.
+
+    Raises:
+        ValueError: With both sizes, and what would fit.
+    """
+    each, host = geometry.bytes_per_block(block_size), psutil.virtual_memory().total
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host
+    fitting = min(total // each - 1, host // BOOKKEEPING)  # one block stays empty
+    if num_blocks > fitting:
+        advice = f"{fitting:,} blocks would fit" if fitting > 0 else "patch with a smaller block_size"
+        raise ValueError(
+            f"num_blocks={num_blocks} of block_size={block_size} tokens need {(num_blocks + 1) * each:,} bytes, and "
+            f"{num_blocks * BOOKKEEPING:,} for their bookkeeping; {device} has {total:,} bytes in all: {advice}"
+        )
 
 
 class KVCache:

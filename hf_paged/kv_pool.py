@@ -13,7 +13,7 @@ from hf_paged.block_manager import BlockManager
 from hf_paged.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.event_log import EventLog
-from hf_paged.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
+from hf_paged.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
 from hf_paged.preemption import PreemptionCost
 from hf_paged.runner import ModelRunner, ModelTraits
 from hf_paged.scheduler import Scheduler, SchedulerOutput
@@ -90,6 +90,7 @@ class KVPool:
                     self._runner.model.device,
                     self._runner.activation_bytes(min(self.config.max_num_batched_tokens, max_context)),
                 )
+                check_size(self._geometry, num_blocks, self.config.block_size, self._runner.model.device)
                 self._manager = BlockManager(
                     num_blocks,
                     self.config.block_size,

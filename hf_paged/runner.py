@@ -303,7 +303,8 @@ class ModelRunner:
             tokens = TokenInputs(ids, None, positions)
             return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
 
-        return DecodeGraphs(forward, kv_cache, self._config.max_num_seqs, max_blocks, record)
+        max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)
+        return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)
 
     @torch.no_grad()
     def activation_bytes(self, num_tokens: int) -> int:
@@ -318,7 +319,7 @@ class ModelRunner:
             return 0
         inputs: dict[str, Any] = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64, device=device)}
         if self._supports_logits_to_keep:
-            inputs["logits_to_keep"] = self._config.max_num_seqs
+            inputs["logits_to_keep"] = min(self._config.max_num_seqs, num_tokens)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         self._forward(model, use_cache=False, **inputs)

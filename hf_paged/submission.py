@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -378,37 +379,44 @@ class _TokenStreamer(BaseStreamer):
         """Nothing to do: the loop's result ends the request."""
 
 
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+
+
 def _one_prompt(input_ids: Any, model: Any) -> Tensor:
     """A prompt in any of the accepted forms as `[1, L]`."""
+    if isinstance(input_ids, np.ndarray) and input_ids.dtype.kind in "biuf":
+        input_ids = torch.from_numpy(input_ids.copy(order="C"))
     if isinstance(input_ids, Tensor):
+        is_dense = input_ids.layout is torch.strided and not input_ids.is_nested and not input_ids.is_meta
+        if input_ids.dtype not in _ID_DTYPES or not is_dense:
+            kind = f"{input_ids.dtype}, {input_ids.layout}, on {input_ids.device}"
+            raise ValueError(f"a prompt is a list or a dense tensor of integer token ids, got a tensor of {kind}")
         shape = tuple(input_ids.shape)
-        if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-            raise ValueError(f"a prompt is a list or tensor of integer token ids, got a tensor of {input_ids.dtype}")
         if input_ids.ndim == 2 and shape[0] == 1:
-            prompt = input_ids
-        elif input_ids.ndim == 1:
-            prompt = input_ids[None]
-        else:
+            input_ids = input_ids[0]
+        elif input_ids.ndim != 1:
             raise ValueError(
                 f"submit() takes one prompt, a 1-D tensor or [1, L], got shape {shape}; submit each row by itself, or "
                 "use engine.generate(list of prompts)"
             )
+        prompt = input_ids.to(torch.int64)
+        low, high = (int(prompt.min()), int(prompt.max())) if len(prompt) else (0, 0)
     else:
-        is_list = isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes)
-        if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in input_ids):
+        is_list = isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes | bytearray | memoryview)
+        if not is_list or any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in input_ids):
             raise ValueError(
                 f"a prompt is a list of integer token ids or a tensor, got {input_ids!r:.80}; a batch or text goes "
                 "through a tokenizer and engine.generate(list of prompts)"
             )
-        prompt = torch.tensor([list(input_ids)], dtype=torch.int64)
-    if prompt.shape[1] == 0:
+        prompt = list(input_ids)
+        low, high = min(prompt, default=0), max(prompt, default=0)
+    if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
     vocab_size = model.get_input_embeddings().num_embeddings
-    low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocab_size}")
-    return prompt.to(device=model.device, dtype=torch.int64)
+    return torch.as_tensor(prompt, dtype=torch.int64, device=model.device)[None]
 
 
 def _read_row(tokens: list[int], generation_config: Any, max_tokens: int) -> tuple[list[int], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,35 @@ def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> I
 # Settings
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"num_blocks": 10**12},
+            r"num_blocks=10{12} .*need [\d,]+ bytes.*has [\d,]+ bytes in all: [\d,]+ blocks would fit",
+        ),
+        ({"num_blocks": 10**30}, "blocks would fit"),
+        ({"block_size": 10**12}, r"num_blocks=1 of block_size=10{12} tokens need .*smaller block_size"),
+        ({"num_blocks": 64, "block_size": 10**30}, "smaller block_size"),
+    ],
+)
+def test_a_pool_that_no_machine_holds(settings: dict[str, Any], message: str) -> None:
+    """Would break: a list of a million million blocks that is being made."""
+    model = hf_paged.patch(build("llama"), **settings)
+    for call in (model.generate, model.paged.submit):
+        with pytest.raises(ValueError, match=message):
+            call(torch.tensor([[5, 6]]), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_waiting"])
+@pytest.mark.parametrize("value", [sys.maxsize, 10**30])
+def test_a_limit_may_be_as_high_as_one_likes(make_pair: MakePair, name: str, value: int) -> None:
+    pair = make_pair(**{name: value})
+    pair.generate(**ragged_batch(), max_new_tokens=3)
+    assert pair.engine.generate([[5, 6], [7]], max_new_tokens=2)[1].token_ids
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -58,6 +88,14 @@ def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> I
         ({"max_num_seqs": -3}, "max_num_seqs .* -3"),
         ({"memory_fraction": 0}, "memory_fraction .* 0"),
         ({"memory_fraction": 1.5}, "memory_fraction .* 1.5"),
+        ({"memory_fraction": float("nan")}, "memory_fraction .* nan"),
+        ({"swap_space_gib": float("nan")}, "swap_space_gib .* nan"),
+        ({"swap_space_gib": float("inf")}, "swap_space_gib .* inf"),
+        ({"swap_space_gib": 1e300}, "swap_space_gib .* 1e[+]300"),
+        ({"swap_space_gib": -1.0}, "swap_space_gib .* -1.0"),
+        ({"swap_space_gib": True}, "swap_space_gib .* True"),
+        ({"num_blocks": float("nan")}, "num_blocks .* nan"),
+        ({"max_waiting": float("inf")}, "max_waiting .* inf"),
         ({"preemption": "never"}, "preemption .* 'never'"),
         ({"attention_backend": "flash"}, "attention_backend .* 'flash'"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype .* 'int4'"),
@@ -178,6 +216,58 @@ def test_cache_needs_a_patched_model(pair: Pair) -> None:
     hf_paged.unpatch(pair.paged)
     with pytest.raises(ValueError, match="belongs to another model"):
         hf_paged.patch(pair.paged, num_blocks=16).generate(random_ids(1, 3), past_key_values=cache, max_new_tokens=2)
+
+
+BAD_ROWS: dict[str, Callable[[PagedCache], Any]] = {
+    "no repeats": lambda cache: cache.batch_repeat_interleave(0),
+    "repeats below 0": lambda cache: cache.batch_repeat_interleave(-1),
+    "repeats in part": lambda cache: cache.batch_repeat_interleave(1.5),  # type: ignore[arg-type]
+    "beyond": lambda cache: cache.reorder_cache(torch.tensor([0, 1, 3])),
+    "below 0": lambda cache: cache.reorder_cache(torch.tensor([0, -1, 1])),
+    "no integers": lambda cache: cache.reorder_cache(torch.tensor([0.0, 1.0, 2.0])),
+    "a mask": lambda cache: cache.reorder_cache(torch.tensor([True, True, False])),
+    "a number": lambda cache: cache.reorder_cache(torch.tensor(1)),
+    "a matrix": lambda cache: cache.reorder_cache(torch.tensor([[0, 1]])),
+    "none": lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.int64)),
+    "selected beyond": lambda cache: cache.batch_select_indices(torch.tensor([2, 3])),
+    "selected below": lambda cache: cache.batch_select_indices(torch.tensor([-4])),
+    "short mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False])),
+    "empty mask": lambda cache: cache.batch_select_indices(torch.tensor([False] * 3)),
+    "crop in part": lambda cache: cache.crop(-1.5),  # type: ignore[arg-type]
+    "crop of NaN": lambda cache: cache.crop(float("nan")),  # type: ignore[arg-type]
+    "crop of a list": lambda cache: cache.crop([-1]),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows_of_a_cache(pair: Pair, name: str) -> None:
+    """Would break: a cache of no rows and some columns, or one that lost rows when it found that another is missing."""
+    caches, ids = [new_cache(model) for model in (pair.stock, pair.paged)], random_ids(3, 9)
+    pair.both(lambda model: model(ids, past_key_values=caches[model is pair.paged]).logits)
+    with pytest.raises(ValueError):
+        BAD_ROWS[name](caches[1])  # type: ignore[arg-type]
+    pair.engine.check_invariants()
+    assert_same_cache(*caches)
+
+
+def test_rows_of_a_cache(pair: Pair) -> None:
+    """As over a `DynamicCache`, one that holds nothing as well."""
+    for ids in (None, random_ids(3, 9)):
+        for call in (
+            lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+            lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])),
+            lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+            lambda cache: cache.batch_repeat_interleave(2),
+            *([lambda cache: cache.crop(-2)] if ids is not None else []),  # transformers 5.17 crops nothing empty
+        ):
+            caches = [new_cache(model) for model in (pair.stock, pair.paged)]
+            if ids is not None:
+                pair.both(lambda model: model(ids, past_key_values=caches[model is pair.paged]).logits)  # noqa: B023
+            for cache in caches:
+                call(cache)
+            if ids is not None:
+                assert_same_cache(*caches)
+            assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
 @pytest.mark.core

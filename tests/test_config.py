@@ -255,7 +255,7 @@ def test_a_variable_that_does_not_parse(monkeypatch: pytest.MonkeyPatch, name: s
         ("memory_fraction", "nan", "memory_fraction"),
         ("preemption", "drop", "preemption must be one of auto, recompute, swap; got 'drop'"),
         ("max_waiting", "0", "max_waiting must be a positive integer or None, got 0"),
-        ("swap_space_gib", "-1", "swap_space_gib must be None or a size in GiB of at least 0, got -1"),
+        ("swap_space_gib", "-1", "swap_space_gib must be None or a size in GiB of at least 0, below 2**33, got -1"),
     ],
 )
 def test_a_variable_with_a_bad_value(monkeypatch: pytest.MonkeyPatch, name: str, text: str, part: str) -> None:

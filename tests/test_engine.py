@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Pair
@@ -272,6 +273,27 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "bool_tensor": (torch.ones(3, dtype=torch.bool), "integer token ids.*bool"),
     "beyond": ([5, VOCAB], f"{VOCAB} is outside the model's vocabulary of {VOCAB}"),
     "negative": ([5, -1], "-1 is outside"),
+    "huge": ([10**30], f"{10**30} is outside"),
+    "huge_negative": ([5, -(10**30)], "outside"),
+    "uint64_tensor": (torch.ones(3, dtype=torch.uint64), "integer token ids.*uint64"),
+    "sparse_tensor": (torch.ones(1, 3, dtype=torch.int64).to_sparse(), "dense tensor.*sparse_coo"),
+    "meta_tensor": (torch.ones(1, 3, dtype=torch.int64, device="meta"), "dense tensor.*on meta"),
+    "nested_tensor": (torch.nested.nested_tensor([torch.ones(3, dtype=torch.int64)]), "dense tensor"),
+    "jagged_tensor": (
+        torch.nested.nested_tensor([torch.ones(3, dtype=torch.int64)], layout=torch.jagged),
+        "dense tensor.*jagged",
+    ),
+    "quantized_tensor": (torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8), "integer token ids.*quint8"),
+    "with_gradient": (torch.ones(3, requires_grad=True), "integer token ids.*float32"),
+    "float_array": (np.ones(3), "integer token ids.*float64"),
+    "bool_array": (np.ones(3, dtype=bool), "integer token ids.*bool"),
+    "string_array": (np.array(["a"]), "integer token ids"),
+    "object_array": (np.array([5, "a"], dtype=object), "integer token ids"),
+    "array_of_a_batch": (np.ones((2, 3), dtype=np.int64), r"one prompt.*\(2, 3\)"),
+    "numpy_bools": ([np.True_], "integer token ids"),
+    "nans": ([float("nan")], "integer token ids.*nan"),
+    "bytearray": (bytearray(b"hello"), "integer token ids"),
+    "set": ({5, 6}, "integer token ids"),
     "string": ("hello", "integer token ids.*hello"),
     "bytes": (b"hello", "integer token ids"),
     "nested": ([[1, 2]], r"integer token ids.*\[\[1, 2\]\]"),
@@ -313,6 +335,26 @@ def test_bad_prompt(pair: Pair, name: str) -> None:
     prompt, message = BAD_PROMPTS[name]
     refuses(pair, message, prompt)
     settle(pair)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.array([5, 6, 7]),
+        np.array([[5, 6, 7]], dtype=np.uint16),
+        np.array([7, 6, 5], dtype=np.int32)[::-1],
+        [np.int64(5), np.uint8(6), 7],
+        (5, 6, 7),
+        range(5, 8),
+        torch.tensor([5, 6, 7], dtype=torch.uint32),
+        torch.tensor([[5, 6, 7]], dtype=torch.int8),
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+def test_every_form_of_a_prompt(pair: Pair, prompt: Any) -> None:
+    request = pair.engine.submit(prompt, max_new_tokens=3)
+    assert request.prompt_token_ids == [5, 6, 7]
+    assert request.result(PATIENCE).sequences == stock_rows(pair.stock, torch.tensor([[5, 6, 7]]), max_new_tokens=3)
 
 
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)

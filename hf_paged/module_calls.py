@@ -12,7 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
 from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
 
 # Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
-_CALL = "_compiled_call_impl"
+CALL = "_compiled_call_impl"
 
 
 class ModuleCall:
@@ -63,11 +63,11 @@ def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
     try:
         for call in taken:
             call.thread_id = thread_id
-            call.module.__dict__[_CALL] = call
+            call.module.__dict__[CALL] = call
         yield
     finally:
         for call in taken:
-            call.module.__dict__.pop(_CALL, None)
+            call.module.__dict__.pop(CALL, None)
             call.thread_id = None
 
 
@@ -87,7 +87,7 @@ def not_calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
 
 def is_untouched(module: nn.Module) -> bool:
     """Whether nobody gave it a forward of its own (accelerate's hooks), compiled it, or is computing it our way now."""
-    return "forward" not in module.__dict__ and _CALL not in module.__dict__
+    return "forward" not in module.__dict__ and CALL not in module.__dict__
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -76,7 +76,7 @@ class Engine:
         self.traits = traits
         self._linears = PackedLinears(model, config.memory_fraction)
         self._fused = FusedLayers(model)
-        self._model_state = state = ModelState(model, self._linears)
+        self._model_state = state = ModelState(model, self._linears, self._fused)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
         self._runner = ModelRunner(
             model,
@@ -157,12 +157,12 @@ class Engine:
 
     @deferred_interrupt()
     def reset_prefix_cache(self) -> int:
-        """Forgets the contents kept for prefix hits, and copies of weights; returns how many blocks that were.
+        """Forgets the contents kept for prefix hits, and what was made from the model; returns how many blocks that were.
 
-        Needed after weights were written through `.data`, which leaves no trace; other changes are noticed.
+        Needed after changes that leave no trace: weights written through `.data`, and others that `ModelState` names.
         """
         with self.transaction():
-            self._linears.forget()
+            self._model_state.forget()
             return self.manager.reset_prefix_cache() if self._pool.is_made else 0
 
     @deferred_interrupt()
@@ -175,7 +175,7 @@ class Engine:
         with self._worker.exclusive(), self.transaction():
             self._collect_abandoned()
             self._pool.release()
-            self._linears.forget()
+            self._model_state.forget()
             self._runner.forget_graphs()
 
     @deferred_interrupt()

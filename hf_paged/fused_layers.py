@@ -32,12 +32,14 @@ class _Norm(ModuleCall):
 
     __slots__ = ("eps", "kernels", "offset", "rounds_first")
 
-    def __init__(self, module: Any, kernels: LayerKernels, eps: float, offset: float, rounds_first: bool) -> None:
+    def __init__(self, module: Any, kernels: LayerKernels, eps: str, offset: float, rounds_first: bool) -> None:
+        """`eps` is the name of the module's attribute."""
         super().__init__(module)
         self.kernels, self.eps, self.offset, self.rounds_first = kernels, eps, offset, rounds_first
 
     def compute(self, states: Tensor) -> Tensor:
-        return self.kernels.rms_norm(states, self.module.weight, self.eps, self.offset, self.rounds_first)
+        eps = getattr(self.module, self.eps)
+        return self.kernels.rms_norm(states, self.module.weight, eps, self.offset, self.rounds_first)
 
 
 class _GatedMLP(ModuleCall):
@@ -96,6 +98,10 @@ class FusedLayers:
         with calling(self._calls):
             yield
 
+    def forget(self) -> None:
+        """Lets the next `scope` find the layers anew: modules have other code."""
+        self._calls = None
+
 
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -125,13 +131,14 @@ def _norm(
     module: Any, kernels: LayerKernels, generator: torch.Generator, dtype: torch.dtype, device: torch.device
 ) -> _Norm | None:
     """A module with one vector of weights that computes one of `NORMS`."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
     if (
         type(weight) is not nn.Parameter
         or weight.ndim != 1
         or weight.dtype is not dtype
         or weight.device != device
-        or not isinstance(eps, float)
+        or not isinstance(getattr(module, eps, None), float)
         or len(list(module.parameters())) > 1
         or any(True for _ in module.buffers())
         or any(True for _ in module.children())

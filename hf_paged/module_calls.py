@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOO
 from hf_paged.kernels.layers import InputError
 
 # Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
-_CALL = "_compiled_call_impl"
+CALL = "_compiled_call_impl"
 
 
 class ModuleCall:
@@ -78,7 +78,7 @@ def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
         _TAKEN[id(taken)] = taken
         for call in taken:
             call.thread_id = thread_id
-            call.module.__dict__[_CALL] = call
+            call.module.__dict__[CALL] = call
         yield
     finally:
         _give_back(taken)
@@ -87,7 +87,7 @@ def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
 
 def _give_back(calls: Iterable[ModuleCall]) -> None:
     for call in calls:
-        call.module.__dict__.pop(_CALL, None)
+        call.module.__dict__.pop(CALL, None)
         call.thread_id = None
 
 
@@ -118,7 +118,7 @@ def not_calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
 
 def is_untouched(module: nn.Module) -> bool:
     """Whether nobody gave it a forward of its own (accelerate's hooks), compiled it, or is computing it our way now."""
-    return "forward" not in module.__dict__ and _CALL not in module.__dict__
+    return "forward" not in module.__dict__ and CALL not in module.__dict__
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -103,7 +103,7 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
-    if getattr(text, "kv_lora_rank", None):
+    if vars(text).get("kv_lora_rank"):
         reasons.append("it caches what its keys and values are made from (kv_lora_rank), as in multi-head latent attention")
     share = why_not_whole(model)
     if share is not None:

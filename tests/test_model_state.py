@@ -256,6 +256,88 @@ def test_weights_are_not_kept_alive(net: nn.Sequential) -> None:
     watch.assert_moved()
 
 
+# Code and numbers
+
+
+class Scaled(nn.Module):
+    """A user's own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.count: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def test_each_new_forward_of_an_instance_moves_the_key(net: nn.Sequential) -> None:
+    """Closures are freed, and the next one lies where the last one was."""
+    watch = Watch(net)
+    for scale in range(50):
+        net[0].forward = lambda x, scale=scale: scale * x
+        watch.assert_moved()
+    del net[0].forward
+    watch.assert_moved()
+    net[0].forward = functools.partial(torch.mul, torch.ones(1))
+    watch.assert_moved()
+
+
+def test_a_forward_is_not_kept_alive(net: nn.Sequential) -> None:
+    watch = Watch(net)
+    net[0].forward = lambda x: x
+    alive = weakref.ref(net[0].forward)
+    watch.assert_moved()
+    del net[0].forward
+    assert alive() is None
+
+
+NUMBERS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "a float": lambda net: setattr(net[3], "scale", 3.0),
+    "of torch's": lambda net: setattr(net[1], "eps", 1e-3),
+    "None to a number": lambda net: setattr(net[3], "count", 3),
+    "one more": lambda net: setattr(net[3], "bias", 0.5),
+    "one less": lambda net: delattr(net[3], "count"),
+    "one less, one more": lambda net: (delattr(net[3], "count"), setattr(net[3], "bias", 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_moves_the_key(net: nn.Sequential, name: str) -> None:
+    net.append(Scaled())
+    watch = Watch(net)
+    NUMBERS[name](net)
+    watch.assert_moved()
+
+
+def test_numbers_leave_copies_of_weights_alone(net: nn.Sequential) -> None:
+    """A module that counts its calls costs prefix hits, but no packing of weights anew."""
+    dropped: list[str] = []
+
+    class Made:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def forget(self) -> None:
+            dropped.append(self.name)
+
+        def is_outdated(self) -> bool:
+            return False
+
+    net.append(Scaled())
+    state = ModelState(net, Made("linears"), Made("fused"))  # type: ignore[arg-type]
+    state.key()
+    dropped.clear()
+    before, moves = state.key(), state.num_moves
+    net[3].scale = 5.0
+    assert state.key() != before and state.num_moves == moves + 1 and not dropped
+    net[3].forward = lambda x: x
+    state.key()
+    assert dropped == ["linears", "fused"]
+    state.forget()
+    assert dropped == ["linears", "fused"] * 2
+
+
 # Hooks and autocast: not the weights, but the keys and values all the same
 
 

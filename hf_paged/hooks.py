@@ -1,0 +1,97 @@
+"""Forward hooks on a model's inner modules: which of them have to be shown rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
+from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
+from torch.utils.hooks import RemovableHandle
+
+HookT = TypeVar("HookT", bound=Callable[..., Any])
+
+# Their hooks collect outputs, count, or prepare weights.
+_LIBRARIES = ("torch", "transformers")
+_PACKED = "hf_paged_packed"
+
+
+def packed_hook(hook: HookT) -> HookT:
+    """Says of a forward hook that it treats all tokens alike, and needs to see neither rows nor columns.
+
+    Without it, calls run padded and by themselves while the hook is there, so that it is shown the `[batch, columns,
+    ...]` of stock. Marked, it is given the tokens of all callers' rows side by side, `[1, tokens, ...]`, maybe some of
+    a prompt, and the model keeps its continuous batch. What it computes must not change while it is registered, or
+    `model.paged.reset_prefix_cache()` has to be called.
+
+    Args:
+        hook: For `register_forward_hook` or `register_forward_pre_hook`; a function, not a bound method.
+
+    Returns:
+        The same object.
+    """
+    hook.__dict__[_PACKED] = True
+    return hook
+
+
+class HookWatch:
+    """The forward hooks on a model and its inner modules, but for those by which transformers collects outputs.
+
+    Attributes:
+        numbers: Of all of them, unique in the process.
+    """
+
+    def __init__(self) -> None:
+        """Has seen nothing."""
+        self.numbers: tuple[int, ...] = ()
+        self._needing: list[tuple[dict[int, Any], int]] = []
+        self._next = -1
+
+    def look(self, model: nn.Module, modules: list[nn.Module]) -> None:
+        """Looks at all of a model's modules."""
+        self._next = RemovableHandle.next_id
+        self._needing = []
+        tables: list[dict[int, Any]] = [_GLOBAL_PRE_HOOKS, _GLOBAL_HOOKS]
+        for module in modules:
+            if module._forward_hooks or module._forward_pre_hooks:
+                tables += (module._forward_pre_hooks, module._forward_hooks)
+        numbers = []
+        for hooks in tables:
+            for number, hook in list(hooks.items()):
+                if _package(hook) != "transformers":
+                    numbers.append(number)
+                    # Those of the model itself run in its callers' calls.
+                    is_inside = hooks is not model._forward_hooks and hooks is not model._forward_pre_hooks
+                    if is_inside and _needs_rows(hook):
+                        self._needing.append((hooks, number))
+        self.numbers = tuple(numbers)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a hook was added to any module of the process since the last look."""
+        return self._next != RemovableHandle.next_id
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether one of a user's, which may address rows or columns, is still on an inner module."""
+        return any(number in hooks for hooks, number in self._needing)
+
+
+def _package(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
+
+
+def _needs_rows(hook: Any) -> bool:
+    return _package(hook) not in _LIBRARIES and not getattr(getattr(hook, "func", hook), _PACKED, False)
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Each module once, the model first: those of `model.modules()`, in a third of its time."""
+    modules: dict[nn.Module, None] = {model: None}
+    level: list[nn.Module | None] = [model]
+    while level:
+        level = [part for module in level if module is not None for part in module._modules.values()]
+        level = [part for part in level if part is not None and part not in modules]
+        modules.update(dict.fromkeys(level))  # type: ignore[arg-type]
+    return list(modules)

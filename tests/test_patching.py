@@ -18,7 +18,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import Pair, assert_same
-from models import MODELS, build, ragged_batch, random_ids
+from models import MODELS, build, name_of, ragged_batch, random_ids
 from test_packed_linears import held_step
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -262,6 +262,56 @@ def test_forward_with_its_own_cache_is_bit_identical(pair: Pair) -> None:
     for one, other in zip(*pair.both(call)):
         assert torch.equal(one, other)
     assert pair.delta["num_steps"] == 0
+
+
+# torch.compile
+
+
+class Graphs:
+    """A backend that runs what it is given as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.num_nodes: list[int] = []
+
+    def __call__(self, module: Any, _: Any) -> Any:
+        self.num_nodes.append(len(module.graph.nodes))
+        return module.forward
+
+
+@pytest.mark.parametrize("what", ["forward", "model"])
+def test_compiled_forwards_without_a_paged_cache(what: str) -> None:
+    """Would break: a dispatch that the compiler can't see through, or that it sees as more than what stock does."""
+    found = []
+    for model in (build("llama", layers=1), hf_paged.patch(build("llama", layers=1), **SETTINGS)):
+        text_of(model)
+        torch.compiler.reset()
+        graphs = Graphs()
+        compiled = torch.compile(getattr(model, what) if what == "forward" else model, fullgraph=True, backend=graphs)
+        ids = random_ids(1, 9)
+        logits = [compiled(ids, use_cache=use_cache).logits for use_cache in (False, True)]
+        compiled(ids, labels=ids).loss.backward()
+        found.append((*logits, model.get_output_embeddings().weight.grad, graphs.num_nodes))
+    assert_same(*found)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=name_of)
+def test_compiled_forwards_over_a_paged_cache(mode: dict[str, Any]) -> None:
+    """Would break: the compiler in the engine's locks and queues; code of ours that it runs once for all."""
+    stock, model = build("llama"), patched_llama()
+    graphs = Graphs()
+    model.forward = torch.compile(model.forward, backend=graphs)
+    given = ragged_batch(lengths=(11,)) | {"max_new_tokens": 6} | mode
+    assert torch.equal(model.generate(**given), stock.generate(**given))
+    assert not graphs.num_nodes
+    assert model.paged.stats().num_steps > 0
+    model.paged.check_invariants()
+    torch.compiler.reset()
+    model.forward = torch.compile(type(model).forward.__get__(model), fullgraph=True, backend=graphs)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="over a PagedCache is no part of a graph"):
+        model.generate(**given)
+    assert model.paged.stats().num_free_blocks == model.paged.stats().num_blocks
+    torch.compiler.reset()
 
 
 # Copies and files

@@ -527,7 +527,7 @@ class Engine:
             raise
 
     def _batch_key(self, marker: Hashable = None) -> Hashable:
-        return autocast_state(self._runner.model.device), marker
+        return autocast_state(self._runner.placement[1]), marker
 
     # Forwards
 

@@ -15,6 +15,7 @@ from hf_paged.fused_rotary import find_rotary
 from hf_paged.kernels.backend import layer_kernels
 from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
+from hf_paged.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -78,23 +79,24 @@ class FusedLayers:
     def __init__(self, model: nn.Module) -> None:
         """Does nothing before the first `scope`. The model is held weakly."""
         self._model = weakref.ref(model)
+        self._placement = Placement(model)
         self._calls: list[ModuleCall] | None = None
         self._made_for: tuple[torch.dtype, torch.device] | None = None
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within it, forwards on this thread take the kernels. Autocast and autograd take the modules' own way."""
-        model = self._model()
-        first = next(model.parameters(), None) if model is not None else None
-        if first is None or torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type):
+        placement = self._placement()
+        if placement is None or torch.is_grad_enabled() or torch.is_autocast_enabled(placement[1].type):
             with not_calling(self._calls or ()):
                 yield
             return
-        if self._made_for != (first.dtype, first.device):
-            self._calls, self._made_for = None, (first.dtype, first.device)
+        if self._made_for != placement:
+            self._calls, self._made_for = None, placement
         if self._calls is None:
+            model = self._model()
             assert model is not None
-            self._calls = _find(model, first.dtype, first.device)
+            self._calls = _find(model, *placement)
         with calling(self._calls):
             yield
 

@@ -65,7 +65,7 @@ class KVPool:
     @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
-        return self._runner.model.device if self._kv_cache is None else self._kv_cache.tensor.device
+        return self._runner.placement[1] if self._kv_cache is None else self._kv_cache.tensor.device
 
     @property
     def bytes_per_block(self) -> int:
@@ -74,7 +74,7 @@ class KVPool:
 
     @property
     def _geometry(self) -> KVGeometry:
-        return self.traits.geometry(KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.model.dtype))
+        return self.traits.geometry(KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.placement[0]))
 
     @property
     def manager(self) -> BlockManager:
@@ -164,21 +164,21 @@ class KVPool:
     def kv_cache(self) -> KVCache:
         """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
         with self.lock:
-            model = self._runner.model
-            geometry = self._geometry
-            if self._kv_cache is not None:
-                held = self._kv_cache
-                if (held.geometry, held.compute_dtype, held.tensor.device) == (geometry, model.dtype, model.device):
-                    return self._kv_cache
+            dtype, device = self._runner.placement
+            held = self._kv_cache
+            if held is not None:
+                if held.compute_dtype is dtype and held.tensor.device == device:
+                    return held
                 self.release()
+            geometry = self._geometry
             num_blocks = self.manager.pool.num_blocks
             self._kv_cache = KVCache(
                 geometry,
                 num_blocks,
                 self.config.block_size,
-                model.device,
+                device,
                 self.config.attention_backend,
-                model.dtype,
+                dtype,
             )
             return self._kv_cache
 

@@ -21,6 +21,7 @@ from hf_paged.cache import StepCache
 from hf_paged.config import PagedConfig
 from hf_paged.cuda_graph import DecodeGraphs, Recording, fill_in
 from hf_paged.kv_cache import KVCache, KVGeometry
+from hf_paged.placement import Placement
 from hf_paged.scheduler import SchedulerOutput
 from hf_paged.transfers import to_device
 
@@ -137,6 +138,7 @@ class ModelRunner:
             config: The settings.
         """
         self._model = weakref.ref(model)
+        self._placement = Placement(model)
         self._forward = forward
         self._supports_logits_to_keep = supports_logits_to_keep
         self._layers = layers
@@ -159,6 +161,11 @@ class ModelRunner:
         if model is None:
             raise RuntimeError("the patched model no longer exists; keep a reference to it while you use its engine")
         return model
+
+    @property
+    def placement(self) -> tuple[torch.dtype, torch.device]:
+        """The model's dtype and device."""
+        return self._placement() or (self.model.dtype, self.model.device)
 
     @property
     def is_plain(self) -> bool:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -333,7 +333,8 @@ class StepWorker:
         while self._leader == own and not done.is_set():
             if self._num_exclusive or self._pause.is_on:
                 break
-            with _without_modes():
+            is_in_mode = torch.is_inference_mode_enabled() or torch._C._len_torch_function_stack()
+            with _without_modes() if is_in_mode else nullcontext():
                 self._turn()
             check_interrupt()
             if between():

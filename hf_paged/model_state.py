@@ -238,9 +238,7 @@ def _reference(forward: Any) -> Any:
 
 
 def _number_names(attributes: dict[str, Any]) -> list[str]:
-    return [
-        name for name, value in list(attributes.items()) if isinstance(value, _NUMBERS) and name not in _OF_TORCH
-    ]
+    return [name for name, value in list(attributes.items()) if isinstance(value, _NUMBERS) and name not in _OF_TORCH]
 
 
 def _is_tuner(module: nn.Module) -> bool:

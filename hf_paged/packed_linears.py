@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MIN_ELEMENTS = 2**17  # of a weight; below, a call costs more than the product
 PROBED_ROWS = (1, 32)  # tokens in a step: of one user, and of many
+MANY_ROWS = 4  # from here on a step is one of many: oneDNN is at its best, where it is good at all
 NUM_PROBED = 4  # layers of a kind
 NUM_ROUNDS = 5  # over them
 MIN_GAIN = 1.05  # less is noise
@@ -35,18 +36,22 @@ class _Layer(ModuleCall):
     Attributes:
         module: The layer, `nn.Linear` or `Conv1D`, whose weight is `[in, out]`.
         weight: `[out, in]`, packed by oneDNN or as it is.
+        width: `in`.
+        gains: Whether it is faster than the module's own way, for few rows and for many.
         dtype: Of the weight, and of inputs that it multiplies.
         source: Of the module's own weight, what tells another tensor from it, where `weight` is a copy.
         sample_index: Elements of it to look at, and
         sample: what they were.
     """
 
-    __slots__ = ("dtype", "sample", "sample_index", "source", "weight")
+    __slots__ = ("dtype", "gains", "sample", "sample_index", "source", "weight", "width")
 
     def __init__(self, module: Any, weight: Tensor) -> None:
         super().__init__(module)
         self.weight = weight
         self.dtype: torch.dtype = module.weight.dtype
+        self.width: int = _out_in(module).shape[1]
+        self.gains = (False, False)
         self.source: tuple[object, ...] | None = None
         self.sample_index: Tensor | None = None
         self.sample: Tensor | None = None
@@ -60,7 +65,9 @@ class _Layer(ModuleCall):
         return states.dtype is self.dtype
 
     def compute(self, states: Tensor) -> Tensor:
-        return _multiply(states, self.weight, self.module.bias)
+        if self.gains[states.numel() >= MANY_ROWS * self.width]:
+            return _multiply(states, self.weight, self.module.bias)
+        return _own(self, states)
 
 
 class PackedLinears:
@@ -130,7 +137,9 @@ class PackedLinears:
         except (RuntimeError, AttributeError, NotImplementedError) as error:  # not in this build, not on this machine
             logger.info("hf_paged: linear layers can't run through oneDNN: %s", error)
             return []
-        layers = [layer for layer in layers if is_faster[layer.kind]]
+        for layer in layers:
+            layer.gains = is_faster[layer.kind]
+        layers = [layer for layer in layers if any(layer.gains)]
         for layer in layers:
             if hold is _pack:
                 layer.source = _source(layer.module.weight)
@@ -172,11 +181,11 @@ def _as_it_is(weight: Tensor) -> Tensor:
 
 
 # By all that it depends on: the same for all layers of a shape, and for the next model.
-_IS_FASTER: dict[tuple[object, ...], bool] = {}
+_IS_FASTER: dict[tuple[object, ...], tuple[bool, bool]] = {}
 
 
-def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tuple[object, ...], bool]:
-    """For each kind of layer, whether it gains by oneDNN; measured once a process.
+def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tuple[object, ...], tuple[bool, bool]]:
+    """For each kind of layer, whether it gains by oneDNN with few rows and with many; measured once a process.
 
     Some layers of each kind are run in the model's order: a weight that was just used is in the processor's cache, and
     in a model it is not.
@@ -188,12 +197,10 @@ def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tup
             unknown[layer.kind].append(layer)
     probed = [layer for layer in layers if layer in unknown[layer.kind]]
     generator = torch.Generator("cpu").manual_seed(0)
-    gains: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    gains: dict[tuple[object, ...], list[bool]] = defaultdict(list)
     for rows in PROBED_ROWS:
         inputs = {
-            layer.kind: torch.randn(1, rows, _out_in(layer.module).shape[1], generator=generator, device="cpu").to(
-                layer.dtype
-            )
+            layer.kind: torch.randn(1, rows, layer.width, generator=generator, device="cpu").to(layer.dtype)
             for layer in probed
         }
         own, other = _seconds(
@@ -203,9 +210,10 @@ def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tup
         for layer in probed:
             if not _agree(_other(layer, inputs[layer.kind]), _own(layer, inputs[layer.kind])):
                 raise RuntimeError(f"it multiplies {layer.kind} wrongly, or the weights are no numbers")
-            gains[layer.kind].append(own[layer.kind] / other[layer.kind])
-    for kind, ratios in gains.items():
-        _IS_FASTER[(kind, hold, threads)] = sum(ratios) / len(ratios) >= MIN_GAIN
+        for kind in own:
+            gains[kind].append(own[kind] / other[kind] >= MIN_GAIN)
+    for kind, (few, many) in gains.items():
+        _IS_FASTER[(kind, hold, threads)] = few, many
     return {layer.kind: _IS_FASTER[(layer.kind, hold, threads)] for layer in layers}
 
 

@@ -67,16 +67,16 @@ def make(name: str = "llama") -> Any:
     return model
 
 
-class _Always(dict[Any, bool]):
+class _Always(dict[Any, tuple[bool, bool]]):
     """Says the same of every kind of layer."""
 
-    def __init__(self, answer: bool) -> None:
+    def __init__(self, answer: tuple[bool, bool]) -> None:
         self._answer = answer
 
     def __contains__(self, key: object) -> bool:
         return True
 
-    def __getitem__(self, key: Any) -> bool:
+    def __getitem__(self, key: Any) -> tuple[bool, bool]:
         return self._answer
 
 
@@ -91,7 +91,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return multiply(states, weight, bias)
 
     monkeypatch.setattr(packed_linears, "_multiply", counted)
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always(True))
+    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always((True, True)))
     return rows
 
 
@@ -563,21 +563,33 @@ def test_release() -> None:
 
 
 def test_what_is_not_faster_is_left_alone(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always(False))
+    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always((False, False)))
     stock, model = make(), patch(make())
     compare(stock, model)
     assert model.paged._linears._layers == [] and not calls
 
 
-@pytest.mark.parametrize("gain", [1.0, 1.04, 1.06, 3.0])
-def test_measuring(gain: float, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """Once a process for each kind of layer, and nothing for a few percent."""
-    known: dict[Any, bool] = {}
+@pytest.mark.parametrize("gains", [(False, True), (True, False)], ids=["many rows", "few rows"])
+def test_what_is_faster_for_some_numbers_of_rows(
+    gains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, calls: list[int]
+) -> None:
+    """Would break: a single user's rows multiplied in the way that is best for many users', or the reverse."""
+    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always(gains))
+    stock, model = make(), patch(make())
+    compare(stock, model)
+    assert calls and {rows >= packed_linears.MANY_ROWS for rows in calls} == {gains[1]}
+
+
+@pytest.mark.parametrize("gains", [(1.0, 1.0), (1.04, 1.04), (1.0, 1.06), (1.06, 1.0), (3.0, 3.0)])
+def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """Once a process for each kind of layer, few rows and many, and nothing for a few percent."""
+    known: dict[Any, tuple[bool, bool]] = {}
     measured: list[int] = []
 
     def seconds(*series: list[tuple[Any, Callable[[], Tensor]]]) -> list[dict[Any, float]]:
         own, other = series
         assert len(own) == len(other)
+        gain = gains[len(measured) % 2]
         measured.append(len(own))
         return [{kind: gain for kind, _ in own}, {kind: 1.0 for kind, _ in other}]
 
@@ -585,8 +597,9 @@ def test_measuring(gain: float, monkeypatch: pytest.MonkeyPatch, calls: list[int
     monkeypatch.setattr(packed_linears, "_seconds", seconds)
     model = patch(make("gpt2"))
     model.generate(IDS, **GREEDY)
-    assert len(known) == 5 and set(known.values()) == {gain > packed_linears.MIN_GAIN}
-    assert bool(model.paged._linears._layers) == (gain > packed_linears.MIN_GAIN)
+    few, many = (gain > packed_linears.MIN_GAIN for gain in gains)
+    assert len(known) == 5 and set(known.values()) == {(few, many)}
+    assert bool(model.paged._linears._layers) == (few or many)
     num_measured = sum(measured)
     compare(make("gpt2"), patch(make("gpt2")))
     assert sum(measured) == num_measured > 0 and len(known) == 5
@@ -656,13 +669,13 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool]]:
-    """Inference mode and grad mode of all forwards on the engine's thread."""
+    """Inference mode and grad mode of all forwards of steps."""
     found: set[tuple[bool, bool]] = set()
     original = LlamaDecoderLayer.forward
 
     @wraps(original)  # with its name, it passes for transformers' own
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread().name == "hf_paged":
+        if hasattr(kwargs.get("attention_mask"), "hf_paged_step"):
             found.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
         return original(self, *args, **kwargs)
 

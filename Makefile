@@ -96,6 +96,17 @@ BROWSER_TESTS := $(shell grep -l mark.browser tests/test_*.py)
 test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to be installed
 	$(TEST_ENV) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),$(BROWSER_TESTS))
 
+# The kernels in C with gcc's sanitizers in them: an access out of bounds, or what C does not define, ends the run with a
+# report. Tests of the compiler itself, and of the last bit of what it makes, are about another build.
+SANITIZED_TESTS := tests/test_hostile_shapes.py tests/test_kernels_cpu.py tests/test_fused_layers.py
+NOT_SANITIZED := triton or exponential or compile or compiler or library or cache or home or others or models or logits
+.PHONY: sanitize
+sanitize: $(VENV)/.installed-dev ## the kernels in C on tensors of all shapes, with gcc's address and undefined-behaviour sanitizers
+	CC="gcc -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=abort_on_error=1:print_stacktrace=1 $(TEST_ENV) \
+	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	    $(PY) -m pytest --capture=sys -k "not ($(NOT_SANITIZED))" $(PYTEST_ARGS) $(SANITIZED_TESTS)
+
 .PHONY: test-5.17
 test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported transformers, in .venv-5.17
 	$(TEST_ENV) $(VENV_OLD)/bin/python -m pytest $(NOT_CORE:%=--ignore=%) $(PYTEST_ARGS) $(T)

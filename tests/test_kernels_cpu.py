@@ -6,6 +6,7 @@ The pool is poisoned: NaN and infinities wherever no token of a sequence of the 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import logged_messages
 from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
 from models import build, random_ids
 from torch import Tensor
@@ -573,16 +575,28 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     """Nothing has been compiled or loaded yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    for load in (cpu.load, cpu_layers.load, c_compiler._temporary_folder):
+    for load in (cpu.load, cpu_layers.load, c_compiler._temporary_directory):
         load.cache_clear()
     yield folder
-    for load in (cpu.load, cpu_layers.load, c_compiler._temporary_folder):
+    for load in (cpu.load, cpu_layers.load, c_compiler._temporary_directory):
         load.cache_clear()
 
 
 def compiled(dtype: torch.dtype, head_dim: int) -> Path:
-    """The library for such a pool."""
-    return c_compiler._compile(cpu._SOURCE, {"HEAD_DIM": head_dim, "IS_BFLOAT16": int(dtype is BF16)})
+    """The library for such a pool, which another process has made: here it is not loaded."""
+    results = multiprocessing.get_context("fork").SimpleQueue()
+    process = multiprocessing.get_context("fork").Process(target=_compile, args=(dtype, head_dim, results))
+    process.start()
+    process.join(60)
+    return Path(results.get())
+
+
+def _compile(dtype: torch.dtype, head_dim: int, results: Any) -> None:
+    try:
+        constants = {"HEAD_DIM": head_dim, "IS_BFLOAT16": int(dtype is BF16)}
+        results.put(c_compiler.library(cpu._SOURCE, cpu.FUNCTIONS, **constants)._name)
+    except BaseException as error:
+        results.put(repr(error))
 
 
 def compiler(folder: Path, script: bytes) -> str:
@@ -680,7 +694,7 @@ def test_no_place_for_a_cache(how: str, empty_cache: Path, monkeypatch: pytest.M
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME", raising=False)
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
-    folder = Path(c_compiler._temporary_folder().name)
+    folder = c_compiler._temporary_folder()
     assert [path.suffix for path in folder.iterdir()] == [".so"]
     assert not empty_cache.is_dir() or not list(empty_cache.rglob("*.so"))
     library = next(folder.iterdir())
@@ -705,30 +719,119 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_a_library_depends_on(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another processor, another compiler, another type: another file."""
-    monkeypatch.setattr(
-        c_compiler.subprocess, "run", lambda command, **kwargs: Path(command[-2 if "-lm" in command else -1]).touch()
-    )
     paths = [compiled(F32, 16), compiled(BF16, 16), compiled(F32, 17)]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     paths.append(compiled(F32, 16))
-    monkeypatch.setenv("CC", "clang -O1")
+    monkeypatch.setenv("CC", "gcc -O1")
     paths.append(compiled(F32, 16))
     assert len(set(paths)) == len(paths)
+    assert all(path.exists() and path.stat().st_mode & 0o077 == 0 for path in paths)
 
 
-def test_a_damaged_library_is_compiled_anew(empty_cache: Path) -> None:
-    """A full disk or a crash left half of it; nobody should be slow for ever."""
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda content: b"",
+    "a hundred bytes": lambda content: content[:100],
+    "half": lambda content: content[: len(content) // 2],
+    "all but the last byte": lambda content: content[:-1],
+    "a byte more": lambda content: content + b"\0",
+    "zeros": lambda content: bytes(len(content)),
+    "zeros from half on": lambda content: content[: len(content) // 2].ljust(len(content), b"\0"),
+    "one bit": lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+    "text": lambda content: b"nonsense",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_made_again(damage: str, empty_cache: Path) -> None:
+    """A full disk or a crash left half of it: read where it ends, it would end the process."""
     path = compiled(F32, 16)
-    path.write_bytes(path.read_bytes()[:100])
+    content = path.read_bytes()
+    path.write_bytes(DAMAGE[damage](content))
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
+    assert list(path.parent.iterdir()) == [path] and path.read_bytes() == content
+
+
+@pytest.mark.parametrize("how", ["group", "world", "owner", "link", "folder of a group", "folder of the world"])
+def test_what_others_may_write_is_not_loaded(how: str, empty_cache: Path, tmp_path: Path) -> None:
+    """It is code: whoever writes it has all that this user has."""
+    path = compiled(F32, 16)
+    mark = path.stat().st_ino
+    if how == "owner":
+        if os.getuid() != 0:
+            pytest.skip("needs root")
+        os.chown(path, 12345, -1)
+    elif how == "link":
+        path.rename(tmp_path / "elsewhere.so")
+        path.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        target = path.parent if "folder" in how else path
+        target.chmod(target.stat().st_mode | (0o020 if "group" in how else 0o002))
+    loaded: Any = cpu.load(F32, 16)
+    assert isinstance(loaded, cpu.CPUKernels)
+    if "folder" in how:
+        assert path.stat().st_ino == mark
+        assert len(list(c_compiler._temporary_folder().iterdir())) == 1
+    else:
+        assert path.lstat().st_ino != mark and path.lstat().st_uid == os.getuid() and not path.is_symlink()
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_library_that_lacks_a_function(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is that the compiler makes: plain torch does the work, and one warning says so."""
+    monkeypatch.setattr(c_compiler, "_FAILURES", [])
+    monkeypatch.setattr(cpu, "FUNCTIONS", ("hf_paged_write", "hf_paged_other"))
+    monkeypatch.setattr(cpu_layers, "FUNCTIONS", ("hf_paged_other",))
+    ids = random_ids(2, 7)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = build("llama").generate(ids, **arguments)
+    with logged_messages() as messages:
+        assert hf_paged.is_supported(build("llama"))
+        for _ in range(2):
+            model = hf_paged.patch(build("llama"), num_blocks=32)
+            assert torch.equal(model.generate(ids, **arguments), expected)
+    assert model.paged.kv_cache.backend.name == "torch"
+    assert len(messages) == 1 and "plain torch" in messages[0][1] and "hf_paged_other" in messages[0][1]
+
+
+def test_a_library_of_an_earlier_version_is_left_alone(empty_cache: Path) -> None:
+    """Others may be using it; it is found by nobody."""
+    old = empty_cache / "hf_paged" / "cpu-0123456789abcdef0123.so"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"old")
+    path = compiled(F32, 16)
+    assert path != old and old.read_bytes() == b"old" and path.exists()
+
+
+def test_a_read_only_cache_is_read(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image brings compiled kernels; what it lacks lasts as long as the process."""
+    monkeypatch.setenv("CC", "gcc")  # which is found by the function that is replaced
+    path = compiled(F32, 16)
+    monkeypatch.setattr(c_compiler.os, "access", _is_writable)
+    assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
+    assert not list(c_compiler._temporary_folder().iterdir())
+    assert isinstance(cpu.load(F32, 17), cpu.CPUKernels)
+    assert len(list(c_compiler._temporary_folder().iterdir())) == 1
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("home", ["relative", "/proc/nowhere"])
+@pytest.mark.parametrize("xdg", [None, "", "relative"])
+def test_homes_that_are_none(
+    home: str, xdg: str | None, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to, or loaded from, wherever the process happens to be."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg) if xdg is not None else monkeypatch.delenv("XDG_CACHE_HOME")
+    assert c_compiler._cache_folder() == c_compiler._temporary_folder()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert c_compiler._cache_folder() == tmp_path / ".cache" / "hf_paged"
 
 
 def _compile_at_once(barrier: Any, results: Any) -> None:
     barrier.wait(30)
-    try:
-        results.put(str(compiled(F32, 16)))
-    except BaseException as error:
-        results.put(repr(error))
+    _compile(F32, 16, results)
 
 
 def test_processes_that_compile_at_once(empty_cache: Path) -> None:

@@ -9,8 +9,10 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,76 +32,123 @@ _MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassoci
 _LOOPS = ("-fno-tree-loop-distribute-patterns",)
 
 
+_FAILURES: list[str] = []
+
+
 class CompileError(Exception):
     """There is no compiler, or it says no; the message is the end of a sentence about the kernels."""
 
 
-def library(source: Path, **constants: int) -> ctypes.CDLL:
+def library(source: Path, functions: Iterable[str], **constants: int) -> ctypes.CDLL:
     """A C file as a loaded library. Compiles it where no earlier process has.
 
     Args:
         source: The file; headers beside it may be included.
+        functions: What it must have.
         constants: Preprocessor constants.
 
     Raises:
-        CompileError: It can't be compiled or loaded here.
+        CompileError: It can't be compiled or loaded here. The first one of a process is also a warning.
     """
     try:
-        path = _compile(source, constants)
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:  # cut off by a full disk, or from another system
-            path.unlink(missing_ok=True)
-            return ctypes.CDLL(str(_compile(source, constants)))
+        return _library(source, functions, constants)
     except subprocess.CalledProcessError as error:
-        raise CompileError(f"does not compile here: {(error.stderr or '').strip()[:300]}") from error
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"can't be compiled here ({type(error).__name__}: {error})") from error
+        reason = f"does not compile here: {(error.stderr or '').strip()[:300]}"
+    except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired) as error:
+        reason = f"can't be compiled here ({type(error).__name__}: {error})"
+    if not _FAILURES:
+        logger.warning("hf_paged: plain torch does what kernels in C would do faster: %s %s", source.name, reason)
+    _FAILURES.append(reason)
+    raise CompileError(reason)
 
 
-def _compile(source: Path, constants: dict[str, int]) -> Path:
-    """Path of the shared library."""
+def _library(source: Path, functions: Iterable[str], constants: dict[str, int]) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CC", "")) or [
         next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), "cc")
     ]
     flags = (
-        *("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *_MATH, *_LOOPS),
+        *(() if any(word.startswith("-O") for word in compiler) else ("-O3",)),
+        *("-std=gnu11", "-fPIC", "-fopenmp", *_MATH, *_LOOPS),
         *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
         *(f"-D{name}={value}" for name, value in constants.items()),
     )
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    key = hashlib.sha256(repr((texts, compiler, flags, platform.machine())).encode()).hexdigest()[:20]
+    key = _digest(repr((texts, compiler, flags, platform.machine())).encode())
     folder = _cache_folder()
-    path = folder / f"{source.stem}-{key}.so"
-    if path.exists():
-        return path
+    folders = [folder] if os.access(folder, os.W_OK) else [folder, _temporary_folder()]
+    for path in (path for folder in folders for path in folder.glob(f"{source.stem}-{key}-*.so")):
+        try:
+            return _load(path, functions)
+        except (OSError, AttributeError) as error:  # cut off, from another system, not ours
+            logger.info("hf_paged: %s is made again: %s", path, error)
+            if folders == [path.parent]:
+                path.unlink(missing_ok=True)
+    return _load(_compile(source, compiler, flags, folders[-1], key), functions)
+
+
+def _load(path: Path, functions: Iterable[str]) -> ctypes.CDLL:
+    """A library that is what its name says: a file that was cut off would end the process when it is read.
+
+    Raises:
+        OSError: It is something else, somebody else could have written it, or it does not load.
+        AttributeError: It lacks a function.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        if not _is_private(os.fstat(file.fileno())) or _digest(file.read()) != path.stem.rpartition("-")[2]:
+            raise OSError(f"{path.name} is not what was compiled, or others may write to it")
+    loaded = ctypes.CDLL(str(path))
+    for name in functions:
+        getattr(loaded, name)
+    return loaded
+
+
+def _compile(source: Path, compiler: list[str], flags: tuple[str, ...], folder: Path, key: str) -> Path:
+    """Path of the new library: `<source>-<key of how it is made>-<digest of its content>.so`."""
     with tempfile.TemporaryDirectory(dir=folder) as build:
         compiled, linked = Path(build, "cpu.o"), Path(build, "cpu.so")
         # Two steps: asked to link with -fopenmp, the compiler would bring an OpenMP runtime of its own.
-        for command in (
+        for arguments in (
             [*compiler, *flags, "-c", str(source), "-o", str(compiled)],
             [*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"],
         ):
             subprocess.run(
-                command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
+                arguments, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
             )
+        linked.chmod(0o700)
+        path = folder / f"{source.stem}-{key}-{_digest(linked.read_bytes())}.so"
         os.replace(linked, path)  # whole at any moment, whoever compiles beside us
     return path
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Whether it is this user's, and nobody else may write to it: it is code."""
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _cache_folder() -> Path:
     """Where compiled kernels are kept; only for this process, if there is no such place."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_paged")
+        caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (caches if caches.is_absolute() else Path.home() / ".cache") / "hf_paged"
+        if not folder.is_absolute():
+            raise RuntimeError(f"there is no home directory, but {os.environ.get('HOME')!r}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Not what somebody else has put there: it is code.
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        if _is_private(folder.stat()):
             return folder
+        logger.info("hf_paged: compiled kernels are not kept: others may write to %s", folder)
     except (OSError, RuntimeError, AttributeError) as error:  # no home; no user ids
         logger.info("hf_paged: compiled kernels are not kept: %s", error)
-    return Path(_temporary_folder().name)
+    return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    return Path(_temporary_directory().name)
 
 
 @lru_cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hf_paged")

@@ -18,6 +18,7 @@ from hf_paged.kernels.layers import InputError
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
 MAX_GROUP_ELEMENTS = 32768  # of all query heads that share a key head: they lie on a thread's stack, twice, in float32
+FUNCTIONS = ("hf_paged_write", "hf_paged_decode")
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -200,9 +201,8 @@ def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
             return f"takes {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
         if head_dim > MAX_HEAD_DIM:
             return f"takes head dims up to {MAX_HEAD_DIM}, the model has {head_dim}"
-        kernels = CPUKernels(
-            library(_SOURCE, HEAD_DIM=head_dim, IS_BFLOAT16=int(dtype is torch.bfloat16)), dtype, head_dim
-        )
+        constants = {"HEAD_DIM": head_dim, "IS_BFLOAT16": int(dtype is torch.bfloat16)}
+        kernels = CPUKernels(library(_SOURCE, FUNCTIONS, **constants), dtype, head_dim)
         error = _error(kernels, dtype, head_dim)
         # Of a rounding more or less; what is wrong is wrong by half.
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2

@@ -37,6 +37,6 @@ static inline float exp_negative(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+  union { uint32_t bits; float value; } power = {(uint32_t)((int32_t)n + 127) << 23}; /* of a NaN: anything */
   return p * power.value;
 }

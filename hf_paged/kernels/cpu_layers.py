@@ -13,6 +13,7 @@ from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import LayerKernels
 
 DTYPES = (torch.float32, torch.bfloat16)
+FUNCTIONS = ("hf_paged_rms_norm", "hf_paged_gate", "hf_paged_rotary")
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -125,6 +126,6 @@ def load(dtype: torch.dtype) -> CPULayers | str:
     if dtype not in DTYPES:
         return f"take {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
     try:
-        return CPULayers(library(_SOURCE, IS_BFLOAT16=int(dtype is torch.bfloat16)), dtype)
+        return CPULayers(library(_SOURCE, FUNCTIONS, IS_BFLOAT16=int(dtype is torch.bfloat16)), dtype)
     except CompileError as error:
         return str(error)

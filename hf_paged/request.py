@@ -6,8 +6,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +93,7 @@ class RequestState:
             if self.first_token_time is None:
                 self.first_token_time = time.monotonic()
             self.tokens.append(token)
-            self._announce()
+            self.announce()
 
     def finish(self, sequences: list[list[int]], reasons: list[str], scores: list[float] | None = None) -> None:
         """The end, with a result."""
@@ -106,31 +105,30 @@ class RequestState:
             self.output = RequestOutput(
                 self.request_id, self.prompt_token_ids, sequences, reason, reasons, scores, metrics
             )
-            self._announce()
+            self.announce()
 
     def fail(self, error: BaseException) -> None:
         """The end, with an error."""
         with self.condition:
             if not self.is_done:
                 self.error = error
-                self._announce()
+                self.announce()
 
     @deferred_interrupt()
     def listen(self, listener: Callable[[], None]) -> None:
-        """`listener` is called, on any thread, whenever something new is there."""
+        """`listener` is called now, and on any thread whenever something new is there."""
         with self.condition:
             self._listeners.append(listener)
             listener()
 
-    @deferred_interrupt()
     def unlisten(self, listener: Callable[[], None]) -> None:
-        """Ends `listen`."""
-        with self.condition:
-            self._listeners.remove(listener)
+        """Ends `listen`. Takes no lock: the garbage collector may call it."""
+        self._listeners.remove(listener)
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Tells whoever waits to look. The condition is held."""
         self.condition.notify_all()
-        for listener in self._listeners:
+        for listener in self._listeners.copy():
             listener()
 
 
@@ -143,6 +141,7 @@ class Request:
     def __init__(self, state: RequestState, cancel: Callable[[], None], abandon: Callable[[], None]) -> None:
         self._state = state
         self._cancel = cancel
+        self._abandon = abandon
         weakref.finalize(self, abandon).atexit = False
 
     def __repr__(self) -> str:
@@ -224,48 +223,35 @@ class Request:
     def __aiter__(self) -> AsyncIterator[int]:
         """Like `__iter__`, without blocking the event loop. A task cancelled while it waits cancels the request."""
         self._check_streaming()
-        return self._tokens_async()
+        return _AsyncTokens(self)
 
-    async def _tokens_async(self) -> AsyncIterator[int]:
-        state, position = self._state, 0
-        async with aclosing(self._news()) as news:
-            async for _ in news:
-                with deferred_interrupt(), state.condition:
-                    new, is_done = state.tokens[position:], state.is_done
-                for token in new:
-                    yield token
-                position += len(new)
-                if is_done:
-                    break
-        self._outcome()
-
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
         """`await request`: its `result()`, without blocking the event loop. A cancelled task cancels the request."""
-        return self._result_async().__await__()
-
-    async def _result_async(self) -> RequestOutput:
-        async with aclosing(self._news()) as news:
-            async for _ in news:
-                if self.is_done:
-                    break
+        yield from self._wait(lambda: self.is_done).__await__()
         return self._outcome()
 
-    async def _news(self) -> AsyncGenerator[None]:
-        """Yields whenever something may be new, at once for the first time."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
+    async def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Until something is so, looked at whenever something is new. Given up meanwhile, it ends the request."""
+        if is_over():
+            return
+        loop, event, abandon = asyncio.get_running_loop(), asyncio.Event(), self._abandon
 
         def listener() -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+            try:
                 loop.call_soon_threadsafe(event.set)
+            except RuntimeError:  # the loop was closed: what waits in it never goes on
+                abandon()
 
         self._state.listen(listener)
         try:
-            while True:
+            while not is_over():
                 await event.wait()
                 event.clear()
-                yield
         except asyncio.CancelledError:
             self.cancel()
+            raise
+        except GeneratorExit:  # dropped, maybe by the garbage collector, which must take no lock
+            self._abandon()
             raise
         finally:
             self._state.unlisten(listener)
@@ -282,3 +268,34 @@ class Request:
             raise self._state.error
         assert self._state.output is not None
         return self._state.output
+
+
+class _AsyncTokens:
+    """An asynchronous iterator over a request's tokens. No generator: those can't be closed while they wait."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._position = 0
+        self._is_closed = False
+
+    def __aiter__(self) -> _AsyncTokens:
+        return self
+
+    async def __anext__(self) -> int:
+        request, state = self._request, self._request._state
+        await request._wait(lambda: self._is_closed or state.is_done or self._position < len(state.tokens))
+        with deferred_interrupt(), state.condition:  # done and without a next token, not one after the other
+            is_over = self._is_closed or self._position == len(state.tokens)
+        if not is_over:
+            self._position += 1
+            return state.tokens[self._position - 1]
+        if not self._is_closed:
+            self._is_closed = True
+            request._outcome()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Ends the iteration, also for who waits for a token; the request goes on."""
+        self._is_closed = True
+        with deferred_interrupt(), self._request._state.condition:
+            self._request._state.announce()

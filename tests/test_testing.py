@@ -184,6 +184,30 @@ def test_real_divergences_of_half_precision_are_certified(dtype):
 # ---------------------------------------------------------------------------------------------------- ends and padding
 
 
+@pytest.mark.filterwarnings("ignore:torch.*deprecated")
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, SAMPLING], ids=["greedy", "beams", "sampling"])
+@pytest.mark.parametrize("name", ["tiny_lm", "llama", "qwen3"])
+def test_dynamically_quantized_models_are_judged(name, arguments):
+    """Their layers scale by the largest number in the whole batch: stock itself chooses otherwise beside other rows."""
+    stock = tiny_lm() if name == "tiny_lm" else build(name)
+    model = torch.ao.quantization.quantize_dynamic(stock, {torch.nn.Linear})
+    expected = generate(model, **arguments)
+    seed = {"seed": 0} if "do_sample" in arguments else {}
+    with hf_paged.patched(model, block_size=4, num_blocks=256):
+        actual = generate(model, **arguments)
+        report = compare(model, expected, actual, **arguments, **seed)
+    assert report, report
+    if arguments:
+        return
+    assert not report.identical, "the test is too easy"
+    for row in range(3):
+        wrong = expected.clone()
+        wrong[row, PROMPT + 2] = another_token(expected, row, 2)
+        assert row in dict(faults(compare(model, expected, wrong)))
+    with pytest.raises(ValueError, match="not what stock generates"):
+        compare(model, wrong, actual)
+
+
 def test_padding_behind_the_ends_does_not_count(model):
     expected = generate(model)
     eos = int(expected[1, PROMPT + 4])
@@ -660,6 +684,7 @@ def test_thresholds():
     assert near_tie_threshold(torch.float64, logits).tolist() == pytest.approx([1e-4, 1e-4])
     assert near_tie_threshold(torch.bfloat16, logits).tolist() == [4 * 20 / 128, 4 * 0.5 / 128]
     assert near_tie_threshold(torch.float16, logits).tolist() == [4 * 20 / 1024, 4 * 0.5 / 1024]
+    assert near_tie_threshold(torch.qint8, logits).tolist() == [4 * 20 / 16, 4 * 0.5 / 16]
     filled = torch.tensor([1.0, -2.0, -math.inf, -1e9, torch.finfo(torch.bfloat16).min])
     assert near_tie_threshold(torch.bfloat16, filled).item() == 4 * 2 / 128
 

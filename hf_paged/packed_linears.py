@@ -210,7 +210,7 @@ def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tup
         for layer in probed:
             if not _agree(_other(layer, inputs[layer.kind]), _own(layer, inputs[layer.kind])):
                 raise RuntimeError(f"it multiplies {layer.kind} wrongly, or the weights are no numbers")
-        for kind in own:
+        for kind in inputs:
             gains[kind].append(own[kind] / other[kind] >= MIN_GAIN)
     for kind, (few, many) in gains.items():
         _IS_FASTER[(kind, hold, threads)] = few, many

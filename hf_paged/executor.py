@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -339,6 +339,8 @@ def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
 def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
     """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
     device_type, enabled, dtype = batch_key[0]
+    if not enabled and not torch.is_autocast_enabled(device_type):
+        return nullcontext()
     return torch.autocast(device_type, dtype=dtype, enabled=enabled)
 
 

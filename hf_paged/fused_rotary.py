@@ -56,7 +56,7 @@ class _Rotary:
             not (args or kwargs)
             and q.ndim == k.ndim == 4
             and cos.ndim == sin.ndim == 3
-            and len(q) == len(k) == len(cos) == len(sin) == 1
+            and q.shape[0] == k.shape[0] == cos.shape[0] == sin.shape[0] == 1
             and (self._takes_part or cos.shape[2] == q.shape[3])
         ):
             try:

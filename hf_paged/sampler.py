@@ -152,7 +152,8 @@ class ChosenTokens:
         self.places = places
         self._lengths = lengths
         self._stops = list(stops)
-        self._to_host = ToHost(torch.cat([tokens, *(own.to(tokens.device, tokens.dtype) for own in stops.values())]))
+        flags = [own.to(tokens.device, tokens.dtype) for own in stops.values()]
+        self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
     def read(self) -> list[Outcome]:
         """Of each choice. Waits until the step that computes them is over."""
@@ -217,7 +218,8 @@ def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
                 )
             except Exception as error:
                 places[number] = error
-    tokens = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=logits.device)
+    # The usual step chooses once.
+    tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen or [logits.new_empty(0, dtype=torch.int64)])
     return ChosenTokens(tokens, places, [len(choice.rows) for choice in choices], stops)
 
 
@@ -248,7 +250,8 @@ def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
         # A row with a NaN anywhere is all NaN behind the softmax.
         is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
         tokens = torch.where(is_number, tokens, -1)
-    _note(choices, lengths, tokens.clamp(min=0))
+    if any(sampler.table is not None for sampler in samplers):
+        _note(choices, lengths, tokens.clamp(min=0))
     return tokens
 
 
@@ -256,12 +259,11 @@ def _note(choices: list[Choice], lengths: list[int], tokens: Tensor) -> None:
     """Puts tokens into the table, of those calls of one kind that have theirs in it."""
     parts = zip(choices, tokens.split(lengths), strict=True)
     noted = [(choice, part) for choice, part in parts if choice.sampler.table is not None]
-    if noted:
-        table = noted[0][0].sampler.table
-        assert table is not None
-        if len(noted) < len(choices):
-            tokens = torch.cat([part for _, part in noted])
-        table.write(*_table_rows([choice for choice, _ in noted]), tokens)
+    table = noted[0][0].sampler.table
+    assert table is not None
+    if len(noted) < len(choices):
+        tokens = torch.cat([part for _, part in noted])
+    table.write(*_table_rows([choice for choice, _ in noted]), tokens)
 
 
 def _table_rows(choices: list[Choice]) -> tuple[list[int], list[int]]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.generation.streamers import BaseStreamer
 
+from hf_paged import generation
 from hf_paged.executor import StepExecutor
 
 pytestmark = pytest.mark.timeout(60)
@@ -116,6 +117,12 @@ class Streamer(BaseStreamer):
         self.is_over = True
 
 
+@pytest.fixture(autouse=True)
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine any streamer may take long; here only one that sleeps."""
+    monkeypatch.setattr(generation, "SLOW_STREAMER", 0.5)
+
+
 def stream(pair: Pair, streamer: Streamer, **given: Any) -> None:
     """A streamed call, whose tokens are stock's."""
     ids = random_ids(1, 9, seed=1)
@@ -136,7 +143,7 @@ def test_a_streamer_between_the_steps(pair: Pair) -> None:
 def test_a_slow_streamer_holds_up_no_steps(pair: Pair) -> None:
     """Would break: steps that wait for a streamer, which on the worker's thread would have gone on."""
     with threads_of_steps(pair) as names:
-        stream(pair, Streamer(lambda: time.sleep(0.1)))
+        stream(pair, Streamer(lambda: time.sleep(1.0)))
     main = threading.current_thread().name
     assert names[:3] == [main] * 3 and main not in names[3:]
 

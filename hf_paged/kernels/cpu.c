@@ -125,9 +125,15 @@ static inline __attribute__((always_inline)) void attend(const struct decode *a,
   }
 }
 
+#define MIN_PRODUCTS 65536 /* below, a second thread costs more than it saves */
+
 void hf_paged_decode(const struct decode *a) {
   const int64_t num_tasks = a->num_seqs * a->num_kv_heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads)
+  int64_t num_keys = 0;
+  for (int64_t i = 0; i < a->num_seqs; i++)
+    num_keys += a->window > 0 && a->seq_lens[i] > a->window ? a->window : a->seq_lens[i];
+  const int is_large = num_keys * a->num_kv_heads * a->heads_per_kv * HEAD_DIM >= MIN_PRODUCTS;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads) if (is_large)
   for (int64_t task = 0; task < num_tasks; task++) {
     const int64_t sequence = task / a->num_kv_heads, kv_head = task % a->num_kv_heads;
     switch (a->heads_per_kv) {

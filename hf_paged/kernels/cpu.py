@@ -137,7 +137,7 @@ class CPUKernels:
             and output.is_contiguous()
             and (num_heads := query.shape[1]) % num_kv_heads == 0
             and num_heads * head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS
-            and num_seqs <= min(len(query), len(tables), len(seq_lens))
+            and num_seqs <= min(query.shape[0], tables.shape[0], seq_lens.shape[0])
             and metadata.block_size == block_size
             and metadata.max_decode_len <= tables.shape[1] * block_size
             and 0 <= layer < num_layers

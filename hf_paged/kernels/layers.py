@@ -96,7 +96,7 @@ class LayerKernels(ABC):
             query.ndim == key.ndim == 3
             and cos.ndim == 2
             and cos.shape == sin.shape
-            and len(cos) == len(query) == len(key)
+            and cos.shape[0] == query.shape[0] == key.shape[0]
             and (dim := query.shape[2]) == key.shape[2]
             and (rotary_dim := cos.shape[1]) <= dim
             and rotary_dim % 2 == 0

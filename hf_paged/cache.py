@@ -259,7 +259,9 @@ class PagedCache(Cache):
         active = self._active if self._active is not None else range(len(self._rows))
         sequences = [sequence for row in active if (sequence := self._rows[row]) is not None]
         if len(sequences) != batch:
-            raise ValueError(f"got keys of {batch} rows for a cache with {self.batch_size} rows")
+            raise ValueError(
+                f"got keys of {batch} rows for a cache with {self.batch_size} rows (of tokens, or of position_ids?)"
+            )
         if start == self._width:  # the first layer of a forward
             self.is_opaque = True
             self.store.grow_opaque(sequences, new)

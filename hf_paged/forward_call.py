@@ -58,7 +58,10 @@ class ForwardCall:
         )
 
     def repeats_rows(self, fan_out: int) -> bool:
-        """Whether the batch is runs of `fan_out` equal rows."""
+        """Whether the batch is runs of `fan_out` equal rows, with position ids for each of them or for all."""
+        positions = self.position_ids
+        if positions is not None and positions.shape[:-1] not in ((1,), self.tokens.shape[:1]):
+            return False  # of fewer rows, they might be as many as there are runs
         for value in (self.tokens, self.attention_mask, self.position_ids, *self.others.values()):
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == self.tokens.shape[0]:
                 if value.shape[0] % fan_out:

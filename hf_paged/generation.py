@@ -385,7 +385,9 @@ def engine_call(
     positions: Tensor | None = kwargs.get("position_ids")
     if positions is not None:
         expected = torch.arange(width) - torch.tensor(padding)[:, None]
-        if positions.shape != input_ids.shape or not bool(((positions.cpu() == expected) | (expected < 0)).all()):
+        if positions.shape != input_ids.shape or positions.is_floating_point():
+            return None
+        if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
     generator = None
     if generation_config.do_sample:

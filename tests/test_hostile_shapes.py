@@ -443,11 +443,11 @@ POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "one more": lambda rows, length: torch.arange(length + 1).expand(rows, -1),
     "all five": lambda rows, length: torch.full((rows, length), 5),
     "one row": lambda rows, length: torch.arange(length)[None] + 2,
-    "a row more": lambda rows, length: torch.arange(length).expand(rows + 1, -1),
     "one dimension": lambda rows, length: torch.arange(length),
     "one of one dimension": lambda rows, length: torch.tensor([5]),
     "backwards": lambda rows, length: torch.arange(length).flip(0).expand(rows, -1),
     "negative": lambda rows, length: -torch.arange(length).expand(rows, -1),
+    "whole floats": lambda rows, length: torch.arange(float(length)).expand(rows, -1),
     "floats": lambda rows, length: (torch.arange(length) / 2).expand(rows, -1),
     "int32": lambda rows, length: torch.arange(length, dtype=torch.int32).expand(rows, -1),
     "every other": lambda rows, length: torch.arange(2 * length)[::2].expand(rows, -1),
@@ -477,6 +477,32 @@ def test_position_ids(make_pair: Callable[..., Pair], name: str, rows: int) -> N
     ]
     assert {"all five", "one row", "one more", "int32"} <= set(kinds)
     pair.generate(input_ids=ids, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_position_ids_of_one_row_and_beams(make_pair: Callable[..., Pair], name: str) -> None:
+    """transformers repeats the row as often as each of the batch: two are given for four."""
+    pair = make_pair(name)
+    positions = torch.arange(9)[None] + 2
+    for beams in ({"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2}):
+        assert not same_or_both_fail(pair, input_ids=random_ids(2, 9), position_ids=positions, **beams)
+        assert same_or_both_fail(pair, input_ids=random_ids(1, 9), position_ids=positions, **beams)
+
+
+def test_position_ids_of_more_rows(make_pair: Callable[..., Pair]) -> None:
+    """OPT would make two rows of one, for which its cache has no place; BLOOM looks at none."""
+    for name in ("llama", "opt", "bloom"):
+        pair = make_pair(name)
+        for rows, number in ((1, 2), (2, 3), (3, 2)):
+            ids, positions = random_ids(rows, 9), torch.arange(9).expand(number, -1)
+            if name == "bloom":
+                pair.generate(input_ids=ids, position_ids=positions, **GREEDY)
+                continue
+            with pytest.raises(
+                (RuntimeError, ValueError), match=r"must match the size|got keys of 2 rows .*position_ids"
+            ):
+                pair.paged.generate(ids, position_ids=positions, **GREEDY)
+            pair.assert_all_free()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -750,8 +750,9 @@ class Engine:
             raise
 
     def _wait_for_room(self) -> None:
-        """Blocks while the queue is full. Not inside a step, which others wait for."""
-        if self.config.max_waiting is not None and not self._worker.is_mine:
+        """Blocks while the queue is full. Not inside a step or a request, which others in the queue may wait for."""
+        may_wait = not self._worker.is_mine and not self._submissions.is_request_thread
+        if self.config.max_waiting is not None and may_wait:
             with self._worker.condition:
                 while not self.has_room_to_wait():
                     wait_interruptibly(self._worker.condition.wait)

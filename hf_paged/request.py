@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,8 +139,23 @@ class Request:
     Dropping the handle of a request that isn't finished cancels it.
     """
 
-    def __init__(self, state: RequestState, cancel: Callable[[], None], abandon: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: RequestState,
+        cancel: Callable[[], None],
+        abandon: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Of a request's state.
+
+        Args:
+            state: What the engine writes.
+            cancel: Ends it.
+            abandon: The same, at the next step; takes no lock.
+            waiting: Within it, threads wait for the state.
+        """
         self._state = state
+        self._waiting = waiting
         self._cancel = cancel
         self._abandon = abandon
         weakref.finalize(self, abandon).atexit = False
@@ -178,10 +194,11 @@ class Request:
 
         Raises:
             TimeoutError: It isn't finished by then; it goes on running, and `result` can be called again.
+            RuntimeError: It isn't finished, and this thread is inside a step (in a hook of the model).
             Exception: What the request raised.
         """
         state, condition = self._state, self._state.condition
-        with deferred_interrupt(), condition:
+        with deferred_interrupt(), nullcontext() if self.is_done else self._waiting(), condition:
             if not wait_interruptibly(lambda seconds: condition.wait_for(lambda: state.is_done, seconds), timeout):
                 raise TimeoutError(f"request {self.request_id!r} is not finished after {timeout} s; it goes on running")
         return self._outcome()
@@ -210,7 +227,8 @@ class Request:
     def _tokens(self) -> Iterator[int]:
         state, position = self._state, 0
         while True:
-            with deferred_interrupt(), state.condition:
+            has_news = state.is_done or len(state.tokens) > position
+            with deferred_interrupt(), nullcontext() if has_news else self._waiting(), state.condition:
                 while not state.is_done and len(state.tokens) <= position:
                     wait_interruptibly(state.condition.wait)
                 new, is_done = state.tokens[position:], state.is_done
@@ -244,9 +262,10 @@ class Request:
 
         self._state.listen(listener)
         try:
-            while not is_over():
-                await event.wait()
-                event.clear()
+            with self._waiting():
+                while not is_over():
+                    await event.wait()
+                    event.clear()
         except asyncio.CancelledError:
             self.cancel()
             raise

@@ -79,6 +79,16 @@ class _ThreadState(threading.local):
     caller: Caller | None = None
 
 
+class _RequestThread(threading.local):
+    """Of an engine's thread that runs requests: whose it is, and how many requests it waits for itself."""
+
+    owner: Submissions | None = None
+    num_waits = 0
+
+
+_THREAD = _RequestThread()  # one for all engines, which may wait for each other
+
+
 @dataclass(slots=True, order=True)
 class _LoopJob:
     """A request whose tokens one of transformers' loops chooses, on a thread of its own."""
@@ -105,12 +115,13 @@ class Submissions:
 
     `model.generate()` prepares and validates every request on the submitting thread. Greedy and sampling requests go on
     as rows that the engine drives; all others (beams, a caller's own processors, assisted decoding) run transformers'
-    own loop on a thread of the engine's, at most `max_num_seqs` at a time.
+    own loop on a thread of the engine's, at most `max_num_seqs` at a time: those not counted that wait for a request
+    themselves (in a processor), which may be in need of a thread.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a wait may be ended by the garbage collector
         self._active: dict[str, _Active] = {}  # by request id
         self._jobs: list[_LoopJob] = []  # a heap
         self._num_threads = 0
@@ -126,6 +137,51 @@ class Submissions:
     def current_caller(self) -> Caller | None:
         """The request whose loop this thread runs."""
         return self._thread_state.caller
+
+    @property
+    def is_request_thread(self) -> bool:
+        """Whether this thread runs a request, of whatever engine."""
+        return _THREAD.owner is not None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What a wait for a request is to be done in: a thread that runs one itself is not counted meanwhile.
+
+        Raises:
+            RuntimeError: This thread is inside a step: what it would wait for needs the next one.
+        """
+        if self._engine.is_stepping:
+            raise RuntimeError(
+                "this thread is inside a step (in a hook of the model) and can't wait for a request, which needs the "
+                "next one: call generate() there, or wait for the request somewhere else"
+            )
+        owner = _THREAD.owner
+        if owner is None:
+            yield
+            return
+        thread_id = threading.get_ident()
+        owner._count_thread(-1)
+        try:
+            yield
+        finally:
+            # A coroutine may be ended by the garbage collector, wherever that runs.
+            if threading.get_ident() == thread_id:
+                owner._count_thread(1)
+
+    def _count_thread(self, change: int) -> None:
+        """This thread counts no more, from the first of its waits on; or again, from the end of the last."""
+        num_waits = _THREAD.num_waits
+        _THREAD.num_waits = num_waits - change
+        if 0 in (num_waits, _THREAD.num_waits):
+            with self._lock:
+                self._num_threads += change
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Starts one for what is queued, if there may be one more. The lock is held."""
+        if self._jobs and self._num_threads < self._engine.config.max_num_seqs:
+            self._num_threads += 1
+            threading.Thread(target=self._serve, name="hf_paged_request", daemon=True).start()
 
     @property
     def num_queued(self) -> int:
@@ -187,7 +243,7 @@ class Submissions:
             abandon()
             wake()
 
-        return Request(state, cancel_now, abandon)
+        return Request(state, cancel_now, abandon, self.waiting)
 
     def _prepare(self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any]) -> Capture:
         """Lets `model.generate()` prepare everything, up to its decoding loop."""
@@ -254,15 +310,14 @@ class Submissions:
         self._active[state.request_id] = _Active(state, abandon, caller)
         with self._lock:
             heapq.heappush(self._jobs, job)
-            if self._num_threads < self._engine.config.max_num_seqs:
-                self._num_threads += 1
-                threading.Thread(target=self._serve, name="hf_paged_request", daemon=True).start()
+            self._start_thread()
         return abandon, wake
 
     def _serve(self) -> None:
+        _THREAD.owner = self
         while True:
             with self._lock:
-                if not self._jobs:
+                if not self._jobs or self._num_threads > self._engine.config.max_num_seqs:
                     self._num_threads -= 1
                     return
                 job = heapq.heappop(self._jobs)
@@ -326,7 +381,7 @@ class Submissions:
                         running[index] = request
                         request.on_done(partial(done.put, index))
                     with suppress(queue.Empty):
-                        with allowed_interrupt():
+                        with self.waiting(), allowed_interrupt():
                             index = done.get(timeout=1.0 if running else 0.01)
                         results[index] = running.pop(index).result()
                         bar.update()
@@ -344,7 +399,7 @@ class Submissions:
 
     def reset_after_fork(self) -> None:
         """In a forked child there are no threads that would run what is queued."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         error = RuntimeError("this process was forked while the request was running in the parent")
         for active in self._active.values():
             if active.state is not None:

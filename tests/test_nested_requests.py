@@ -1,0 +1,129 @@
+"""Requests that wait for requests: in a processor, deeper, and where a wait could never end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair
+from models import build, random_ids
+from test_engine import ENDLESS, PATIENCE, Asker, settle, stock_rows
+
+import hf_paged
+
+pytestmark = pytest.mark.timeout(100)
+
+MakePair = Callable[..., Pair]
+INNER = random_ids(1, 6, seed=3)[0].tolist()
+PLAIN: dict[str, Any] = {"max_new_tokens": 3} | ENDLESS
+BEAMS: dict[str, Any] = PLAIN | {"num_beams": 2}
+
+
+def submit(engine: hf_paged.Engine, **given: Any) -> list[int]:
+    return engine.submit(INNER, **given).result(PATIENCE).token_ids
+
+
+def asking(depth: int, ask: Callable[[], Any]) -> Callable[[hf_paged.Engine], list[int]]:
+    """A request whose processor submits another one, and so on; the last one asks."""
+
+    def call(engine: hf_paged.Engine) -> list[int]:
+        inner = (lambda _: asking(depth - 1, ask)(engine)) if depth else (lambda _: ask())
+        return submit(engine, **PLAIN, logits_processor=[Asker(inner)])
+
+    return call
+
+
+async def awaited(engine: hf_paged.Engine) -> list[int]:
+    both = await asyncio.gather(*[engine.submit(INNER, **BEAMS) for _ in range(2)])
+    return both[0].token_ids
+
+
+WAITS: dict[str, Callable[[hf_paged.Engine], Any]] = {
+    "plain": lambda engine: submit(engine, **PLAIN),
+    "beams": lambda engine: submit(engine, **BEAMS),
+    "iterated": lambda engine: list(engine.submit(INNER, **PLAIN, logits_processor=[Asker(id)])),
+    "awaited": lambda engine: asyncio.run(awaited(engine)),
+    "many": lambda engine: engine.generate([INNER] * 3, **BEAMS)[2].token_ids,
+    "generate": lambda engine: engine.model.generate(torch.tensor([INNER]), **BEAMS)[0, 6:].tolist(),
+    "deep": asking(3, lambda: None),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_seqs": 1}, {"max_num_seqs": 1, "max_waiting": 2}, {"num_blocks": 5, "max_num_seqs": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", WAITS)
+def test_a_request_that_waits_for_another(make_pair: MakePair, name: str, settings: dict[str, Any]) -> None:
+    """Would break: threads that all wait for requests which none is left to run."""
+    pair, ids, found = make_pair(**settings), random_ids(1, 5), []
+    expected = stock_rows(pair.stock, INNER, **(BEAMS if name in ("beams", "awaited", "many", "generate") else PLAIN))
+
+    asker = Asker(lambda _: found.append(WAITS[name](pair.engine)))
+    outer = pair.engine.submit(ids, **PLAIN, logits_processor=[asker])
+    assert outer.result(PATIENCE).sequences == stock_rows(pair.stock, ids, **PLAIN)
+    assert found == expected
+    submissions = pair.engine._submissions
+    settle(pair)
+    assert submissions.num_queued == 0 and 0 <= submissions._num_threads <= max(1, settings.get("max_num_seqs", 9))
+
+
+def test_engines_that_wait_for_each_other() -> None:
+    models = [hf_paged.patch(build("llama"), num_blocks=64, max_num_seqs=1) for _ in range(2)]
+    engines = [model.paged for model in models]
+
+    def back(_: Any) -> None:
+        submit(engines[0], **BEAMS)
+
+    def there(_: Any) -> None:
+        submit(engines[1], **PLAIN, logits_processor=[Asker(back)])
+
+    assert len(submit(engines[0], **PLAIN, logits_processor=[Asker(there)])) == 3
+
+
+def test_a_full_queue_behind_a_request_that_generates(make_pair: MakePair) -> None:
+    """Would break: a call inside a request that waits for the queue, which waits for the request."""
+    pair, others = make_pair(max_num_seqs=1, max_waiting=1), []
+
+    def ask(_: Any) -> None:
+        others.append(pair.engine.submit(INNER, **BEAMS))  # stays in the queue, which is full now
+        for given in (PLAIN, BEAMS):
+            others.append(pair.paged.generate(torch.tensor([INNER]), **given))
+
+    submit(pair.engine, **PLAIN, logits_processor=[Asker(ask)])
+    assert others[0].result(PATIENCE).sequences == stock_rows(pair.stock, INNER, **BEAMS)
+    assert others[1][:, 6:].tolist() == stock_rows(pair.stock, INNER, **PLAIN)
+    settle(pair)
+
+
+@pytest.mark.parametrize("given", [PLAIN, BEAMS], ids=["plain", "beams"])
+def test_a_wait_inside_a_step_is_refused(pair: Pair, given: dict[str, Any]) -> None:
+    """A hook of the model that waits for a request stops the very thread that would compute it."""
+    errors: list[RuntimeError] = []
+    kept: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        if not kept:
+            kept.append(None)
+            kept.append(pair.engine.submit(INNER, **given))
+            for wait in (
+                lambda: kept[1].result(),
+                lambda: list(kept[1]),
+                lambda: pair.engine.generate([INNER], **given),
+            ):
+                try:
+                    wait()
+                except RuntimeError as error:
+                    errors.append(error)
+                except ValueError:  # beams are not streamed
+                    errors.append(RuntimeError("inside a step: call generate()"))
+
+    pair.paged.model.layers[0].register_forward_pre_hook(hook)
+    submit(pair.engine, **PLAIN)
+    assert len(errors) == 3 and all("inside a step" in str(e) and "call generate()" in str(e) for e in errors)
+    assert kept[1].result(PATIENCE).sequences == stock_rows(pair.stock, INNER, **given)
+    settle(pair)

@@ -683,7 +683,8 @@ def turn_rope(model: Any) -> None:
 
 def hook_an_attention(model: Any) -> None:
     """A forward hook that changes what a layer computes."""
-    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+    scale = hf_paged.packed_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+    model.model.layers[0].self_attn.register_forward_hook(scale)
 
 
 CHANGES = [

@@ -503,7 +503,7 @@ def test_a_step_inside_a_step(calls: list[int]) -> None:
             found.append(IDS)
             found[0] = model.generate(IDS[:1], **GREEDY)
 
-    handle = model.model.layers[0].register_forward_hook(hook)
+    handle = model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
     model.generate(IDS, **GREEDY)
     handle.remove()
     assert torch.equal(found[0], expected)

@@ -156,7 +156,7 @@ class Engine:
         self._pool.check_fits(num_tokens, prompt_tokens, new_tokens)
 
     def reset_prefix_cache(self) -> int:
-        """Forgets the contents kept for prefix hits, and what was made from the model; returns how many blocks that were.
+        """Forgets contents kept for prefix hits, and what was made from the model; returns how many blocks that were.
 
         Needed after changes that leave no trace: weights written through `.data`, and others that `ModelState` names.
         """

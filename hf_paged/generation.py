@@ -88,8 +88,8 @@ class RetiringCriteria(StoppingCriteriaList):
 class PagedGenerationMixin:
     """Methods put in front of a model's own class by `patch()`; `patched_class` builds the combination.
 
-    Only `patch()` and copies of a patched model make instances of it. What the class itself makes (`type(model)(config)`,
-    `from_pretrained`) is of the model's own class.
+    Only `patch()` and copies of a patched model make instances of it. What the class itself makes
+    (`type(model)(config)`, `from_pretrained`) is of the model's own class.
     """
 
     @property
@@ -514,13 +514,7 @@ def _check_prompt(
     # The mask is as long as the whole sequence where only the tokens that a kept cache lacks were given.
     mask_length = getattr(generation_config, "_mask_length", prompt) if mask is None else mask.shape[-1]
     longest = prompt = max(prompt, mask_length)
-    if (
-        mask is not None
-        and mask.ndim == 2
-        and mask.shape[1] == prompt
-        and engine.runs_flat()
-        and not cache.is_opaque
-    ):
+    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.runs_flat() and not cache.is_opaque:
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
     stored = longest + max(new_tokens - 1, 0) + spare_tokens  # the last token's keys are never needed

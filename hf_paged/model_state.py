@@ -21,7 +21,6 @@ from hf_paged.hooks import HookWatch, all_modules
 from hf_paged.module_calls import CALL, is_library_code
 from hf_paged.packed_linears import PackedLinears
 
-
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -35,9 +34,9 @@ class ModelState:
     `.data = ...` show in identity and address. Code: modules of another class or with another forward of their own.
     Numbers: attributes of modules, such as a scale, an epsilon, a switch.
 
-    Not seen, so that `engine.reset_prefix_cache()` has to be called: writes into `.data` (but where somebody holds copies
-    of the values and compares them), tensors that are neither parameter nor buffer, strings, lists and other objects, what a
-    function's closure or a hook keeps.
+    Not seen, so that `engine.reset_prefix_cache()` has to be called: writes into `.data` (but where copies of weights
+    are held and compared), tensors that are neither parameter nor buffer, strings, lists and other objects, what a
+    closure or a hook keeps, what is written over a class's forward.
 
     Attributes:
         hooks: The model's forward hooks.
@@ -241,7 +240,7 @@ def _reference(forward: Any) -> Any:
 
 
 def _number_names(module: nn.Module) -> list[str]:
-    """Of attributes that it may compute with: not torch's own, nor what transformers keeps private (what it has done)."""
+    """Of attributes that it may compute with: not torch's own, nor what transformers notes in private ones."""
     is_of_transformers = type(module).__module__.startswith("transformers.")
     return [
         name

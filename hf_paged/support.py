@@ -80,7 +80,7 @@ def is_supported(model: Any) -> SupportReport:
         with torch.random.fork_rng(devices=[]):
             return _probe(model)
     except Exception as error:  # half constructed, or with a config that raises where it is read
-        return SupportReport(False, (f"looking at it raised {type(error).__name__}: {str(error):.200}",))
+        return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
 
 
 def _structural_reasons(model: nn.Module) -> list[str]:
@@ -104,7 +104,9 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     if unpaged:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
     if vars(text).get("kv_lora_rank"):
-        reasons.append("it caches what its keys and values are made from (kv_lora_rank), as in multi-head latent attention")
+        reasons.append(
+            "it caches what its keys and values are made from (kv_lora_rank), as in multi-head latent attention"
+        )
     share = why_not_whole(model)
     if share is not None:
         reasons.append(share)

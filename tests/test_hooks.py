@@ -128,23 +128,23 @@ def test_hooks_of_all_modules(make_pair: MakePair, kind: str) -> None:
 def test_a_kept_cache(make_pair: MakePair, is_hooked_first: bool) -> None:
     """Would break: a cache whose first turn ran flat and whose second is padded, or the other way round."""
     pair = make_pair()
-    caches = {id(model): new_cache(model) for model in (pair.stock, pair.paged)}
+    models = (pair.stock, pair.paged)
+    caches = [new_cache(model) for model in models]
     handles: list[Any] = []
-    batch = ragged_batch((9, 4))
+    ids, mask = ragged_batch((9, 4)).values()
     for turn in range(2):
         if is_hooked_first is (turn == 0):
-            handles = [model.model.layers[1].register_forward_hook(Watcher().output) for model in (pair.stock, pair.paged)]
-        elif handles:
+            handles = [model.model.layers[1].register_forward_hook(Watcher().output) for model in models]
+        else:
             for handle in handles:
                 handle.remove()
-        mask = torch.cat([batch["attention_mask"], torch.ones(2, turn * 7, dtype=torch.int64)], dim=1)
-        ids = batch["input_ids"] if turn == 0 else torch.cat([found, random_ids(2, 2)], dim=1)
-        mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)], dim=1)
         expected, found = (
-            model.generate(input_ids=ids, attention_mask=mask, past_key_values=caches[id(model)], max_new_tokens=5)
-            for model in (pair.stock, pair.paged)
+            model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5)
+            for model, cache in zip(models, caches, strict=True)
         )
         assert torch.equal(expected, found)
+        ids = torch.cat([found, random_ids(2, 2)], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, 7)], dim=1)
     caches.clear()
 
 
@@ -313,7 +313,9 @@ def on_top(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-@pytest.mark.parametrize("add", [marked, marked_partial, weight_normed, parametrized, on_top], ids=lambda add: add.__name__)
+@pytest.mark.parametrize(
+    "add", [marked, marked_partial, weight_normed, parametrized, on_top], ids=lambda add: add.__name__
+)
 def test_hooks_that_keep_the_flat_batch(make_pair: MakePair, add: Callable[[Any], None]) -> None:
     """Would break: the continuous batch of models with hooks that don't mind it."""
     pair = make_pair()

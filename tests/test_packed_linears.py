@@ -754,7 +754,8 @@ def test_with_hooks_there_is_neither_inference_mode_nor_autograd(
     stock, model = make(), patch(make(), attention_backend=backend)
     modes.clear()
     seen: list[Tensor] = []
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    look = hf_paged.packed_hook(lambda module, args, output: seen.append(output))
+    handle = model.model.layers[0].mlp.register_forward_hook(look)
     compare(stock, model)
     assert seen and not any(tensor.is_inference() for tensor in seen)
     assert modes == {(False, False)}
@@ -769,7 +770,8 @@ def test_a_global_hook() -> None:
     stock, model = make(), patch(make())
     model.generate(IDS, **GREEDY)
     seen: list[Any] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(output))
+    look = hf_paged.packed_hook(lambda module, args, output: seen.append(output))
+    handle = nn.modules.module.register_module_forward_hook(look)
     try:
         model.generate(IDS, **GREEDY)
     finally:

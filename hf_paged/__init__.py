@@ -5,6 +5,7 @@ from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.engine import Engine
 from hf_paged.errors import OutOfBlocksError, QueueFullError, UnsupportedCallError, UnsupportedModelError
+from hf_paged.hooks import packed_hook
 from hf_paged.metrics import EngineStats
 from hf_paged.patching import patch, patched, unpatch
 from hf_paged.request import Request, RequestMetrics, RequestOutput
@@ -27,6 +28,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "is_supported",
+    "packed_hook",
     "patch",
     "patched",
     "testing",

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import PagedCache
 from hf_paged.config import PagedConfig
-from hf_paged.errors import OutOfBlocksError
+from hf_paged.errors import OutOfBlocksError, UnsupportedCallError
 from hf_paged.executor import StepExecutor, autocast_state
 from hf_paged.flat_forward import FlatForward, flat_padding
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
@@ -47,6 +47,8 @@ from hf_paged.snapshot import Snapshot
 from hf_paged.stop_strings import StopStringTables
 from hf_paged.submission import Capture, Submissions
 from hf_paged.worker import CACHE_SALT, CallCancelledError, Caller, StepWorker
+
+logger = logging.get_logger(__name__)
 
 
 class Engine:
@@ -157,7 +159,7 @@ class Engine:
 
     @deferred_interrupt()
     def reset_prefix_cache(self) -> int:
-        """Forgets the contents kept for prefix hits, and what was made from the model; returns how many blocks that were.
+        """Forgets contents kept for prefix hits, and what was made from the model; returns how many blocks that were.
 
         Needed after changes that leave no trace: weights written through `.data`, and others that `ModelState` names.
         """
@@ -546,6 +548,7 @@ class Engine:
         Raises:
             ValueError: The cache belongs to another model, the batch size changed, or the tokens could never fit.
             OutOfBlocksError: The pool is held by sequences that can't be preempted.
+            UnsupportedCallError: See `check_hooks`.
         """
         caller = cache.caller
         if caller is not None and caller.is_cancelled:
@@ -554,6 +557,7 @@ class Engine:
             self._collect_abandoned()
             if cache.store is not self:
                 raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
+            self.check_hooks()
             _ = self.kv_cache  # follows the model to another device or dtype now, while preempted rows still can return
             batch, length = call.tokens.shape[:2]
             if length == 0:
@@ -603,7 +607,32 @@ class Engine:
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
         is_own = config.num_hidden_layers == self.traits.num_layers and not (model.training and is_stochastic(model))
-        return self.traits.runs_flat and is_own
+        return self.traits.runs_flat and is_own and not self._model_state.needs_rows
+
+    def look_at_hooks(self) -> None:
+        """At the beginning of a call: finds the hooks of modules that were put into the model since."""
+        self._model_state.look_at_hooks()
+
+    def check_hooks(self) -> bool:
+        """Whether hooks on inner modules have to be shown whole, padded batches. Warns where they cost the flat batch.
+
+        Raises:
+            UnsupportedCallError: The same under `strict=True`.
+        """
+        if not self._model_state.needs_rows:
+            return False
+        if self.traits.runs_flat:
+            reason = "forward hooks on the model's inner modules may address rows or columns"
+            if self.config.strict:
+                raise UnsupportedCallError(
+                    f"{reason}: calls can only run padded, and strict=True forbids it; hf_paged.packed_hook marks "
+                    "hooks that treat all tokens alike"
+                )
+            logger.warning_once(
+                f"hf_paged: {reason}: calls run padded, one after another, as long as they are there; "
+                "hf_paged.packed_hook marks hooks that treat all tokens alike"
+            )
+        return True
 
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""

@@ -134,6 +134,9 @@ class PagedGenerationMixin:
         if reason is not None:
             _fall_back(engine.config, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        engine.look_at_hooks()
+        if (reason is None or isinstance(given, PagedCache)) and engine.check_hooks():
+            fan_out = 1  # they are shown every row
         if isinstance(given, PagedCache):
             given.expect_fan_out(fan_out)
         elif reason is None:
@@ -594,13 +597,7 @@ def _check_prompt(
     # The mask is as long as the whole sequence where only the tokens that a kept cache lacks were given.
     mask_length = getattr(generation_config, "_mask_length", prompt) if mask is None else mask.shape[-1]
     longest = prompt = max(prompt, mask_length)
-    if (
-        mask is not None
-        and mask.ndim == 2
-        and mask.shape[1] == prompt
-        and engine.traits.runs_flat
-        and not cache.is_opaque
-    ):
+    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.runs_flat() and not cache.is_opaque:
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
     stored = longest + max(new_tokens - 1, 0) + spare_tokens  # the last token's keys are never needed
@@ -631,6 +628,7 @@ def _rows_may_leave(
     """
     return (
         cache.owned_by_call
+        and not engine.check_hooks()
         and engine.traits.rows_independent
         and not generation_config.return_dict_in_generate
         and all(type(item) in _ROW_WISE for item in (*processors, *criteria))
@@ -649,8 +647,6 @@ def _why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> s
         return "output_attentions=True"
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
-    if _gives_rows_their_own_adapter(model):
-        return "adapter_names gives each row an adapter of its own"
     if model.training and is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
     return None
@@ -661,13 +657,6 @@ def _peft_type(model: nn.Module) -> str | None:
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
     return None if kind is None else str(getattr(kind, "value", kind))
-
-
-def _gives_rows_their_own_adapter(model: nn.Module) -> bool:
-    """Whether PEFT put the hooks of `generate(adapter_names=...)` on its layers: they need rows in place."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    names = (getattr(getattr(hook, "func", hook), "__name__", "") for hook in hooks)
-    return "_adapter_names_pre_forward_hook" in names
 
 
 def _fall_back(config: PagedConfig, reason: str) -> None:

@@ -26,7 +26,7 @@ def packed_hook(hook: HookT) -> HookT:
     `model.paged.reset_prefix_cache()` has to be called.
 
     Args:
-        hook: For `register_forward_hook` or `register_forward_pre_hook`; a function, not a bound method.
+        hook: For `register_forward_hook` or `register_forward_pre_hook`.
 
     Returns:
         The same object.
@@ -78,12 +78,17 @@ class HookWatch:
         return any(number in hooks for hooks, number in self._needing)
 
 
+def _function(hook: Any) -> Any:
+    return getattr(hook, "func", hook)  # of a partial
+
+
 def _package(hook: Any) -> str:
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
+    return str(getattr(_function(hook), "__module__", "")).partition(".")[0]
 
 
 def _needs_rows(hook: Any) -> bool:
-    return _package(hook) not in _LIBRARIES and not getattr(getattr(hook, "func", hook), _PACKED, False)
+    is_marked = getattr(hook, _PACKED, False) or getattr(_function(hook), _PACKED, False)
+    return not is_marked and _package(hook) not in _LIBRARIES
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,6 @@ from hf_paged.hooks import HookWatch, all_modules
 from hf_paged.module_calls import CALL, is_library_code
 from hf_paged.packed_linears import PackedLinears
 
-
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -35,9 +34,9 @@ class ModelState:
     `.data = ...` show in identity and address. Code: modules of another class or with another forward of their own.
     Numbers: attributes of modules, such as a scale, an epsilon, a switch.
 
-    Not seen, so that `engine.reset_prefix_cache()` has to be called: writes into `.data` (but where somebody holds copies
-    of the values and compares them), tensors that are neither parameter nor buffer, strings, lists and other objects, what a
-    function's closure or a hook keeps.
+    Not seen, so that `engine.reset_prefix_cache()` has to be called: writes into `.data` (but where copies of weights
+    are held and compared), tensors that are neither parameter nor buffer, strings, lists and other objects, what a
+    closure or a hook keeps, what is written over a class's forward.
 
     Attributes:
         hooks: The model's forward hooks.
@@ -146,9 +145,9 @@ class ModelState:
             self._sizes = sizes
             self._getters = [
                 (index, operator.itemgetter(*names))
-                for index, own in enumerate(attributes)
+                for index in range(len(modules))
                 # Of PEFT's, what matters is a part of the key by itself.
-                if not type(modules[index]).__module__.startswith("peft.") and (names := _number_names(own))
+                if not type(modules[index]).__module__.startswith("peft.") and (names := _number_names(modules[index]))
             ]
             numbers = [getter(attributes[index]) for index, getter in self._getters]
         is_same = numbers == self._numbers
@@ -163,18 +162,21 @@ class ModelState:
         """
         if not self._kinds:
             self.key()
-        self._look_at_hooks()
+        if self.hooks.is_outdated:
+            self.look_at_hooks()
         return self._is_library and not self.hooks.numbers
 
     @property
     def needs_rows(self) -> bool:
         """Whether a hook on an inner module may address rows or columns; see `hooks.HookWatch`."""
-        self._look_at_hooks()
+        if self.hooks.is_outdated:
+            self.look_at_hooks()
         return self.hooks.needs_rows
 
-    def _look_at_hooks(self) -> None:
+    def look_at_hooks(self) -> None:
+        """Finds all hooks, also those of modules that are new in the model."""
         model = self._model()
-        if self.hooks.is_outdated and model is not None:
+        if model is not None:
             self.hooks.look(model, all_modules(model))
 
     def forget(self) -> None:
@@ -237,8 +239,14 @@ def _reference(forward: Any) -> Any:
         return lambda: forward
 
 
-def _number_names(attributes: dict[str, Any]) -> list[str]:
-    return [name for name, value in list(attributes.items()) if isinstance(value, _NUMBERS) and name not in _OF_TORCH]
+def _number_names(module: nn.Module) -> list[str]:
+    """Of attributes that it may compute with: not torch's own, nor what transformers notes in private ones."""
+    is_of_transformers = type(module).__module__.startswith("transformers.")
+    return [
+        name
+        for name, value in list(vars(module).items())
+        if isinstance(value, _NUMBERS) and name not in _OF_TORCH and not (is_of_transformers and name.startswith("_"))
+    ]
 
 
 def _is_tuner(module: nn.Module) -> bool:

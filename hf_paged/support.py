@@ -80,7 +80,7 @@ def is_supported(model: Any) -> SupportReport:
         with torch.random.fork_rng(devices=[]):
             return _probe(model)
     except Exception as error:  # half constructed, or with a config that raises where it is read
-        return SupportReport(False, (f"looking at it raised {type(error).__name__}: {str(error):.200}",))
+        return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
 
 
 def _structural_reasons(model: nn.Module) -> list[str]:

@@ -295,6 +295,7 @@ def watch_tokens(model: nn.Module) -> list[int]:
     """
     seen: list[int] = []
 
+    @hf_paged.packed_hook
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
         seen.append(states.shape[0] * states.shape[1])

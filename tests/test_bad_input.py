@@ -397,7 +397,7 @@ def test_forward_that_fails(pair: Pair, where: str, call: str) -> None:
     module = {"model": pair.paged, "layer": layer, "attention": layer.self_attn}[where]
     for calls in (0, 2):
         fuse = Fuse(Boom, calls)
-        handle = module.register_forward_hook(lambda *_, fuse=fuse: fuse.burn())
+        handle = module.register_forward_hook(hf_paged.packed_hook(lambda *_, fuse=fuse: fuse.burn()))
         with raises_and_recovers(pair, Boom, "^burnt$"):
             try:
                 pair.paged.generate(**CALLS[call], max_new_tokens=8)
@@ -422,7 +422,7 @@ def test_forward_that_fails_over_a_kept_cache(make_pair: MakePair, where: str, i
     pair.both(lambda model: turn(model, random_ids(2, 5)))
     layer = pair.paged.model.layers[0 if where == "first layer" else 1]
     fuse = Fuse(Boom, 0 if is_opaque else calls)
-    handle = layer.register_forward_hook(lambda *_: fuse.burn())
+    handle = layer.register_forward_hook(hf_paged.packed_hook(lambda *_: fuse.burn()))
     with pytest.raises(Boom):
         turn(pair.paged, random_ids(2, 4, seed=1))
     handle.remove()

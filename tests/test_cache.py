@@ -683,7 +683,8 @@ def turn_rope(model: Any) -> None:
 
 def hook_an_attention(model: Any) -> None:
     """A forward hook that changes what a layer computes."""
-    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+    scale = hf_paged.packed_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+    model.model.layers[0].self_attn.register_forward_hook(scale)
 
 
 CHANGES = [
@@ -714,6 +715,64 @@ def test_no_hits_from_before_the_weights_changed(pair: Pair, change: Callable[[A
     assert not torch.equal(before, after), "the change changed nothing: the test is too easy"
     pair.generate(**batch, max_new_tokens=5)
     assert pair.delta["prefix_cache_hit_tokens"] > 30
+
+
+def multiply(model: Any, name: str, factor: float) -> None:
+    """Changes this number of all modules that have it."""
+    for module in model.modules():
+        if isinstance(vars(module).get(name), int | float):
+            setattr(module, name, type(vars(module)[name])(vars(module)[name] * factor))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "factor"),
+    [
+        ("llama", "variance_epsilon", 1e5),
+        ("llama", "scaling", 3.0),
+        ("llama", "attention_scaling", 2.0),
+        ("granite", "residual_multiplier", 0.3),
+        ("granite", "embedding_multiplier", 3.0),
+        ("mixtral", "top_k", 0.5),
+        ("gpt2", "eps", 1e5),
+    ],
+)
+def test_no_hits_from_before_a_number_changed(make_pair: MakePair, model: str, name: str, factor: float) -> None:
+    """Would break: numbers that a layer's fused copy, or a block in the pool, still has as they were."""
+    pair = make_pair(model)
+    batch = ragged_batch((20, 13, 9))
+    before, _ = pair.generate(**batch, max_new_tokens=5)
+    for each in (pair.stock, pair.paged):
+        multiply(each, name, factor)
+    after, _ = pair.generate(**batch, max_new_tokens=5)
+    assert pair.delta["prefix_cache_hit_tokens"] == 0
+    assert not torch.equal(before, after), "the change changed nothing: the test is too easy"
+    pair.generate(**batch, max_new_tokens=5)
+    assert pair.delta["prefix_cache_hit_tokens"] > 30
+
+
+def test_no_hits_from_before_a_forward_was_replaced(pair: Pair) -> None:
+    """Would break: the second closure, which lies where the first one was."""
+    batch = ragged_batch((20, 13, 9))
+    for factor in (0.5, 1.5, 0.7, 1.3):
+        for model in (pair.stock, pair.paged):
+            mlp = model.model.layers[0].mlp
+            mlp.forward = lambda x, factor=factor, mlp=mlp: factor * type(mlp).forward(mlp, x)
+        pair.generate(**batch, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("helps", ["reset_prefix_cache", "release"])
+def test_changes_that_leave_no_trace(pair: Pair, helps: str) -> None:
+    """Would break: the way out that is documented."""
+    factor = torch.ones(1)
+    batch = ragged_batch((20, 13, 9))
+    for model in (pair.stock, pair.paged):
+        scale = hf_paged.packed_hook(lambda module, args, output: factor * output)
+        model.model.layers[0].mlp.register_forward_hook(scale)
+    before, _ = pair.generate(**batch, max_new_tokens=5)
+    factor *= -2.0
+    getattr(pair.engine, helps)()
+    after, _ = pair.generate(**batch, max_new_tokens=5)
+    assert not torch.equal(before, after)
 
 
 def no_change(model: Any) -> None:

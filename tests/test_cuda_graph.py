@@ -323,7 +323,7 @@ def test_switched_off(recorder: Recorder) -> None:
 
 
 def add_hook(model: Any) -> None:
-    model.model.norm.register_forward_hook(lambda module, args, output: 2 * output + 0.5)
+    model.model.norm.register_forward_hook(hf_paged.packed_hook(lambda module, args, output: 2 * output + 0.5))
 
 
 def own_forward(model: Any) -> None:

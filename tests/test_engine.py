@@ -78,7 +78,7 @@ class Brake:
         self._released = threading.Event()
         self._released.set()
         # Here to stay: hooks that come and go are changes of the model.
-        pair.paged.model.layers[1].register_forward_pre_hook(self._hook)
+        pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(self._hook))
 
     def _hook(self, *_: Any) -> None:
         if self._step is None:

@@ -320,7 +320,8 @@ def test_ctrl_c_while_work_is_handed_over(
             time.sleep(0.015)  # the worker is faster, and in its forward by now
         return transaction()
 
-    pair.paged.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.02) if is_slow else None)
+    brake = hf_paged.packed_hook(lambda *_: time.sleep(0.02) if is_slow else None)
+    pair.paged.model.layers[0].register_forward_pre_hook(brake)
     with neighbours(pair):
         is_slow = True
         monkeypatch.setattr(owner, method, interrupt)
@@ -349,7 +350,7 @@ def fail_on_marker(pair: Pair, error: type[BaseException] = Boom, token: int = M
             calls -= 1
             raise error("marked")
 
-    pair.paged.get_input_embeddings().register_forward_pre_hook(hook)
+    pair.paged.get_input_embeddings().register_forward_pre_hook(hf_paged.packed_hook(hook))
 
 
 @pytest.mark.core
@@ -399,7 +400,7 @@ def test_model_that_always_fails(pair: Pair, error: type[BaseException]) -> None
         if is_broken:
             raise error("broken")
 
-    pair.paged.model.layers[1].register_forward_hook(hook)
+    pair.paged.model.layers[1].register_forward_hook(hf_paged.packed_hook(hook))
     ids = prompt(5)
     calls: list[Callable[[], Any]] = [
         lambda: pair.paged.generate(ids, max_new_tokens=6),
@@ -426,7 +427,7 @@ class Memory:
         self.num_failures = 0
         self.limit: float = limit
         self._once = once
-        pair.paged.model.layers[0].register_forward_pre_hook(self._hook, with_kwargs=True)
+        pair.paged.model.layers[0].register_forward_pre_hook(hf_paged.packed_hook(self._hook), with_kwargs=True)
 
     def _hook(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
@@ -626,7 +627,7 @@ def test_a_layer_that_calls_the_model(pair: Pair, inner: str) -> None:
             finally:
                 is_busy = False
 
-    pair.paged.model.layers[0].register_forward_hook(hook)
+    pair.paged.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
     with neighbours(pair):
         eventually(lambda: len(found) == 4, "the hook never came back")
     assert all(result == expected for result in found) or inner == "submit"

@@ -596,7 +596,7 @@ def test_generate_inside_a_layer(pair: Pair) -> None:
                 texts[id(model)].append(model.generate(random_ids(1, 5), max_new_tokens=3))
                 is_busy = False
 
-        model.model.layers[0].register_forward_hook(hook)
+        model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
 
     for model in (pair.stock, pair.paged):
         add_hook(model)

@@ -137,7 +137,7 @@ def test_not_where_a_users_code_runs_in_the_model() -> None:
     stock = build("llama")
     with watched(model) as events:
         first = model.paged.submit(ids, **GREEDY | {"max_new_tokens": 40})
-        handle = model.model.layers[0].register_forward_hook(hook)
+        handle = model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
         assert not model.paged._executor.overlaps
         tokens = first.result(PATIENCE).token_ids
         handle.remove()
@@ -680,7 +680,7 @@ def test_a_step_inside_a_step_does_not_overtake(monkeypatch: pytest.MonkeyPatch)
             depth.pop()
 
     inner: list[list[int]] = []
-    handle = model.model.layers[0].register_forward_hook(hook)
+    handle = model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
     with model.paged._worker.exclusive():
         one_row = model.paged.submit(ids[0], **GREEDY)
         # Under autocast: in steps of their own, during which the other's token is in flight.

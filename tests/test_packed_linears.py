@@ -503,7 +503,7 @@ def test_a_step_inside_a_step(calls: list[int]) -> None:
             found.append(IDS)
             found[0] = model.generate(IDS[:1], **GREEDY)
 
-    handle = model.model.layers[0].register_forward_hook(hook)
+    handle = model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
     model.generate(IDS, **GREEDY)
     handle.remove()
     assert torch.equal(found[0], expected)
@@ -767,7 +767,8 @@ def test_with_hooks_there_is_neither_inference_mode_nor_autograd(
     stock, model = make(), patch(make(), attention_backend=backend)
     modes.clear()
     seen: list[Tensor] = []
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    look = hf_paged.packed_hook(lambda module, args, output: seen.append(output))
+    handle = model.model.layers[0].mlp.register_forward_hook(look)
     compare(stock, model)
     assert seen and not any(tensor.is_inference() for tensor in seen)
     assert modes == {(False, False)}
@@ -782,7 +783,8 @@ def test_a_global_hook() -> None:
     stock, model = make(), patch(make())
     model.generate(IDS, **GREEDY)
     seen: list[Any] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(output))
+    look = hf_paged.packed_hook(lambda module, args, output: seen.append(output))
+    handle = nn.modules.module.register_module_forward_hook(look)
     try:
         model.generate(IDS, **GREEDY)
     finally:

@@ -115,7 +115,8 @@ def test_attention_implementation_is_ours_only_inside_our_forwards(attention: st
     """Would break: a config that names our attention while others run, save or copy the model."""
     model = hf_paged.patch(build("llama", attention=attention), **SETTINGS)
     seen = []
-    handle = model.model.layers[0].register_forward_hook(lambda *_: seen.append(model.config._attn_implementation))
+    note = hf_paged.packed_hook(lambda *_: seen.append(model.config._attn_implementation))
+    handle = model.model.layers[0].register_forward_hook(note)
     assert model.config._attn_implementation == attention
     text_of(model)
     assert model.config._attn_implementation == attention
@@ -527,9 +528,8 @@ def test_two_models_over_one_config(make_pair: MakePair) -> None:
     model = hf_paged.patch(first, **SETTINGS)
     expected = text_of(hf_paged.unpatch(copy.deepcopy(first)))
     inner: list[Tensor] = []
-    handle = model.model.layers[0].register_forward_hook(
-        lambda *_: inner.append(text_of(second)) if not inner else None
-    )
+    run_second = hf_paged.packed_hook(lambda *_: inner.append(text_of(second)) if not inner else None)
+    handle = model.model.layers[0].register_forward_hook(run_second)
     found = text_of(model)
     handle.remove()
     assert torch.equal(found, expected) and torch.equal(inner[0], text)

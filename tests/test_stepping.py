@@ -541,7 +541,7 @@ def test_pause_and_step_in_a_hook(pair: Pair) -> None:
         except RuntimeError as error:
             errors.append(error)
 
-    pair.paged.model.layers[1].register_forward_pre_hook(hook)
+    pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(hook))
     pair.engine.submit(random_ids(1, 5), max_new_tokens=1).result(PATIENCE)
     calls += [pair.engine.pause]
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS)
@@ -566,7 +566,7 @@ def test_a_generate_inside_a_paused_step(pair: Pair) -> None:
             is_armed[0] = False
             found.append(pair.paged.generate(random_ids(1, 5), max_new_tokens=3))
 
-    pair.paged.model.layers[1].register_forward_pre_hook(hook)
+    pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(hook))
     pair.engine.submit(random_ids(1, 5), max_new_tokens=1).result(PATIENCE)
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9, seed=1), max_new_tokens=4, **ENDLESS)

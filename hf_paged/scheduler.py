@@ -555,7 +555,7 @@ class Scheduler:
                     # It does not fit as a whole: rather a part of it than nothing.
                     self.preempt(first, allow_swap=False)
                     continue
-                if self._run_alone(step, first):
+                if self._run_part(step, first):
                     return
                 if first.status is SequenceStatus.WAITING:
                     needed = self._start_need(first, next(s for s in first.sequences if s.num_wanted_tokens))
@@ -573,6 +573,11 @@ class Scheduler:
 
         `first` was given what the prefix cache has of it already.
         """
+        if group.is_split and group.is_reproducible:
+            while not self._run_part(step, group):
+                if step.output.swap_ins or not self._preempt_for(group, step):
+                    return False
+            return True
         manager, output = self._manager, step.output
         sequences = group.sequences
         if len(sequences) == 1:
@@ -630,38 +635,96 @@ class Scheduler:
         self._note(step, group, step.budget - budget, len(requests))
         return bool(requests)
 
-    def _run_alone(self, step: _Step, group: SequenceGroup) -> bool:
-        """Runs one sequence of a group that does not fit the empty pool as a whole, at its siblings' expense."""
-        if group.status is SequenceStatus.SWAPPED or not group.is_reproducible or group.expects_tokens:
+    def _run_part(self, step: _Step, group: SequenceGroup) -> bool:
+        """Runs what fits of a group that does not fit the empty pool as a whole: its first sequences.
+
+        Those that have blocks of their own come before those that have none (any more). One that grows takes the room
+        of the last one behind it, so that the first ones reach their end instead of all of them taking turns. One that
+        begins takes nobody's, unless nothing else runs, and leaves the others a block each to grow into.
+        """
+        if group.status is SequenceStatus.SWAPPED or not group.is_reproducible:
             return False
-        sequence = next(sequence for sequence in group.sequences if sequence.num_wanted_tokens)
-        siblings = [other for other in group.sequences if other is not sequence and not group.num_pins]
-        is_new = sequence.num_computed_tokens == 0
-        if is_new:
-            self._begin(sequence)
-        request = [(sequence.seq_id, min(sequence.num_wanted_tokens, step.budget))]
-        for sibling in sorted(siblings, key=lambda s: s.num_wanted_tokens > 0):
-            if self._manager.append_need(request) <= self._manager.pool.num_free:
+        manager, output = self._manager, step.output
+        wanted = [sequence for sequence in group.sequences if sequence.num_wanted_tokens]
+        wanted.sort(key=lambda sequence: sequence.num_computed_tokens == 0)
+        # The last one goes first; before all of them those whose logits are out.
+        victims = [s for s in wanted if s.num_computed_tokens]
+        victims += [s for s in group.sequences if s.num_computed_tokens and not s.num_wanted_tokens]
+        requests: list[tuple[Sequence, int]] = []
+        budget, need = step.budget, 0
+        for sequence in wanted:
+            if budget == 0 or len(requests) == step.num_seqs:
                 break
-            if sibling.num_computed_tokens:
-                self._log.add("preempted", sibling.seq_id, "recompute", 1)
-                self._drop(sibling)
-                self.num_preemptions += 1
-        if self._manager.append_need(request) > self._manager.pool.num_free:
+            is_new = sequence.num_computed_tokens == 0
             if is_new:
-                self._manager.unmatch(sequence.seq_id)
-                sequence.num_computed_tokens = 0
+                self._begin(sequence)
+            num_tokens = min(sequence.num_wanted_tokens, budget)
+            own = manager.append_need([(sequence.seq_id, num_tokens)])
+            spare = len(requests) if is_new else 0
+            while need + own + spare > manager.pool.num_free and not (is_new and requests):
+                if not self._drop_behind(step, sequence, victims, is_all=not requests):
+                    break
+                own = manager.append_need([(sequence.seq_id, num_tokens)])
+            # It would share more of what a sibling computes in this step.
+            is_early = is_new and any(
+                n > 1 and _common_prefix(sequence, other) > max(sequence.num_computed_tokens, other.num_computed_tokens)
+                for other, n in requests
+            )
+            if is_early or need + own + spare > manager.pool.num_free:
+                if is_new:
+                    manager.unmatch(sequence.seq_id)
+                    sequence.num_computed_tokens = 0
+                break
+            requests.append((sequence, num_tokens))
+            budget -= num_tokens
+            need += own
+        if len(requests) < len(wanted):
+            step.is_short = True
+        if not requests:
             return False
-        held = len(self._manager.block_table(sequence.seq_id))
-        step.output.block_copies += self._manager.append(request)
-        step.output.new_blocks += self._manager.block_table(sequence.seq_id)[held:]
-        step.output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, request[0][1]))
-        self._note(step, group, request[0][1], 1)
+        appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
+        held = [len(manager.block_table(seq_id)) for seq_id, _ in appends]
+        output.block_copies += manager.append(appends)
+        for (sequence, num_tokens), count in zip(requests, held):
+            output.new_blocks += manager.block_table(sequence.seq_id)[count:]
+            output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+        self._note(step, group, step.budget - budget, len(requests))
         if group.status is SequenceStatus.WAITING:
             self._note_admission(group)
-        group.status = SequenceStatus.RUNNING
+        group.status, group.is_split = SequenceStatus.RUNNING, True
         self._file(group)
         return True
+
+    def _drop_behind(self, step: _Step, sequence: Sequence, victims: list[Sequence], is_all: bool) -> bool:
+        """Drops the last of `victims` with blocks that nobody shares, if it comes behind `sequence`.
+
+        Args:
+            step: The step.
+            sequence: Who needs room.
+            victims: Its siblings, in order, itself among them; those that were looked at are taken out.
+            is_all: Whoever comes before it and whatever they share: nothing would run otherwise.
+        """
+        if sequence.group.num_pins:
+            return False
+        pool = self._manager.pool
+        for index in range(len(victims) - 1, -1, -1):
+            victim = victims[index]
+            if victim is sequence:
+                if not is_all:
+                    return False
+                continue
+            table = self._manager.block_table(victim.seq_id)
+            if not is_all and all(pool.ref_count(block) > 1 for block in table):
+                continue
+            if victim.expects_tokens:
+                step.needs_tokens = True
+                return False
+            del victims[index]
+            self._log.add("preempted", victim.seq_id, "recompute", 1)
+            self._drop(victim)
+            self.num_preemptions += 1
+            return True
+        return False
 
     def _note(self, step: _Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
         step.budget -= num_tokens
@@ -855,6 +918,7 @@ class Scheduler:
             Block pairs `(device, CPU)` to copy before the device blocks are written.
         """
         self.num_preemptions += len(group.sequences)
+        group.is_split = False
         wants_swap = not group.is_reproducible or self._prefers_swap(group)
         if allow_swap and wants_swap and self._can_swap(group):
             self.num_swapped_out += len(group.sequences)

@@ -99,6 +99,7 @@ class SequenceGroup:
         sequences: The live ones.
         status: Where their keys and values are.
         is_idle: Nobody is generating with it, somebody's `PagedCache` holds it: the first to make room.
+        is_split: Too large for the pool as a whole: as many of its sequences run as fit.
         num_pins: Whoever pins a group needs it in the pool: it is not preempted.
         batch_key: Groups of different keys (autocast, embeddings) don't share a step.
         owner: The call it belongs to: what fails when a step of it alone fails.
@@ -110,6 +111,7 @@ class SequenceGroup:
     sequences: list[Sequence] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     is_idle: bool = False
+    is_split: bool = False
     num_pins: int = 0
     batch_key: Hashable = None
     owner: object = None

@@ -115,8 +115,8 @@ def near_tie_threshold(dtype: torch.dtype, logits: Tensor) -> Tensor:
     Noise grows with the square root of the depth, fastest in random weights: rms 1 to 1.5 at 8 layers, 2 at 24. Such
     models need a wider threshold.
 
-    qint8, layers that quantize their input as they run: 4 eps M with eps = 2^-4. They scale by the largest number in the
-    batch, so a row's numbers depend on the rows beside it. Measured likewise, rms 0.3 to 0.9, worst 4.3.
+    qint8, layers that quantize their input as they run: 4 eps M with eps = 2^-4. They scale by the largest number in
+    the batch, so a row's numbers depend on the rows beside it. Measured likewise, rms 0.3 to 0.9, worst 4.3.
 
     Args:
         dtype: What the model computes in.

@@ -717,6 +717,23 @@ def test_a_batch_larger_than_the_pool_finishes_row_by_row(make_pair: MakePair, a
     assert pair.delta["num_steps"] <= num_rows * NEW / 2, "rows ran alone"
 
 
+@pytest.mark.parametrize(("samples", "max_steps", "max_recomputed"), [(50, 28, 130), (200, 110, 300), (500, 270, 600)])
+def test_more_samples_than_the_pool_holds(
+    make_pair: MakePair, samples: int, max_steps: int, max_recomputed: int
+) -> None:
+    """Would break: samples that run one by one, or take turns and are computed again and again."""
+    pair = make_pair(build("llama", layers=1), num_blocks=64)
+    new = 12
+    pair.generate(
+        input_ids=random_ids(1, 9), do_sample=True, num_return_sequences=samples, max_new_tokens=new, eos_token_id=None
+    )
+    # Each token but a row's last is computed; a row has 3 blocks of its own in the end, of 62 beside the prompt's.
+    recomputed = sum(pair.seen) - 9 - samples * (new - 1)
+    assert recomputed <= max_recomputed, recomputed
+    assert pair.delta["num_steps"] <= max_steps, pair.delta["num_steps"]
+    assert pair.delta["num_preemptions"] <= 1.2 * samples, pair.delta["num_preemptions"]
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_what_cannot_be_computed_again_fails_nobody_else(make_pair: MakePair, preemption: str) -> None:
     """Would break: a neighbour that finds no room beside a call whose blocks can't be taken, but will be free soon."""

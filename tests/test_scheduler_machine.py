@@ -89,7 +89,7 @@ class WatchedScheduler(Scheduler):
     """Counts what can't be seen from outside."""
 
     events: Counter[str]
-    alone: SequenceGroup | None = None
+    split: set[SequenceGroup]  # by the last `schedule`
 
     def _preempt_for(self, group, step):  # type: ignore[no-untyped-def]
         found = super()._preempt_for(group, step)
@@ -101,10 +101,16 @@ class WatchedScheduler(Scheduler):
         self.events["deferral"] += is_deferred
         return is_deferred
 
-    def _run_alone(self, step, group):  # type: ignore[no-untyped-def]
-        is_running = super()._run_alone(step, group)
-        self.alone = group if is_running else None
-        self.events["one row of a group at a time"] += is_running
+    def _run_part(self, step, group):  # type: ignore[no-untyped-def]
+        num_before = len(step.output.chunks)
+        self.split.add(group)
+        is_running = super()._run_part(step, group)
+        num_rows, num_wanted = (
+            len(step.output.chunks) - num_before,
+            sum(s.num_wanted_tokens > 0 for s in group.sequences),
+        )
+        self.events["one row of a group"] += 1 == num_rows < num_wanted
+        self.events["some rows of a group"] += 1 < num_rows < num_wanted
         return is_running
 
 
@@ -429,7 +435,7 @@ class World:
         self, forced: bool = False, only: Request | None = None, max_tokens: int | None = None
     ) -> SchedulerOutput | None:
         """The next step, its copies executed; `None`: somebody does not fit and was failed."""
-        before, self.scheduler.alone = self._before(), None
+        before, self.scheduler.split = self._before(), set()
         preemptions, swapped_out = self.scheduler.num_preemptions, self.scheduler.num_swapped_out
         try:
             step = self.scheduler.schedule(forced=forced, only=only, max_tokens=max_tokens)
@@ -684,12 +690,12 @@ class World:
         if only is None:
             self._check_admitted(before, running, preempted, forced)
         # All rows of a group are scheduled unless the budget or the number of rows is spent.
-        if chunks and self.scheduler.alone is None:
+        if chunks:
             is_spent = len(chunks) == self.max_num_seqs or sum(c.num_tokens for c in chunks) == min(
                 self.budget, max_tokens or self.budget
             )
             chosen = {chunk.sequence for chunk in chunks}
-            for group in running if not is_spent else ():
+            for group in running - self.scheduler.split if not is_spent else ():
                 left_out = [s for s in group.sequences if s.num_wanted_tokens and s not in chosen]
                 assert not any(s.num_computed_tokens for s in left_out), "a row was left out"
                 is_prefilling = any(c.num_tokens > 1 and c.sequence.group is group for c in chunks)
@@ -698,7 +704,7 @@ class World:
     def _check_preempted(self, before: Before, running: set[SequenceGroup]) -> set[SequenceGroup]:
         """Who gave up blocks: whole groups, idle ones first, then the newest."""
         partly = {row.sequence.group for row, n in before.computed.items() if row.sequence.num_computed_tokens < n}
-        preempted = {g for g in partly if g is not self.scheduler.alone}
+        preempted = partly - self.scheduler.split
         preempted |= {g for g, where in before.status.items() if where is RUNNING is not g.status}
         for group in preempted:
             # One that was swapped and does not fit as a whole any more begins anew.
@@ -1134,7 +1140,8 @@ EVENTS = (
     "deferral",
     "chunked prefill",
     "forced",
-    "one row of a group at a time",
+    "one row of a group",
+    "some rows of a group",
     "out of blocks",
     "fork",
     "fork while waiting",

@@ -169,9 +169,9 @@ def launches(case: Case, target: str) -> list[Launch]:
             for states in (wide, one):
                 layers.rms_norm(states, states[..., 0, :], 1e-5, 0.0, True)
             layers.gate(wide, wide, 1.0, 0.0)
-            query, key = (on_meta(64, count, case.head_dim, dtype=dtype) for count in (heads, kv_heads))
-            layers.rotary(query, key, one, one, False, True)
-            layers.rotary(query, key, one, one, True, False)
+            query, key = (on_meta(1, count, 64, case.head_dim, dtype=dtype) for count in (heads, kv_heads))
+            layers.rotary(query, key, one[None], one[None], False, True)
+            layers.rotary(query, key, one[None], one[None], True, False)
         elif case.kernel == "write":
             states = on_meta(64, kv_heads, case.head_dim, dtype=dtype)
             scales = on_meta(32, 2, kv_heads, dtype=torch.float32) if case.pool not in DTYPES else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -52,20 +53,9 @@ class _Rotary:
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`[1, heads, tokens, dim]` queries and keys; everything else goes to the function itself."""
-        if (
-            not (args or kwargs)
-            and q.ndim == k.ndim == 4
-            and cos.ndim == sin.ndim == 3
-            and q.shape[0] == k.shape[0] == cos.shape[0] == sin.shape[0] == 1
-            and (self._takes_part or cos.shape[2] == q.shape[3])
-        ):
-            try:
-                query, key = self._kernels.rotary(
-                    q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0], self._interleaved, self._rounds
-                )
-                return query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-            except InputError:
-                pass
+        if not (args or kwargs) and (self._takes_part or cos.shape[-1:] == q.shape[-1:]):
+            with suppress(InputError):
+                return self._kernels.rotary(q, k, cos, sin, self._interleaved, self._rounds)
         return self._names[NAME](q, k, cos, sin, *args, **kwargs)
 
 

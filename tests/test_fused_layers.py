@@ -125,9 +125,9 @@ def test_gate_at_the_ends(kind: str) -> None:
 @pytest.mark.parametrize("rotary_dim", [24, 8, 2])
 @pytest.mark.parametrize("tokens", [1, 5, 50])
 def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, tokens: int) -> None:
-    query = torch.randn(7, tokens, 24).to(dtype).transpose(0, 1)  # strided as a layer hands them over
-    key = torch.randn(tokens, 2, 24).to(dtype)
-    cos, sin = torch.randn(tokens, rotary_dim).to(dtype), torch.randn(tokens, rotary_dim).to(dtype)
+    query = torch.randn(1, tokens, 7, 24).to(dtype).transpose(1, 2)  # strided as a layer hands them over
+    key = torch.randn(1, 2, tokens, 24).to(dtype)
+    cos, sin = torch.randn(1, tokens, rotary_dim).to(dtype), torch.randn(1, tokens, rotary_dim).to(dtype)
     with kernels(dtype, kind) as (layers, there):
         results = layers.rotary(there(query), there(key), there(cos), there(sin), interleaved, False)
     for result, states in zip(results, (query, key), strict=True):
@@ -136,9 +136,10 @@ def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: in
             turned = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
         else:
             turned = torch.cat((-wide[..., rotary_dim // 2 :], wide[..., : rotary_dim // 2]), dim=-1)
-        truth = torch.cat((wide * cos.double()[:, None] + turned * sin.double()[:, None], rest), dim=-1)
+        truth = torch.cat((wide * cos.double() + turned * sin.double(), rest), dim=-1)
         relative = {F32: 1e-5, BF16: 2.0**-7, F16: 2.0**-9}[dtype]
         torch.testing.assert_close(result.cpu().double(), truth, rtol=relative, atol=1e-6)
+        assert result.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("triton", F32), ("triton", BF16)])
@@ -156,7 +157,8 @@ def test_triton_rounds_where_the_models_do(kind: str, dtype: torch.dtype, name: 
 def test_threads_change_nothing(dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     states, weight = torch.randn(96, 512).to(dtype), torch.randn(512).to(dtype)
-    heads, cos, sin = states.view(96, 8, 64), states[:, :64].contiguous(), states[:, 64:128].contiguous()
+    heads = states.view(1, 96, 8, 64).transpose(1, 2)
+    cos, sin = states[None, :, :64].contiguous(), states[None, :, 64:128].contiguous()
     results = []
     try:
         for count in (1, 3):

@@ -71,7 +71,7 @@ def test_the_sanitizers_see(tmp_path: Path) -> None:
         with report.open("w") as file:
             os.dup2(file.fileno(), 2)
         layers: Any = layer_kernels("c")
-        layers._rotary(exact(2, 1, 16), exact(2, 1, 16), exact(1, 16), exact(1, 16), False, False)
+        layers._rotary(exact(1, 1, 2, 16), exact(1, 1, 2, 16), exact(1, 1, 16), exact(1, 1, 16), False, False)
         os._exit(0)
 
     process = multiprocessing.get_context("fork").Process(target=call)
@@ -129,29 +129,36 @@ BAD_GATES: dict[str, dict[str, Any]] = {
 
 
 def rotary_inputs(**given: Any) -> dict[str, Any]:
-    inputs = {"query": exact(5, 3, 12), "key": exact(5, 2, 12), "cos": exact(5, 12), "sin": exact(5, 12)}
+    inputs = {"query": exact(1, 3, 5, 12), "key": exact(1, 2, 5, 12), "cos": exact(1, 5, 12), "sin": exact(1, 5, 12)}
     return inputs | {"interleaved": False, "rounds": True} | given
 
 
+TENSORS = {name: value for name, value in rotary_inputs().items() if isinstance(value, torch.Tensor)}
 BAD_ROTARIES: dict[str, dict[str, Any]] = {
-    **{f"{tokens} angles": {"cos": exact(tokens, 12), "sin": exact(tokens, 12)} for tokens in (0, 1, 3, 4, 6)},
-    **{f"{width} wide": {"cos": exact(5, width), "sin": exact(5, width)} for width in (1, 3, 11, 13, 14, 24)},
-    "fewer sines": {"sin": exact(4, 12)},
-    "shorter sines": {"sin": exact(5, 10)},
-    "fewer keys": {"key": exact(4, 2, 12)},
-    "more keys": {"key": exact(6, 2, 12)},
-    "shorter keys": {"key": exact(5, 2, 10)},
-    "odd heads": {"query": exact(5, 3, 3), "key": exact(5, 2, 3), "cos": exact(5, 4), "sin": exact(5, 4)},
-    "no tokens of two": {"cos": exact(12), "sin": exact(12)},
-    "three dimensions": {"cos": exact(1, 5, 12), "sin": exact(1, 5, 12)},
-    "a batch": {"query": exact(1, 5, 3, 12)},
-    "every other": {"query": exact(5, 3, 24)[..., ::2]},
-    "strided angles": {"cos": exact(5, 24)[:, ::2]},
-    "expanded angles": {"cos": exact(1, 12).expand(5, 12), "sin": exact(1, 12).expand(5, 12)},
-    "half the bytes of angles": {"cos": exact(5, 12, dtype=BF16), "sin": exact(5, 12, dtype=BF16)},
-    "half the bytes of keys": {"key": exact(5, 2, 12, dtype=BF16)},
-    "half the bytes": {name: value.bfloat16() for name, value in list(rotary_inputs().items())[:4]},
-    "nowhere": {name: value.to("meta") for name, value in list(rotary_inputs().items())[:4]},
+    **{f"{tokens} angles": {"cos": exact(1, tokens, 12), "sin": exact(1, tokens, 12)} for tokens in (0, 1, 3, 4, 6)},
+    **{f"{width} wide": {"cos": exact(1, 5, width), "sin": exact(1, 5, width)} for width in (1, 3, 11, 13, 14, 24)},
+    "fewer sines": {"sin": exact(1, 4, 12)},
+    "shorter sines": {"sin": exact(1, 5, 10)},
+    "fewer keys": {"key": exact(1, 2, 4, 12)},
+    "more keys": {"key": exact(1, 2, 6, 12)},
+    "shorter keys": {"key": exact(1, 2, 5, 10)},
+    "odd heads": {
+        "query": exact(1, 3, 5, 3),
+        "key": exact(1, 2, 5, 3),
+        "cos": exact(1, 5, 4),
+        "sin": exact(1, 5, 4),
+    },
+    "two dimensions": {"cos": exact(5, 12), "sin": exact(5, 12)},
+    "four dimensions": {"cos": exact(1, 1, 5, 12), "sin": exact(1, 1, 5, 12)},
+    "a batch": {"query": exact(2, 3, 5, 12)},
+    "a batch of all": {name: value.expand(2, *value.shape[1:]).clone() for name, value in TENSORS.items()},
+    "every other": {"query": exact(1, 3, 5, 24)[..., ::2]},
+    "strided angles": {"cos": exact(1, 5, 24)[..., ::2]},
+    "expanded angles": {"cos": exact(1, 1, 12).expand(1, 5, 12), "sin": exact(1, 1, 12).expand(1, 5, 12)},
+    "half the bytes of angles": {"cos": exact(1, 5, 12, dtype=BF16), "sin": exact(1, 5, 12, dtype=BF16)},
+    "half the bytes of keys": {"key": exact(1, 2, 5, 12, dtype=BF16)},
+    "half the bytes": {name: value.bfloat16() for name, value in TENSORS.items()},
+    "nowhere": {name: value.to("meta") for name, value in TENSORS.items()},
 }
 BAD = [
     *(("rms_norm", name) for name in BAD_NORMS),

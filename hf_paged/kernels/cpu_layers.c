@@ -56,33 +56,41 @@ void hf_paged_gate(const struct gate *a) {
 }
 
 struct rotary {
-  const element *input;     /* [tokens, heads, dim], any strides of the first two */
-  const element *cos, *sin; /* [tokens, rotary_dim], contiguous */
-  element *output;          /* [tokens, heads, dim], contiguous */
-  int64_t tokens, heads, dim, rotary_dim, input_token, input_head, num_threads;
-  int64_t interleaved;      /* whether element 2i is rotated with 2i + 1, or i with i + rotary_dim / 2 */
-  int64_t rounds;           /* whether both products are rounded before they are added */
+  const element *query, *key; /* [tokens, heads, dim], any strides of the first two */
+  const element *cos, *sin;   /* [tokens, rotary_dim], contiguous */
+  element *to_query, *to_key; /* [tokens, heads, dim], contiguous */
+  int64_t tokens, query_heads, key_heads, dim, rotary_dim;
+  int64_t query_token, query_head, key_token, key_head, num_threads;
+  int64_t interleaved;        /* whether element 2i is rotated with 2i + 1, or i with i + rotary_dim / 2 */
+  int64_t rounds;             /* whether both products are rounded before they are added */
 };
 
 static inline float added(float x, float y, int64_t rounds) {
   return rounds ? to_float(from_float(x)) + to_float(from_float(y)) : x + y;
 }
 
-void hf_paged_rotary(const struct rotary *a) {
+/* One token's heads, `head` elements apart. */
+static inline void rotate(const struct rotary *a, const element *from, element *to, int64_t heads, int64_t head,
+                          const element *cos, const element *sin) {
   const int64_t half = a->rotary_dim / 2, step = a->interleaved ? 2 : 1, apart = a->interleaved ? 1 : half;
-#pragma omp parallel for num_threads(a->num_threads) if (a->tokens * a->heads * a->dim >= MIN_ELEMENTS)
-  for (int64_t token = 0; token < a->tokens; token++) {
-    const element *cos = a->cos + token * a->rotary_dim, *sin = a->sin + token * a->rotary_dim;
-    for (int64_t head = 0; head < a->heads; head++) {
-      const element *from = a->input + token * a->input_token + head * a->input_head;
-      element *to = a->output + (token * a->heads + head) * a->dim;
-      for (int64_t i = 0; i < half; i++) {
-        const int64_t first = i * step, second = first + apart;
-        const float x = to_float(from[first]), y = to_float(from[second]);
-        to[first] = from_float(added(x * to_float(cos[first]), -y * to_float(sin[first]), a->rounds));
-        to[second] = from_float(added(y * to_float(cos[second]), x * to_float(sin[second]), a->rounds));
-      }
-      for (int64_t i = a->rotary_dim; i < a->dim; i++) to[i] = from[i];
+  for (int64_t h = 0; h < heads; h++, from += head, to += a->dim) {
+    for (int64_t i = 0; i < half; i++) {
+      const int64_t first = i * step, second = first + apart;
+      const float x = to_float(from[first]), y = to_float(from[second]);
+      to[first] = from_float(added(x * to_float(cos[first]), -y * to_float(sin[first]), a->rounds));
+      to[second] = from_float(added(y * to_float(cos[second]), x * to_float(sin[second]), a->rounds));
     }
+    for (int64_t i = a->rotary_dim; i < a->dim; i++) to[i] = from[i];
+  }
+}
+
+void hf_paged_rotary(const struct rotary *a) {
+  const int64_t num_elements = a->tokens * (a->query_heads + a->key_heads) * a->dim;
+#pragma omp parallel for num_threads(a->num_threads) if (num_elements >= MIN_ELEMENTS)
+  for (int64_t t = 0; t < a->tokens; t++) {
+    const element *cos = a->cos + t * a->rotary_dim, *sin = a->sin + t * a->rotary_dim;
+    element *to_query = a->to_query + t * a->query_heads * a->dim, *to_key = a->to_key + t * a->key_heads * a->dim;
+    rotate(a, a->query + t * a->query_token, to_query, a->query_heads, a->query_head, cos, sin);
+    rotate(a, a->key + t * a->key_token, to_key, a->key_heads, a->key_head, cos, sin);
   }
 }

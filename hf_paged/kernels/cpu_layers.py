@@ -35,8 +35,9 @@ class _Gate(ctypes.Structure):
 
 class _Rotary(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("input", "cos", "sin", "output")),
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "dim", "rotary_dim", "input_token", "input_head")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "cos", "sin", "to_query", "to_key")),
+        *((name, ctypes.c_int64) for name in ("tokens", "query_heads", "key_heads", "dim", "rotary_dim")),
+        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
         *((name, ctypes.c_int64) for name in ("num_threads", "interleaved", "rounds")),
     ]
 
@@ -97,27 +98,39 @@ class CPULayers(LayerKernels):
     def _rotary(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool
     ) -> tuple[Tensor, Tensor]:
-        return self._rotate(query, cos, sin, interleaved, rounds), self._rotate(key, cos, sin, interleaved, rounds)
-
-    def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool) -> Tensor:
-        tokens, heads, dim = states.shape
-        output = torch.empty_like(states, memory_format=torch.contiguous_format)
+        _, query_heads, tokens, dim = query.shape
+        _, query_head, query_token, _ = query.stride()
+        key_heads, (_, key_head, key_token, _) = key.shape[1], key.stride()
+        to_query, to_key = _by_token(query), _by_token(key)
         arguments = _Rotary(
-            states.data_ptr(),
+            query.data_ptr(),
+            key.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            output.data_ptr(),
+            to_query.data_ptr(),
+            to_key.data_ptr(),
             tokens,
-            heads,
+            query_heads,
+            key_heads,
             dim,
-            cos.shape[1],
-            *states.stride()[:2],
+            cos.shape[2],
+            query_token,
+            query_head,
+            key_token,
+            key_head,
             torch.get_num_threads(),
             interleaved,
             rounds,
         )
         self._rotary_function(ctypes.addressof(arguments))
-        return output
+        return to_query, to_key
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """Room for others of its shape `[1, heads, tokens, dim]`, whose heads follow each other token by token."""
+    _, heads, tokens, dim = states.shape
+    size = (1, heads, tokens, dim)
+    return torch.empty_strided(size, (heads * tokens * dim, dim, heads * dim, 1), dtype=states.dtype, device="cpu")
 
 
 @lru_cache

@@ -79,33 +79,34 @@ class LayerKernels(ABC):
         """Rotates pairs of the first `rotary_dim` elements of each head: `x * cos - y * sin`, `y * cos + x * sin`.
 
         Args:
-            query: `[tokens, heads, dim]`, the last dimension contiguous.
+            query: `[1, heads, tokens, dim]`, the last dimension contiguous.
             key: Like `query`, of any number of heads.
-            cos: `[tokens, rotary_dim]`, contiguous; an even number, at most `dim`.
+            cos: `[1, tokens, rotary_dim]`, contiguous; an even number, at most `dim`.
             sin: Like `cos`.
             interleaved: Whether pairs are neighbours, or half a `rotary_dim` apart.
             rounds: Whether both products are rounded to the dtype before they are added.
 
         Returns:
-            Rotated query and key, contiguous.
+            Rotated query and key, as if transposed from a contiguous `[1, tokens, heads, dim]`.
 
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
         if not (
-            query.ndim == key.ndim == 3
-            and cos.ndim == 2
-            and cos.shape == sin.shape
-            and cos.shape[0] == query.shape[0] == key.shape[0]
-            and (dim := query.shape[2]) == key.shape[2]
-            and (rotary_dim := cos.shape[1]) <= dim
-            and rotary_dim % 2 == 0
-            and query.stride(2) == key.stride(2) == 1
+            query.ndim == key.ndim == 4
+            and cos.ndim == 3
+            and (shape := cos.shape) == sin.shape
+            and query.shape[0] == key.shape[0] == shape[0] == 1
+            and query.shape[2] == key.shape[2] == shape[1]
+            and (dim := query.shape[3]) == key.shape[3]
+            and shape[2] <= dim
+            and shape[2] % 2 == 0
+            and query.stride(3) == key.stride(3) == 1
             and cos.is_contiguous()
             and sin.is_contiguous()
             and self._are_here(query, key, cos, sin)
         ):
-            expected = "twice [tokens, heads, dim], twice [tokens, an even number up to dim], rows contiguous"
+            expected = "twice [1, heads, tokens, dim], twice [1, tokens, an even number up to dim], rows contiguous"
             raise InputError("rotary", expected, query=query, key=key, cos=cos, sin=sin)
         return self._rotary(query, key, cos, sin, interleaved, rounds)
 

@@ -210,11 +210,15 @@ class TritonLayers(LayerKernels):
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rounds: bool
     ) -> tuple[Tensor, Tensor]:
         """One program for some heads of a token."""
-        outputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
-        tokens, query_heads, dim = query.shape
+        _, query_heads, tokens, dim = query.shape
         key_heads, rotary_dim = key.shape[1], cos.shape[-1]
+        outputs = [
+            torch.empty((1, tokens, heads, dim), dtype=query.dtype, device=query.device)
+            for heads in (query_heads, key_heads)
+        ]
+        rotated = outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
         if not tokens:
-            return outputs[0], outputs[1]
+            return rotated
         half = next_power_of_two(max(1, rotary_dim // 2))
         heads = max(1, min(next_power_of_two(max(query_heads, key_heads)), 1024 // half))
         with _on(query):
@@ -224,8 +228,10 @@ class TritonLayers(LayerKernels):
                 cos,
                 sin,
                 *outputs,
-                *query.stride()[:2],
-                *key.stride()[:2],
+                query.stride(2),
+                query.stride(1),
+                key.stride(2),
+                key.stride(1),
                 QUERY_HEADS=query_heads,
                 KEY_HEADS=key_heads,
                 ROTARY=rotary_dim,
@@ -236,7 +242,7 @@ class TritonLayers(LayerKernels):
                 ROUNDS=rounds,
                 num_warps=4,
             )
-        return outputs[0], outputs[1]
+        return rotated
 
 
 def _on(tensor: Tensor) -> torch.cuda.device:

@@ -82,9 +82,9 @@ def _run_step(
     if not isinstance(layer, int):
         raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
     # [1, heads, T, head_dim] to [T, heads, head_dim]
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    step.write(key, value, layer)
-    return step.attend(query, layer, scale, sliding_window, softcap, sinks)[None]
+    step.write(key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1), layer)
+    query = query.squeeze(0).transpose(0, 1)
+    return step.attend(query, layer, scale, sliding_window, softcap, sinks).unsqueeze(0)
 
 
 # What compiles a layer compiles what lies before and behind its attention: launchers are Python on the host.

@@ -172,7 +172,8 @@ class PagedGenerationMixin:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         devices = {torch.device("cpu"), self.device}
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
-        with steps_stream(self.device), entering:
+        # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
+        with deferred_interrupt(), steps_stream(self.device), entering, allowed_interrupt():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin._sample)

@@ -17,39 +17,59 @@ from typing import Any
 SLICE = 0.05  # seconds that a wait goes on at most after a Ctrl-C
 
 
-class _Recorder:
-    """In the place of the process's handler for SIGINT: notes what comes.
+# Without the enums that Python's own wrappers look every handler up in, an exception each.
+_set_handler: Any = getattr(signal.signal, "__wrapped__", signal.signal)
+_get_handler: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+
+
+class _Gate:
+    """In the place of the process's handler for SIGINT: holds back what comes, or hands it on at once.
 
     Attributes:
-        handler: That handler.
-        received: What it is yet to be called with.
+        is_there: Whether it is in that place; the outermost block puts it there, for that is a system call.
+        is_closed: Whether it holds back.
+        received: What the handler is yet to be called with.
     """
 
     def __init__(self) -> None:
-        self.handler: Any = None
+        self.is_there = self.is_closed = False
         self.received: list[tuple[Any, ...]] = []
+        self._handler: Any = None
 
     def __call__(self, *args: Any) -> None:
-        self.received.append(args)
+        if self.is_closed:
+            self.received.append(args)
+        else:
+            self._handler(*args)
 
-    def install(self, handler: Any) -> None:
+    def install(self) -> bool:
+        """Returns whether there was a handler of Python's to stand in for."""
+        handler = _get_handler(signal.SIGINT)
+        if not callable(handler) or handler is self:
+            return False
         self.received.clear()  # should there be any left, it was delivered by another that came with it
-        self.handler = handler
-        signal.signal(signal.SIGINT, self)
+        self._handler, self.is_closed = handler, True
+        _set_handler(signal.SIGINT, self)
+        self.is_there = True
+        return True
 
     def remove(self) -> None:
-        current: Any = signal.getsignal(signal.SIGINT)
-        if current is self:  # else a caller's code has set another
-            signal.signal(signal.SIGINT, self.handler)
+        self.is_there = False
+        if _get_handler(signal.SIGINT) is self:  # else a caller's code has set another
+            _set_handler(signal.SIGINT, self._handler)
+        self.open()
+
+    def open(self) -> None:
+        self.is_closed = False
         self.deliver()
 
     def deliver(self) -> None:
         while self.received:
-            self.handler(*self.received.pop())
+            self._handler(*self.received.pop())
 
 
 # The process has one handler for SIGINT, and so one that stands in for it.
-_RECORDER = _Recorder()
+_GATE = _Gate()
 
 
 def _is_main() -> bool:
@@ -57,21 +77,27 @@ def _is_main() -> bool:
 
 
 def _is_deferred() -> bool:
-    return _is_main() and signal.getsignal(signal.SIGINT) is _RECORDER
+    return _GATE.is_there and _GATE.is_closed and _is_main()
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
     """Holds SIGINT back until the block ends, or lets go of it. Re-entrant. Also a decorator of functions."""
-    handler = signal.getsignal(signal.SIGINT) if _is_main() else None
-    if handler is _RECORDER or not callable(handler):
+    if not _is_main() or (_GATE.is_there and _GATE.is_closed):
         yield
-        return
-    _RECORDER.install(handler)
-    try:
+    elif _GATE.is_there:
+        _GATE.is_closed = True
+        try:
+            yield
+        finally:
+            _GATE.open()
+    elif _GATE.install():
+        try:
+            yield
+        finally:
+            _GATE.remove()
+    else:
         yield
-    finally:
-        _RECORDER.remove()
 
 
 @contextmanager
@@ -81,18 +107,16 @@ def allowed_interrupt() -> Iterator[None]:
         yield
         return
     try:
-        _RECORDER.remove()
+        _GATE.open()
         yield
     finally:
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and handler is not _RECORDER:
-            _RECORDER.install(handler)
+        _GATE.is_closed = True
 
 
 def check_interrupt() -> None:
     """Within a `deferred_interrupt`: lets a SIGINT go that was held back, here."""
-    if _RECORDER.received and _is_main():
-        _RECORDER.deliver()
+    if _GATE.received and _is_main():
+        _GATE.deliver()
 
 
 def wait_interruptibly(wait: Callable[[float | None], bool], timeout: float | None = None) -> bool:

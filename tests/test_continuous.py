@@ -28,6 +28,7 @@ from test_generate_modes import BEAMS, MODES, NEW, SAMPLE, Mode, NextToken, assi
 from torch import Tensor
 from transformers import LogitsProcessor, TextIteratorStreamer
 
+import hf_paged
 from hf_paged import PagedCache
 from hf_paged.draws import DRAWS
 
@@ -730,6 +731,43 @@ def test_more_samples_than_the_pool_holds(
     assert recomputed <= max_recomputed, recomputed
     assert pair.delta["num_steps"] <= max_steps, pair.delta["num_steps"]
     assert pair.delta["num_preemptions"] <= 1.2 * samples, pair.delta["num_preemptions"]
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("name", ["falcon_alibi", "bloom", "gptj", "mpt"])
+def test_padded_batches_wait_for_each_other(make_pair: MakePair, name: str, preemption: str) -> None:
+    """Would break: calls whose rows can't be computed again, each of which fits, and that raise when they meet."""
+    pair = make_pair(name, num_blocks=30, preemption=preemption)
+    given: list[dict[str, Any]] = [
+        ragged_batch((20, 11, 9, 7), seed=0),
+        ragged_batch((20, 11, 9, 7), seed=1) | {"prefill_chunk_size": 8},
+        ragged_batch((9, 4), seed=2) | {"num_beams": 3, "prefill_chunk_size": 4},
+        ragged_batch((20, 5), seed=3),
+    ]
+    given = [each | {"max_new_tokens": 8, "eos_token_id": None} for each in given]
+    results: dict[int, Any] = {}
+
+    class Nested(LogitsProcessor):
+        """A call inside of one that has the pool to itself."""
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if input_ids.shape[1] == 22:
+                results[-1] = pair.paged.generate(random_ids(1, 5), max_new_tokens=2, eos_token_id=None)
+            return scores
+
+    def call(index: int) -> None:
+        more = {"logits_processor": [Nested()]} if index == 3 else {}
+        results[index] = pair.paged.generate(**given[index], **more)
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    for index, each in enumerate(given):
+        assert torch.equal(results[index], pair.stock.generate(**each)), index
+    assert results[-1].shape == (1, 7)
+    with pytest.raises(hf_paged.OutOfBlocksError, match=r"blocks are needed at once, the pool has 30"):
+        pair.paged.generate(**ragged_batch((20, 11, 9, 7, 6)), max_new_tokens=8, eos_token_id=None)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -30,7 +30,7 @@ from hf_paged.flat_forward import FlatForward, flat_padding
 from hf_paged.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.forward_item import ForwardItem
 from hf_paged.fused_layers import FusedLayers
-from hf_paged.interrupts import deferred_interrupt, wait_interruptibly
+from hf_paged.interrupts import check_interrupt, deferred_interrupt, wait_interruptibly
 from hf_paged.kernels import reference
 from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KV_DTYPES, KVPool
@@ -46,7 +46,7 @@ from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
 from hf_paged.stop_strings import StopStringTables
 from hf_paged.submission import Capture, Submissions
-from hf_paged.worker import CACHE_SALT, CallCancelledError, Caller, StepWorker
+from hf_paged.worker import CACHE_SALT, REST_SECONDS, ROOM_SECONDS, CallCancelledError, Caller, StepWorker
 
 logger = logging.get_logger(__name__)
 
@@ -96,6 +96,7 @@ class Engine:
         self._worker = StepWorker(self._pool, self._executor, self._collect_abandoned)
         self._submissions = Submissions(self)
         self.stop_strings = StopStringTables()
+        self._reserved: dict[Caller, int] = {}  # blocks, in order of arrival; under the pool's lock
         self._num_generated_tokens = 0
         self._runs: set[SampleRun] = set()
         _ENGINES.add(self)
@@ -412,6 +413,9 @@ class Engine:
             try:
                 copies = manager.append(requests)
             except OutOfBlocksError as error:
+                blocks = {block for sequence in sequences for block in manager.block_table(sequence.seq_id)}
+                if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
+                    error.needed += len(blocks)
                 raise self._pool.out_of_blocks(error) from None
             new_blocks = [
                 block
@@ -711,8 +715,14 @@ class Engine:
     # Calls
 
     @contextmanager
-    def calling(self, cache: PagedCache) -> Iterator[None]:
-        """The length of one of transformers' decoding loops over a cache, on the caller's thread."""
+    def calling(self, cache: PagedCache, num_blocks: int = 0) -> Iterator[None]:
+        """The length of one of transformers' decoding loops over a cache, on the caller's thread.
+
+        Args:
+            cache: The cache.
+            num_blocks: What its rows need in the pool beside each other and can't give back before the end. The loop
+                begins when earlier ones leave so many.
+        """
         caller = self._submissions.current_caller
         if caller is None:
             self._wait_for_room()  # a request has waited already, and others wait for its thread
@@ -724,7 +734,7 @@ class Engine:
         for sequence in kept:
             sequence.num_prompt_tokens, sequence.group.request_id = 0, caller.request_id
         try:
-            with self._worker.calling(caller):
+            with self._reserving(caller, num_blocks), self._worker.calling(caller):
                 yield
         finally:
             cache.caller, caller.cache = outer, None
@@ -733,6 +743,43 @@ class Engine:
                 self.hold(kept, is_idle=True)
                 for sequence in kept:
                     sequence.group.request_id = None
+
+    @contextmanager
+    def _reserving(self, caller: Caller, num_blocks: int) -> Iterator[None]:
+        """Waits until so many blocks (at most the whole pool) fit beside those reserved before, and reserves them.
+
+        Not inside a step or another such call of this thread, and no longer than some seconds without any step: others
+        may be waiting for this one.
+        """
+        condition, own = self._worker.condition, threading.get_ident()
+        if not num_blocks or self._worker.is_mine or any(other.thread_id == own for other in list(self._reserved)):
+            yield
+            return
+        try:
+            with condition:
+                self._reserved[caller] = min(num_blocks, self.manager.pool.num_blocks)
+                num_steps, since = self._executor.num_steps, time.monotonic()
+                while not self._is_served(caller) and time.monotonic() - since < ROOM_SECONDS:
+                    check_interrupt()
+                    if caller.is_cancelled:
+                        raise CallCancelledError
+                    condition.wait(REST_SECONDS)
+                    if self._executor.num_steps != num_steps or self.is_paused:
+                        num_steps, since = self._executor.num_steps, time.monotonic()
+            yield
+        finally:
+            with condition:
+                self._reserved.pop(caller, None)
+                condition.notify_all()
+
+    def _is_served(self, caller: Caller) -> bool:
+        """Whether what it has reserved fits beside what was reserved before it."""
+        total = 0
+        for other, num_blocks in self._reserved.items():
+            total += num_blocks
+            if other is caller:
+                break
+        return total <= self.manager.pool.num_blocks
 
     @deferred_interrupt()
     def run(
@@ -877,6 +924,7 @@ class Engine:
         """In a forked child: what ran in the parent has no threads here, and fails."""
         self.stop_strings = StopStringTables()
         self._submissions.reset_after_fork()
+        self._reserved.clear()
         self._worker.reset_after_fork()
 
 

@@ -526,14 +526,18 @@ def _run_loop(
         _fall_back(engine.config, "synced_gpus=True")
         cache = kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
     states = DRAWS.entry
+    num_blocks = 0
     if isinstance(cache, PagedCache):
-        _check_prompt(engine, cache, input_ids, generation_config, kwargs, spare_tokens)
+        longest = _check_prompt(engine, cache, input_ids, generation_config, kwargs, spare_tokens)
+        per_step = generation_config.output_hidden_states and generation_config.return_dict_in_generate
+        if not engine.runs_flat() or cache.is_opaque or per_step:
+            num_blocks = input_ids.shape[0] * -(-longest // engine.config.block_size)
 
     def run(**more: Any) -> Any:
         arguments = (input_ids, processors, criteria, generation_config)
         if not isinstance(cache, PagedCache):
             return loop(*arguments, **kwargs, **more)
-        with deferred_interrupt(), engine.calling(cache):
+        with deferred_interrupt(), engine.calling(cache, num_blocks):
             # The blocks go back while the call still counts as one that will return some: who waits for room would
             # otherwise find, for a moment, no room and nobody to wait for.
             try:
@@ -588,8 +592,12 @@ def _check_prompt(
     generation_config: GenerationConfig,
     kwargs: dict[str, Any],
     spare_tokens: int,
-) -> None:
-    """Refuses an empty prompt, and one that could outgrow the whole pool, before anything is allocated."""
+) -> int:
+    """Refuses an empty prompt, and one that could outgrow the whole pool, before anything is allocated.
+
+    Returns:
+        Tokens of a row at its longest, padding included.
+    """
     embeds: Tensor | None = kwargs.get("inputs_embeds")
     prompt = input_ids.shape[1] + (embeds.shape[1] if embeds is not None and input_ids.shape[1] == 0 else 0)
     if prompt == 0:
@@ -601,8 +609,9 @@ def _check_prompt(
     if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.runs_flat() and not cache.is_opaque:
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
-    stored = longest + max(new_tokens - 1, 0) + spare_tokens  # the last token's keys are never needed
-    engine.check_fits(stored, longest, new_tokens)
+    growth = max(new_tokens - 1, 0) + spare_tokens  # the last token's keys are never needed
+    engine.check_fits(longest + growth, longest, new_tokens)
+    return prompt + growth
 
 
 def _num_generated(sequences: Tensor, input_ids: Tensor, generation_config: GenerationConfig) -> int:

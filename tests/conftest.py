@@ -6,6 +6,9 @@ import copy
 import gc
 import logging
 import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +41,8 @@ torch.set_num_threads(1)
 
 Make = Callable[[Any], dict[str, Any]]
 
+PATIENCE = 20.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "core: the quick essential part, run on every supported transformers")
@@ -47,6 +52,29 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     # What the imports left (transformers: a million objects) never dies; unfrozen, every gc.collect() walks over it.
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        own = next(item.iter_markers("timeout"), None)
+        if own is None and any(item.get_closest_marker(name) for name in ("slow", "gpu", "browser")):
+            item.add_marker(pytest.mark.timeout(600))
+
+
+def join(*threads: threading.Thread, seconds: float = PATIENCE) -> None:
+    """Waits for threads, which have to end. They should be daemons: others would keep the suite from ending."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), f"{thread.name} hangs"
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises `KeyboardInterrupt`, as in a terminal: in the background of a shell it is ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, assert_same_cache, logged_messages, new_cache
+from conftest import Pair, assert_same_cache, join, logged_messages, new_cache
 from models import build, name_of, ragged_batch, random_ids
 from torch import Tensor
 from transformers import (
@@ -445,11 +445,10 @@ def test_exception_in_one_thread_is_its_own(pair: Pair) -> None:
             results.append(error)
 
     calls = [USER_CODE["processor"](Boom, 4) if number % 2 else {} for number in range(6)]
-    threads = [threading.Thread(target=work, args=(arguments,)) for arguments in calls]
+    threads = [threading.Thread(target=work, args=(arguments,), daemon=True) for arguments in calls]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     good = [result for result in results if isinstance(result, Tensor)]
     assert len(good) == 3 and all(torch.equal(result, expected) for result in good)
     assert sum(isinstance(result, Boom) for result in results) == 3

@@ -22,21 +22,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, assert_same, new_cache
+from conftest import PATIENCE, Pair, assert_same, join, new_cache
 from models import VOCAB, build, name_of, ragged_batch, random_ids, tiny_tokenizer
 from test_generate_modes import BEAMS, MODES, NEW, SAMPLE, Mode, NextToken, assistant
 from torch import Tensor
 from transformers import LogitsProcessor, TextIteratorStreamer
 
+import hf_paged
 from hf_paged import PagedCache
 from hf_paged.draws import DRAWS
 
 MakePair = Callable[..., Pair]
 
 CPU = torch.device("cpu")
-PATIENCE = 60.0  # seconds after which a call that doesn't come back is taken for hung
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(60)
 
 
 # Users, alone or many at once
@@ -222,10 +222,10 @@ def streaming(user: User) -> tuple[list[str], Any]:
             streamer.end()  # who reads it waits no longer
             raise
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     words = list(streamer)
-    thread.join(PATIENCE)
+    join(thread)
     return "".join(words), result
 
 
@@ -428,15 +428,14 @@ def test_a_slow_user_never_stalls_the_others(make_pair: MakePair) -> None:
         return scores
 
     prompt = {"input_ids": random_ids(1, 9), "max_new_tokens": 4, "eos_token_id": None}
-    slow = threading.Thread(target=pair.paged.generate, kwargs={"logits_processor": [stall]} | prompt)
+    slow = threading.Thread(target=pair.paged.generate, kwargs={"logits_processor": [stall]} | prompt, daemon=True)
     slow.start()
     try:
         assert entered.wait(PATIENCE)
         together(pair, ["greedy", "user_processor", "beams", "prompt_lookup", "requests"])
     finally:
         may_go_on.set()
-        slow.join(PATIENCE)
-    assert not slow.is_alive()
+        join(slow)
 
 
 # Neighbours that leave
@@ -637,11 +636,11 @@ def test_a_group_shares_its_blocks_as_before_when_it_comes_back(
             request = pair.engine.submit(**older)
             generate = functools.partial(entrance.enter, 1, pair.paged.generate, **prompt, **arguments)
             results: list[Tensor] = []
-            thread = threading.Thread(target=lambda: results.append(generate(logits_processor=[watch])))
+            thread = threading.Thread(target=lambda: results.append(generate(logits_processor=[watch])), daemon=True)
             thread.start()
             while pair.engine.num_waiting < 2:
                 time.sleep(0.001)
-        thread.join(PATIENCE)
+        join(thread)
         return request.result(PATIENCE).token_ids, results[0]
 
     with counted(pair) as delta:
@@ -687,7 +686,7 @@ def test_groups_go_and_come_as_a_whole(make_pair: MakePair, pool: str) -> None:
             except AssertionError as error:
                 errors.append(error)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         together(
@@ -695,7 +694,7 @@ def test_groups_go_and_come_as_a_whole(make_pair: MakePair, pool: str) -> None:
         )
     finally:
         is_over.set()
-        watcher.join()
+        join(watcher)
     assert not errors, errors[0]
     assert seen >= {"running", "swapped" if "swap" in POOLS[pool][0]["preemption"] else "waiting"}
 
@@ -734,6 +733,43 @@ def test_more_samples_than_the_pool_holds(
     assert pair.delta["num_preemptions"] <= 1.2 * samples, pair.delta["num_preemptions"]
 
 
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("name", ["falcon_alibi", "bloom", "gptj", "mpt"])
+def test_padded_batches_wait_for_each_other(make_pair: MakePair, name: str, preemption: str) -> None:
+    """Would break: calls whose rows can't be computed again, each of which fits, and that raise when they meet."""
+    pair = make_pair(name, num_blocks=30, preemption=preemption)
+    given: list[dict[str, Any]] = [
+        ragged_batch((20, 11, 9, 7), seed=0),
+        ragged_batch((20, 11, 9, 7), seed=1) | {"prefill_chunk_size": 8},
+        ragged_batch((9, 4), seed=2) | {"num_beams": 3, "prefill_chunk_size": 4},
+        ragged_batch((20, 5), seed=3),
+    ]
+    given = [each | {"max_new_tokens": 8, "eos_token_id": None} for each in given]
+    results: dict[int, Any] = {}
+
+    class Nested(LogitsProcessor):
+        """A call inside of one that has the pool to itself."""
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if input_ids.shape[1] == 22:
+                results[-1] = pair.paged.generate(random_ids(1, 5), max_new_tokens=2, eos_token_id=None)
+            return scores
+
+    def call(index: int) -> None:
+        more = {"logits_processor": [Nested()]} if index == 3 else {}
+        results[index] = pair.paged.generate(**given[index], **more)
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    for index, each in enumerate(given):
+        assert torch.equal(results[index], pair.stock.generate(**each)), index
+    assert results[-1].shape == (1, 7)
+    with pytest.raises(hf_paged.OutOfBlocksError, match=r"blocks are needed at once, the pool has 30"):
+        pair.paged.generate(**ragged_batch((20, 11, 9, 7, 6)), max_new_tokens=8, eos_token_id=None)
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_what_cannot_be_computed_again_fails_nobody_else(make_pair: MakePair, preemption: str) -> None:
     """Would break: a neighbour that finds no room beside a call whose blocks can't be taken, but will be free soon."""
@@ -768,12 +804,14 @@ def test_what_cannot_be_computed_again_goes_first_where_only_one_fits(make_pair:
     with counted(pair) as delta:
         with pair.engine._worker.exclusive():  # both begin together, and are in the pool when it is full
             older = pair.engine.submit(prompt, **length)
-            newer = threading.Thread(target=lambda: results.append(pair.paged.generate(**embeds, **length)))
+            newer = threading.Thread(
+                target=lambda: results.append(pair.paged.generate(**embeds, **length)), daemon=True
+            )
             results: list[Tensor] = []
             newer.start()
             while pair.engine.num_waiting < 2:
                 time.sleep(0.001)
-        newer.join(PATIENCE)
+        join(newer)
         assert older.result(PATIENCE).token_ids == pair.stock.generate(prompt, **length)[0, 10:].tolist()
     assert_same(pair.stock.generate(**embeds, **length), results[0])
     assert delta["num_preemptions"] == 1
@@ -795,13 +833,16 @@ def test_a_call_gives_its_blocks_back_before_it_counts_as_gone(
     monkeypatch.setattr(PagedCache, "reset", slow_reset)
     # User code keeps it a call of its own, whose prompt of embeddings can't be computed again.
     call = threading.Thread(
-        target=lambda: pair.paged.generate(inputs_embeds=given, logits_processor=[lambda ids, scores: scores], **length)
+        target=lambda: pair.paged.generate(
+            inputs_embeds=given, logits_processor=[lambda ids, scores: scores], **length
+        ),
+        daemon=True,
     )
     call.start()
     while pair.engine.stats().num_steps < 8:
         time.sleep(0.001)
     found = pair.engine.submit(prompt, **length).result(PATIENCE)
-    call.join(PATIENCE)
+    join(call)
     assert found.token_ids == pair.stock.generate(prompt, **length)[0, 10:].tolist()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import join
 from models import MODELS, build, random_ids
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -23,7 +24,7 @@ import hf_paged
 from hf_paged import PagedCache, cuda_graph
 from hf_paged.cuda_graph import DecodeInputs, capture_sizes
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(120)
 
 FLAT = [name for name in MODELS if hf_paged.is_supported(build(name)).traits.runs_flat]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
@@ -222,13 +223,12 @@ def test_threads(device: str, recorder: Recorder) -> None:
         ids = torch.tensor([prompts[index]], device=device)
         results[index] = model.generate(ids, **GREEDY)[0, len(prompts[index]) :].tolist()
 
-    threads = [threading.Thread(target=generate, args=(index,)) for index in range(6)]
+    threads = [threading.Thread(target=generate, args=(index,), daemon=True) for index in range(6)]
     for thread in threads:
         thread.start()
     for _ in range(5):
         model(random_ids(2, 5).to(device), labels=random_ids(2, 5).to(device)).loss.backward()
-    for thread in threads:
-        thread.join(60)
+    join(*threads)
     assert [results[index] for index in range(6)] == expected
 
 

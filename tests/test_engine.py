@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Pair
+from conftest import PATIENCE, Pair
 from models import EOS, VOCAB, build, name_of, random_ids, tiny_lm, tiny_tokenizer
 from test_generate_modes import NextToken, StopAll
 from torch import Tensor
@@ -28,11 +28,10 @@ from hf_paged.sample_run import SampleRun
 
 MakePair = Callable[..., Pair]
 
-PATIENCE = 30.0  # seconds after which a request that doesn't end is taken for hung
 SAMPLE = {"do_sample": True}
 ENDLESS = {"eos_token_id": None}
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(60)
 
 
 # Helpers, for the tests of faults as well
@@ -652,7 +651,8 @@ def test_a_full_queue(make_pair: MakePair) -> None:
     calls: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}]
     threads = [
         threading.Thread(
-            target=lambda more=more: results.append(pair.paged.generate(random_ids(1, 6), max_new_tokens=3, **more))
+            target=lambda more=more: results.append(pair.paged.generate(random_ids(1, 6), max_new_tokens=3, **more)),
+            daemon=True,
         )
         for more in calls
     ]
@@ -1006,7 +1006,7 @@ def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
         except RuntimeError as error:
             outcomes.append(error)
 
-    threads = [threading.Thread(target=work, args=(more,)) for more in calls]
+    threads = [threading.Thread(target=work, args=(more,), daemon=True) for more in calls]
     engine = pair.engine
     with Gate(2) as gate, brake.at(step=8) as reached:
         requests = [
@@ -1015,7 +1015,7 @@ def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
         for thread in threads:
             thread.start()
         reached()
-        unpatching = threading.Thread(target=hf_paged.unpatch, args=(pair.paged,))
+        unpatching = threading.Thread(target=hf_paged.unpatch, args=(pair.paged,), daemon=True)
         unpatching.start()
     unpatching.join(PATIENCE)
     assert not unpatching.is_alive()
@@ -1111,7 +1111,7 @@ def test_draws_of_threads(pair: Pair) -> None:
         result = pair.paged.generate(ids, max_new_tokens=15, streamer=Entered(), **SAMPLE, **ENDLESS)
         found[seed] = result[0, 7:].tolist()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:

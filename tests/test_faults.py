@@ -54,7 +54,7 @@ MakePair = Callable[..., Pair]
 
 MARKER = 96  # a token that only the victim's prompt has
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("ctrl_c")]
 
 
 def prompt(seed: int, length: int = 8, marker: bool = False) -> Tensor:
@@ -180,7 +180,7 @@ def test_a_reader_that_vanishes(make_pair: MakePair, arguments: dict[str, Any]) 
     for num_read in (0, 3):
         torch.manual_seed(0)
         streamer = TextIteratorStreamer(tiny_tokenizer(), timeout=PATIENCE)
-        thread = threading.Thread(target=work, args=(streamer,))
+        thread = threading.Thread(target=work, args=(streamer,), daemon=True)
         thread.start()
         for _ in range(num_read):
             next(streamer)
@@ -199,13 +199,14 @@ def interrupted(call: Callable[[], Any], delay: float) -> bool:
     """Calls, with a Ctrl-C after `delay` seconds; whether that came before the call's end."""
     is_over = False
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
     # hypothesis' own: Python drops what a signal raises in one of them.
     callbacks, gc.callbacks[:] = gc.callbacks[:], []
     try:
         timer.start()
         call()
         is_over = True
-        timer.join()
+        timer.join(PATIENCE)
         time.sleep(1.0)
         pytest.fail("the signal was lost")
     except KeyboardInterrupt:
@@ -223,7 +224,7 @@ WAITS: dict[str, Callable[[Pair, dict[str, Any]], Any]] = {
     "beams": lambda pair, given: pair.paged.generate(**ragged_batch(), **given, num_beams=3),
     "streamed": lambda pair, given: pair.paged.generate(prompt(5), **given, streamer=Recorder()),
     "processor": lambda pair, given: pair.paged.generate(prompt(5), **given, logits_processor=[NextToken()]),
-    "result": lambda pair, given: pair.engine.submit(prompt(5), **given).result(),
+    "result": lambda pair, given: pair.engine.submit(prompt(5), **given).result(PATIENCE),
     "iteration": lambda pair, given: list(pair.engine.submit(prompt(5), **given)),
     "many": lambda pair, given: many(pair),
 }
@@ -262,7 +263,7 @@ def test_ctrl_c_while_the_worker_is_busy(pair: Pair) -> None:
             time.sleep(0.2)
             brake.release()
 
-        thread = threading.Thread(target=interrupt)
+        thread = threading.Thread(target=interrupt, daemon=True)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             pair.paged.generate(prompt(5), max_new_tokens=50, **ENDLESS)
@@ -558,7 +559,8 @@ def test_a_slow_hook_stalls_nobody(pair: Pair) -> None:
     thread = threading.Thread(
         target=lambda: results.append(
             pair.paged.generate(prompt(5), max_new_tokens=16, **ENDLESS, logits_processor=[slow])
-        )
+        ),
+        daemon=True,
     )
     thread.start()
     eventually(lambda: slow.num_calls > 0, "it never began")
@@ -1021,7 +1023,7 @@ def run_processes(processes: Iterable[Callable[[], None]]) -> None:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 process()
                 return  # to the end of the script, and of this interpreter
-            code = _wait_for(pid, 30)
+            code = _wait_for(pid, PATIENCE)
             file.seek(0)
             text = file.read().decode()
         results[process.__name__] = {"code": code, "seconds": time.monotonic() - started, "text": text}
@@ -1031,7 +1033,11 @@ def run_processes(processes: Iterable[Callable[[], None]]) -> None:
 def ends_of_processes(script: str) -> dict[str, Any]:
     """How those ended that a script runs by `run_processes`: exit code, seconds, and what was printed."""
     result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=240, cwd=os.path.dirname(script) + "/.."
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=8 * PATIENCE,
+        cwd=os.path.dirname(script) + "/..",
     )
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
@@ -1044,7 +1050,7 @@ def processes() -> dict[str, Any]:
     return ends_of_processes(__file__)
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(8 * PATIENCE + 10)
 @pytest.mark.parametrize("name", PROCESSES)
 def test_processes(processes: dict[str, Any], name: str) -> None:
     """Would break: an interpreter that never ends, that crashes at its end, or a fork that inherits a dead worker."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import join
 from kernel_cases import repaired_interpreter
 from models import MODELS, build, random_ids
 from torch import Tensor, nn
@@ -355,9 +356,9 @@ def test_other_threads_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Tensor] = []
     with torch.no_grad(), model.paged._fused.scope():
         results.append(norm(states))
-        thread = threading.Thread(target=lambda: results.append(norm(states)))
+        thread = threading.Thread(target=lambda: results.append(norm(states)), daemon=True)
         thread.start()
-        thread.join()
+        join(thread)
     assert used == [threading.get_ident()]
     torch.testing.assert_close(*(result.detach() for result in results))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Make, Pair, assert_same, logged_messages
+from conftest import PATIENCE, Make, Pair, assert_same, join, logged_messages
 from models import (
     EOS,
     PAD,
@@ -732,13 +732,13 @@ def test_text_iterator_streamer_in_a_thread(text_pair: Pair) -> None:
     """Would break: the usual way to stream to a web client."""
 
     def call(model: Any) -> list[str]:
-        streamer = TextIteratorStreamer(tiny_tokenizer(), skip_prompt=True, timeout=60)
+        streamer = TextIteratorStreamer(tiny_tokenizer(), skip_prompt=True, timeout=PATIENCE)
         thread = threading.Thread(
-            target=model.generate, kwargs=tokenized(1) | {"max_new_tokens": 12, "streamer": streamer}
+            target=model.generate, kwargs=tokenized(1) | {"max_new_tokens": 12, "streamer": streamer}, daemon=True
         )
         thread.start()
         words = list(streamer)
-        thread.join()
+        join(thread)
         return words
 
     _, words = text_pair.both(call)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import join
 from models import build, random_ids
 
 import hf_paged
@@ -121,11 +122,10 @@ def test_threads_share_steps() -> None:
     def generate(number: int, prompt: torch.Tensor) -> None:
         results[number] = paged.generate(prompt, max_new_tokens=16, **arguments[number % 3]).cpu()
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(8)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     for number in range(8):
         assert torch.equal(
             results[number].cuda(), stock.generate(ids[number], max_new_tokens=16, **arguments[number % 3])

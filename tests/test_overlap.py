@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import PATIENCE, join
 from models import EOS, MODELS, VOCAB, build, random_ids
 from torch import Tensor
 from transformers import (
@@ -33,9 +34,8 @@ from hf_paged.executor import StepExecutor
 from hf_paged.kv_pool import KVPool
 from hf_paged.sampler import ChosenTokens
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(60)
 
-PATIENCE = 60
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SAMPLING = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
 ENDS = {"eos_token_id": [EOS, *range(40, 80)], "pad_token_id": 0}  # rows end all the time
@@ -314,11 +314,10 @@ def test_beside_callers_loops() -> None:
         result = model.generate(random_ids(2, 6, seed=len(name)), **own[name]())
         found[name] = result.sequences if name == "scores" else result
 
-    threads = [threading.Thread(target=call, args=(name,)) for name in own]
+    threads = [threading.Thread(target=call, args=(name,), daemon=True) for name in own]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     for name, make in own.items():
         expected = stock.generate(random_ids(2, 6, seed=len(name)), **make())
         assert torch.equal(found[name], expected.sequences if name == "scores" else expected), name

@@ -25,7 +25,7 @@ from hf_paged.event_log import NUM_CHUNKS, NUM_EVENTS, EventLog, as_dicts
 
 MakePair = Callable[..., Pair]
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(60)
 
 COMMON = {"id", "time", "step", "kind"}
 FIELDS = {
@@ -243,14 +243,14 @@ def test_events_add_up_while_everybody_runs(make_pair: MakePair, preemption: str
         except BaseException as error:
             errors.append(error)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         for _ in range(3):
             requests = [pair.engine.submit(PROMPTS[n], **ENDLESS, **mode) for n, mode in BUSY]
             requests[4].cancel()
             threads = [
-                threading.Thread(target=pair.paged.generate, args=(PROMPTS[n],), kwargs=ENDLESS | mode)
+                threading.Thread(target=pair.paged.generate, args=(PROMPTS[n],), kwargs=ENDLESS | mode, daemon=True)
                 for n, mode in BUSY[:3]
             ]
             for thread in threads:

@@ -12,13 +12,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
+from conftest import Pair, join
 from models import build, name_of, random_ids
 from test_engine import ENDLESS, PATIENCE, SAMPLE, Brake, Gate, eventually, settle, stock_rows
 from test_faults import _in_child, ends_of_processes, run_processes
@@ -36,7 +35,7 @@ BEAMS = {"num_beams": 3}
 OWN_CODE = {"logits_processor": [NextToken()]}  # the loop runs on a thread of its own
 MODES: list[dict[str, Any]] = [{}, SAMPLE, SAMPLE | {"num_return_sequences": 3}, BEAMS, OWN_CODE]
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("ctrl_c")]
 
 
 class Sleeper(LogitsProcessor):
@@ -366,8 +365,13 @@ def test_steps_from_many_threads_come_one_after_another(make_pair: MakePair, mod
     modes: list[dict[str, Any]] = [{}, OWN_CODE, BEAMS]
     given = {"max_new_tokens": 25} | ENDLESS
     requests = [pair.engine.submit(random_ids(1, 9), **given, **mode) for mode in modes]
-    with ThreadPoolExecutor(6) as threads:
-        events = [event for event in threads.map(lambda _: pair.engine.step(), range(18)) if event is not None]
+    found: list[Any] = []
+    work: Callable[[], None] = lambda: found.extend([pair.engine.step() for _ in range(3)])  # noqa: E731
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    events = [event for event in found if event is not None]
     steps = sorted(event["step"] for event in events)
     assert steps == list(range(1, 19)) and num_steps(pair) == 18 and is_still(pair)
     pair.engine.resume()
@@ -497,11 +501,13 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=200, **ENDLESS)
     with pair.engine._worker.exclusive():
-        thread = ThreadPoolExecutor(1)
-        outcome = thread.submit(pair.engine.step)
+        outcome: list[Any] = []
+        thread = threading.Thread(target=lambda: outcome.append(pair.engine.step()), daemon=True)
+        thread.start()
         eventually(lambda: not pair.engine._worker._pause.holds, "it doesn't ask for a step")
         pair.engine.resume()
-    event = outcome.result(PATIENCE)
+    join(thread)
+    event = outcome[0]
     assert event is not None and event["step"] < 10 and not request.is_done
     request.cancel()
     settle(pair)

@@ -193,6 +193,7 @@ class Engine:
     def freeze(self) -> None:
         """At the interpreter's end: no step runs any more."""
         self._worker.freeze()
+        self._submissions.freeze()
 
     @deferred_interrupt()
     def stats(self) -> EngineStats:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hf_paged.event_log import Event
-from hf_paged.interrupts import deferred_interrupt
 from hf_paged.kv_pool import KVPool
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,11 @@ class Pause:
         A pause ends with the main thread: else the interpreter would wait for ever for threads that wait for a step.
         """
         return self._is_on and threading.main_thread().is_alive()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether steps run as if there were no such thing."""
+        return not self._is_on and not self._tickets
 
     @property
     def holds(self) -> bool:
@@ -85,7 +89,7 @@ class Pause:
         log, ticket = self._pool.log, None
         before = log.last_step
         try:
-            with self._pool.lock, deferred_interrupt():
+            with self._pool.lock:
                 may_run = is_free or not self.holds
                 if may_run and not is_free and self._tickets:
                     ticket = self._tickets.popleft()

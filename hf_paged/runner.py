@@ -281,7 +281,7 @@ class ModelRunner:
         """
         if self._config.cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
             return None
-        if len(tokens.input_ids) != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
+        if tokens.input_ids.shape[0] != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
         num_moves = self._num_moves()
         if self._graphs is None or not self._graphs[1].is_of(kv_cache) or self._graphs[0] != num_moves:

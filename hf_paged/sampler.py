@@ -226,7 +226,7 @@ def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
 def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
     """`[rows]` of choices of one kind."""
     sources = [source for choice in choices for source in choice.sources]
-    if sources != list(range(len(logits))):
+    if sources != list(range(logits.shape[0])):
         logits = logits[to_device(sources, logits.device)]
     samplers = [choice.sampler for choice in choices]
     first = samplers[0]

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from hf_paged.errors import QueueFullError
 from hf_paged.interrupts import allowed_interrupt
 from hf_paged.request import Request, RequestOutput, RequestState
 from hf_paged.sample_run import SampleCall, SampleRun
-from hf_paged.worker import CACHE_SALT, CallCancelledError, Caller
+from hf_paged.worker import CACHE_SALT, EXIT_SECONDS, CallCancelledError, Caller
 
 if TYPE_CHECKING:
     from hf_paged.engine import Engine
@@ -125,6 +126,8 @@ class Submissions:
         self._active: dict[str, _Active] = {}  # by request id
         self._jobs: list[_LoopJob] = []  # a heap
         self._num_threads = 0
+        self._running: set[Caller] = set()  # whose loops run on those threads
+        self._is_frozen = False
         self._numbers = itertools.count()
         self._thread_state = _ThreadState()
 
@@ -317,11 +320,25 @@ class Submissions:
         _THREAD.owner = self
         while True:
             with self._lock:
-                if not self._jobs or self._num_threads > self._engine.config.max_num_seqs:
+                if not self._jobs or self._num_threads > self._engine.config.max_num_seqs or self._is_frozen:
                     self._num_threads -= 1
                     return
                 job = heapq.heappop(self._jobs)
-            self._run(job)
+                self._running.add(job.caller)
+            try:
+                self._run(job)
+            finally:
+                self._running.discard(job.caller)
+
+    def freeze(self) -> None:
+        """At the interpreter's end: loops come to a forward, where they wait for good, or to their own end.
+
+        Nothing that is queued begins. A thread that were in the midst of torch's code then would abort the process.
+        """
+        self._is_frozen = True
+        deadline = time.monotonic() + EXIT_SECONDS
+        while any(not caller.is_waiting for caller in list(self._running)) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _run(self, job: _LoopJob) -> None:
         state, capture = job.state, job.capture
@@ -407,6 +424,7 @@ class Submissions:
                 active.state.fail(error)
         self._jobs.clear()
         self._active.clear()
+        self._running.clear()
         self._num_threads = 0
 
 

@@ -17,7 +17,7 @@ from torch.overrides import _pop_mode_temporarily
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.event_log import as_dicts
 from hf_paged.executor import LogitsSink, StepExecutor
-from hf_paged.interrupts import check_interrupt, deferred_interrupt, wait_interruptibly
+from hf_paged.interrupts import check_interrupt, wait_interruptibly
 from hf_paged.kv_pool import KVPool
 from hf_paged.openmp import rest_threads
 from hf_paged.pause import Pause, Ticket
@@ -79,7 +79,8 @@ class StepWorker:
 
     Two locks. The pool's lock guards tables and queues, and is held for bookkeeping only. The step lock belongs to
     whoever runs steps: the worker's thread, a caller that leads, or one that needs the pool to itself (`exclusive`).
-    Who holds the pool's lock never waits for the step lock.
+    Who holds the pool's lock never waits for the step lock. On the main thread, callers hold Ctrl-C back
+    (`interrupts.py`).
 
     On a GPU a step is launched before the tokens of the one before are known here: the device has the next step's work
     while the host hands out tokens, ends rows and schedules. A row that ends has then run one step too many. Whoever
@@ -501,6 +502,9 @@ class StepWorker:
 
     def _advance_if_allowed(self) -> None:
         """Runs a step; while paused, only if somebody asks for one. What was ordered is done in any case."""
+        if self._pause.is_idle:
+            self._advance()
+            return
         with self._pool.lock:
             self._housekeep()
             was_paused = self.is_paused
@@ -558,26 +562,25 @@ class StepWorker:
 
         Where steps overlap, the tokens of this one are handed out by the next call.
         """
-        with deferred_interrupt():
-            overlaps = self._executor.overlaps
-            if forced or not overlaps:
-                self._settle()
-            with self._pool.lock:
-                self._housekeep()
-                has_work = self._pool.is_made and self._pool.scheduler.has_work
-                step = SchedulerOutput()
-                if has_work and (found := self._schedule(only=only, forced=forced, max_tokens=self._token_limit)):
-                    step = found
-                elif has_work:
-                    return True
-            if not step.chunks:
-                return self._settle()
-            try:
-                self._run(step, keeps_in_flight=overlaps)
-            except BaseException as error:  # a hook that calls sys.exit() ends its request, not everybody's worker
-                self._settle()
-                self._isolate(step, error)
-            return True
+        overlaps = self._executor.overlaps
+        if forced or not overlaps:
+            self._settle()
+        with self._pool.lock:
+            self._housekeep()
+            has_work = self._pool.is_made and self._pool.scheduler.has_work
+            step = SchedulerOutput()
+            if has_work and (found := self._schedule(only=only, forced=forced, max_tokens=self._token_limit)):
+                step = found
+            elif has_work:
+                return True
+        if not step.chunks:
+            return self._settle()
+        try:
+            self._run(step, keeps_in_flight=overlaps)
+        except BaseException as error:  # a hook that calls sys.exit() ends its request, not everybody's worker
+            self._settle()
+            self._isolate(step, error)
+        return True
 
     def _run(self, step: SchedulerOutput, keeps_in_flight: bool = False) -> None:
         """Launches a step, and hands out tokens: its own, or (`keeps_in_flight`) those of the one before."""
@@ -593,10 +596,9 @@ class StepWorker:
         """Hands out all tokens that are on their way; returns whether there were any. Nothing to do inside a step."""
         if self._running or not self._executor.num_in_flight:
             return False
-        with deferred_interrupt():
-            self._collect(0)
-            with self.condition:
-                self.condition.notify_all()
+        self._collect(0)
+        with self.condition:
+            self.condition.notify_all()
         return True
 
     def _collect(self, num_kept: int) -> None:

@@ -164,10 +164,10 @@ def launches(case: Case, target: str) -> list[Launch]:
             ids = on_meta(16, dtype=torch.int64)
             copy_blocks.copy_blocks(pool, ids, ids)
         elif case.kernel == "layers":
-            layers, heads = triton_layers.TritonLayers(), kv_heads * case.group
+            layers, heads = triton_layers.TritonLayers(dtype), kv_heads * case.group
             wide, one = on_meta(1, 64, heads * case.head_dim, dtype=dtype), on_meta(64, case.head_dim, dtype=dtype)
             for states in (wide, one):
-                layers.rms_norm(states, states[..., 0, :], 1e-5, 0.0, True)
+                layers.rms_norm(states, states.view(-1, states.shape[-1])[0], 1e-5, 0.0, True)
             layers.gate(wide, wide, 1.0, 0.0)
             query, key = (on_meta(1, count, 64, case.head_dim, dtype=dtype) for count in (heads, kv_heads))
             layers.rotary(query, key, one[None], one[None], False, True)

@@ -170,7 +170,7 @@ def tiny_model(seed: int) -> LlamaForCausalLM:
         for _, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(0.25 * noise) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
-    model.lm_head.register_forward_hook(_never_special)
+    model.lm_head.register_forward_hook(hf_paged.packed_hook(_never_special))
     return model
 
 
@@ -348,7 +348,7 @@ class Soak:
         self.model = hf_paged.patch(copy.deepcopy(self.stock), **settings)
         self.engine = self.model.paged
         self.faults = Faults(oom_rate, random.Random(f"faults {seed}"))
-        self.model.model.embed_tokens.register_forward_pre_hook(self.faults)
+        self.model.model.embed_tokens.register_forward_pre_hook(hf_paged.packed_hook(self.faults))
         self.version = 0  # of the weights; odd while they change
         self.weights = {0: self._weights()}
         self.weight_changes = weight_changes

@@ -957,7 +957,7 @@ def fork_in_the_midst_of_a_step() -> None:
             is_inside.set()
             may_go_on.wait(PATIENCE)
 
-    model.model.layers[1].register_forward_pre_hook(hold)
+    model.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(hold))
     request = model.paged.submit(prompt(1), max_new_tokens=1)
     assert is_inside.wait(PATIENCE)
 

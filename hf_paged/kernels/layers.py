@@ -17,6 +17,9 @@ class InputError(ValueError):
     def __init__(self, operation: str, expected: str, **given: Tensor) -> None:
         super().__init__(operation, expected, given)
 
+    def __reduce__(self) -> tuple[type[ValueError], tuple[str]]:  # to another process go the words, not the tensors
+        return ValueError, (str(self),)
+
     def __str__(self) -> str:  # put together when it is read: most are caught
         operation, expected, given = self.args
         tensors = (f"{name} {tuple(x.shape)} {x.dtype} {x.device} {x.stride()}" for name, x in given.items())

@@ -131,6 +131,10 @@ class StepExecutor:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
         return self._tables.setdefault(device, TokenTable(device))
 
+    def prepared(self) -> AbstractContextManager[None]:
+        """See `ModelRunner.prepared`."""
+        return self._runner.prepared()
+
     def launch(self, step: SchedulerOutput) -> None:
         """Queues a step. Takes it back if anything raises. The step lock is held."""
         pool = self._pool

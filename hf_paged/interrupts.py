@@ -7,6 +7,7 @@ to the main thread only: on others, and where SIGINT has no handler in Python, n
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -67,9 +68,17 @@ class _Gate:
         while self.received:
             self._handler(*self.received.pop())
 
+    def after_fork_in_child(self) -> None:
+        """The main thread is the one that forked; who put the gate up may not be there to take it away."""
+        if self.is_there:
+            self.received.clear()  # the parent's
+            self.remove()
+
 
 # The process has one handler for SIGINT, and so one that stands in for it.
 _GATE = _Gate()
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_GATE.after_fork_in_child)
 
 
 def _is_main() -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,7 @@ class ModelRunner:
         self._is_plain = is_plain
         self._num_moves = num_moves
         self._config = config
+        self._prepared_for: int | None = None  # the thread whose forwards find the model as they need it
         self._compiled: Callable[..., Any] | None = None
         self._graphs: tuple[int, DecodeGraphs] | None = None  # and where the weights were
         self.configs = attention_configs(model)
@@ -181,6 +183,28 @@ class ModelRunner:
         """Tokens of the longest sequence that the model is made for."""
         config = self.model.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Around steps of this thread with no other code between them: what each does to the model is done once."""
+        if self._config.compile_decode:  # whose steps want the layers as they are
+            yield
+            return
+        with self._scopes():
+            self._prepared_for = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._prepared_for = None
+
+    @contextmanager
+    def _scopes(self) -> Iterator[None]:
+        """What a forward of a step does to the model."""
+        if self._prepared_for == threading.get_ident():
+            yield
+            return
+        with paged_attention_scope(self.configs), self._layers():
+            yield
 
     @torch.no_grad()
     def run(
@@ -244,8 +268,8 @@ class ModelRunner:
             inputs["logits_to_keep"] = rows
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
-        forward, layers = self._compile() if is_compiled else (self._forward, self._layers())
-        with mode, paged_attention_scope(self.configs), layers:
+        forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
+        with mode, scopes:
             output = forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
@@ -262,8 +286,11 @@ class ModelRunner:
         """The forward, compiled in the pieces that attention leaves (the same few for all layers); where to call it."""
         if self._compiled is None:
             self._compiled = torch.compile(self._forward, dynamic=True)
+        scopes = ExitStack()
+        scopes.enter_context(paged_attention_scope(self.configs))
         # Else each layer's number would make it another program.
-        return self._compiled, torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+        scopes.enter_context(torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True))
+        return self._compiled, scopes
 
     def _replay(
         self, step: SchedulerOutput, manager: BlockManager, kv_cache: KVCache, tokens: TokenInputs

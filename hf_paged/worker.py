@@ -321,25 +321,29 @@ class StepWorker:
         self._settle()
         return True
 
-    def run_alone(self, done: threading.Event, between: Callable[[], bool] = bool) -> None:
+    def run_alone(self, done: threading.Event, between: Callable[[], bool] | None = None) -> None:
         """Runs steps as long as this thread leads, at most until `done` is set.
 
         Args:
             done: See `wait`.
-            between: Called after each step; whether to leave the steps to the worker's thread from here on.
+            between: A caller's code, called after each step; whether to leave the steps to the worker's thread from
+                here on.
         """
         own = threading.get_ident()
         if self._leader != own or self.is_mine:
             return
-        while self._leader == own and not done.is_set():
-            if self._num_exclusive or self._pause.is_on:
-                break
-            is_in_mode = torch.is_inference_mode_enabled() or torch._C._len_torch_function_stack()
-            with _without_modes() if is_in_mode else nullcontext():
-                self._turn()
-            check_interrupt()
-            if between():
-                break
+        with ExitStack() as around:
+            if between is None:  # no code of a caller's in between that could tell
+                around.enter_context(_without_modes())
+                around.enter_context(self._executor.prepared())
+            while self._leader == own and not done.is_set():
+                if self._num_exclusive or self._pause.is_on:
+                    break
+                with nullcontext() if between is None else _without_modes():
+                    self._turn()
+                check_interrupt()
+                if between is not None and between():
+                    break
         if done.is_set():
             with self._stepping():
                 pass  # a step that overlaps with the last one is over then, too

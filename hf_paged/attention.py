@@ -171,7 +171,7 @@ def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]
 
 def _restore(attributes: dict[str, Any]) -> None:
     name = attributes[_IMPLEMENTATION]
-    if isinstance(name, _PagedName):  # else somebody has set another one meanwhile
+    if isinstance(name, _PagedName):  # else a user has set another one meanwhile
         attributes[_IMPLEMENTATION] = name.base_name
 
 
@@ -183,7 +183,7 @@ def _after_fork_in_child() -> None:
     _SCOPE_LOCK.release()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nobody forks
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(
         before=_SCOPE_LOCK.acquire, after_in_parent=_SCOPE_LOCK.release, after_in_child=_after_fork_in_child
     )

@@ -964,7 +964,7 @@ def _at_exit() -> None:
         engine.freeze()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nobody forks
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 atexit.register(_at_exit)
 

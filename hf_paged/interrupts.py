@@ -77,7 +77,7 @@ class _Gate:
 
 # The process has one handler for SIGINT, and so one that stands in for it.
 _GATE = _Gate()
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_GATE.after_fork_in_child)
 
 

@@ -98,7 +98,7 @@ def _after_fork_in_child() -> None:
     _TAKEN.clear()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nobody forks
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 

@@ -127,7 +127,7 @@ class RequestState:
         self._listeners.remove(listener)
 
     def announce(self) -> None:
-        """Tells whoever waits to look. The condition is held."""
+        """Tells all listeners to look. The condition is held."""
         self.condition.notify_all()
         for listener in self._listeners.copy():
             listener()

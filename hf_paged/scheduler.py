@@ -640,7 +640,7 @@ class Scheduler:
 
         Those that have blocks of their own come before those that have none (any more). One that grows takes the room
         of the last one behind it, so that the first ones reach their end instead of all of them taking turns. One that
-        begins takes nobody's, unless nothing else runs, and leaves the others a block each to grow into.
+        begins takes no other's, unless nothing else runs, and leaves the others a block each to grow into.
         """
         if group.status is SequenceStatus.SWAPPED or not group.is_reproducible:
             return False
@@ -696,13 +696,13 @@ class Scheduler:
         return True
 
     def _drop_behind(self, step: _Step, sequence: Sequence, victims: list[Sequence], is_all: bool) -> bool:
-        """Drops the last of `victims` with blocks that nobody shares, if it comes behind `sequence`.
+        """Drops the last of `victims` with blocks that are not shared, if it comes behind `sequence`.
 
         Args:
             step: The step.
             sequence: Who needs room.
             victims: Its siblings, in order, itself among them; those that were looked at are taken out.
-            is_all: Whoever comes before it and whatever they share: nothing would run otherwise.
+            is_all: Any of them, before it or not, shared or not: nothing would run otherwise.
         """
         if sequence.group.num_pins:
             return False

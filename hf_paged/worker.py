@@ -78,7 +78,7 @@ class StepWorker:
     thread runs them, for everybody who waits.
 
     Two locks. The pool's lock guards tables and queues, and is held for bookkeeping only. The step lock belongs to
-    whoever runs steps: the worker's thread, a caller that leads, or one that needs the pool to itself (`exclusive`).
+    the thread that runs steps: the worker's, a leading caller's, or that of a caller that needs the pool to itself (`exclusive`).
     Who holds the pool's lock never waits for the step lock. On the main thread, callers hold Ctrl-C back
     (`interrupts.py`).
 
@@ -180,7 +180,7 @@ class StepWorker:
                 self.notify()
 
     def notify(self) -> None:
-        """Wakes who runs the steps, or starts the worker's thread if there is nobody. The pool's lock is held."""
+        """Wakes the thread that runs the steps, or starts the worker's if there is none. The pool's lock is held."""
         if self._leader == threading.get_ident():
             return
         self._leader = None  # no longer alone: it goes on as one of those who wait
@@ -502,7 +502,7 @@ class StepWorker:
                 self._advance_if_allowed()
             except BaseException as error:
                 with self._pool.lock:
-                    self.fail_all(error)  # whatever went wrong, nobody waits for ever
+                    self.fail_all(error)  # whatever went wrong, no request waits for ever
 
     def _advance_if_allowed(self) -> None:
         """Runs a step; while paused, only if somebody asks for one. What was ordered is done in any case."""

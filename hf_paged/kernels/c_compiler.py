@@ -125,7 +125,7 @@ def _digest(content: bytes) -> str:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether it is this user's, and nobody else may write to it: it is code."""
+    """Whether it is this user's, and no other may write to it: it is code."""
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

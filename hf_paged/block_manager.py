@@ -406,7 +406,7 @@ class BlockManager:
         return registered
 
     def withdraw(self, offers: Sequence[Offer]) -> None:
-        """Instead of `publish`: the blocks don't hold what they should. Nothing of a sequence that has them is ever cached.
+        """Instead of `publish`: the blocks don't hold what they should. A sequence that has them is never cached.
 
         O(tables), for what hardly ever happens.
         """

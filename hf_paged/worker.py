@@ -78,7 +78,7 @@ class StepWorker:
     thread runs them, for everybody who waits.
 
     Two locks. The pool's lock guards tables and queues, and is held for bookkeeping only. The step lock belongs to
-    the thread that runs steps: the worker's, a leading caller's, or that of a caller that needs the pool to itself (`exclusive`).
+    the thread that runs steps: the worker's, or that of a caller that leads or needs the pool to itself (`exclusive`).
     Who holds the pool's lock never waits for the step lock. On the main thread, callers hold Ctrl-C back
     (`interrupts.py`).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import random
 import subprocess
@@ -373,3 +374,27 @@ def test_pieces_on_a_gpu_are_saved_one_by_one_and_not_measured_again(
     monkeypatch.setattr(gpu, "code_hash", lambda: "other code")
     gpu.main([*given, "tiny-start"])
     assert list(json.loads((tmp_path / "generate-gpu.json").read_text())["pieces"]) == ["tiny-start"]
+
+
+class TestSingleCaller:
+    single = load("cpu_single_caller")
+
+    @pytest.mark.parametrize("count", [5, 8, 20, 61])
+    def test_bound(self, count: int) -> None:
+        """The number of ratios below the bound is one that a fair coin throws, or less, in at most 5 % of all cases."""
+        ratios = random.Random(count).sample(range(1000), count)
+        below = sum(ratio < self.single.lower_bound(ratios) for ratio in ratios)
+        chances = [math.comb(count, heads) / 2**count for heads in range(count + 1)]
+        assert sum(chances[: below + 1]) <= 0.05 < sum(chances[: below + 2])
+
+    def test_a_cell(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tokens are compared, and a pair is a call of each."""
+        monkeypatch.setattr(self.single, "WARM_UP", 0)
+        monkeypatch.setitem(self.single.NEW_TOKENS, "embedded", 3)
+        threads = torch.get_num_threads()
+        try:
+            row = self.single.measure("embedded-sampling-1", 4)
+        finally:
+            torch.set_num_threads(threads)
+        assert row["equal"] == row["pairs"] == len(row["ratios"]) == 4 and min(row["ratios"]) > 0
+        assert row["cell"] in self.single.table([row])

@@ -8,9 +8,9 @@ does in Python (`torch.cuda`), how Triton's interpreter is given device tensors,
     assert not seen.waits
 
 It is a process's own: install it before anything asks whether there is a GPU, and in no process that tests the CPU.
-Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but the one set in `memory`, and order:
-what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or overwritten
-before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
+Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but the one set in `memory`, and
+order: what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or
+overwritten before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ class Seen:
 
     Attributes:
         events: In order.
+        notify: Called with each, on its thread.
     """
 
     events: list[Event] = field(default_factory=list)
+    notify: Callable[[Event], None] = lambda event: None
 
     def of(self, *kinds: str) -> list[Event]:
         """Those of some kinds."""
@@ -121,6 +123,7 @@ def note(kind: str, detail: str = "", stream: int | None = None) -> None:
         event = Event(kind, detail, number, threading.current_thread().name, _site())
         for seen in _watchers:
             seen.events.append(event)
+            seen.notify(event)
 
 
 def _told(kind: bytes, detail: bytes, stream: int) -> int:

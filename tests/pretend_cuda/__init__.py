@@ -8,8 +8,7 @@ does in Python (`torch.cuda`), how Triton's interpreter is given device tensors,
     assert not seen.waits
 
 It is a process's own: install it before anything asks whether there is a GPU, and in no process that tests the CPU.
-Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but the one set in `memory`, and
-order: what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or
+Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but `memory_limit`'s, and order: what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or
 overwritten before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
 """
 
@@ -172,7 +171,7 @@ def _library() -> Path:
 
 @dataclass
 class Memory:
-    """What `torch.cuda` says of the device's memory, in bytes. Nothing is held to it.
+    """What `torch.cuda` says of the device's memory, in bytes. What allocations are held to is `memory_limit`'s.
 
     Attributes:
         total: Of the device.
@@ -184,6 +183,16 @@ class Memory:
 
 
 memory = Memory()
+
+
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Within it the device runs out of memory where it would use more than so many bytes beyond those in use now."""
+    torch.ops.pretend_cuda.set_limit(torch.ops.pretend_cuda.allocated() + num_bytes)
+    try:
+        yield
+    finally:
+        torch.ops.pretend_cuda.set_limit(0)
 
 
 # -------------------------------------------------------------------------------------------------------------- graphs
@@ -267,6 +276,7 @@ _compiled: set[Any] = set()
 
 def _take_device_tensors() -> None:
     """Has Triton's interpreter take tensors of this device, and no others."""
+    import triton
     from triton.runtime import interpreter
 
     own_call = interpreter.GridExecutor.__call__
@@ -285,6 +295,7 @@ def _take_device_tensors() -> None:
             if torch.ops.pretend_cuda.capture_fails():
                 raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name} is compiled")
             _compiled.add(key)
+            triton.knobs.runtime.kernel_load_end_hook(None, None, name, {}, "")
         note("launch", name)
         host = torch.ops.pretend_cuda.host
         own_args = [host(value) if isinstance(value, Tensor) else value for value in args]
@@ -404,10 +415,10 @@ def install() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "pretended",
         "mem_get_info": lambda device=None: (memory.free, memory.total),
-        "memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_allocated": lambda device=None: torch.ops.pretend_cuda.allocated(),
+        "memory_reserved": lambda device=None: torch.ops.pretend_cuda.allocated(),
+        "max_memory_allocated": lambda device=None: torch.ops.pretend_cuda.peak_allocated(),
+        "reset_peak_memory_stats": lambda device=None: torch.ops.pretend_cuda.reset_peak(),
         "empty_cache": lambda: None,
         "set_sync_debug_mode": _set_sync_debug_mode,
         "get_sync_debug_mode": lambda: _sync_mode[0],
@@ -423,6 +434,7 @@ def install() -> None:
     own_clone = torch.UntypedStorage.clone
     torch.UntypedStorage.clone = lambda storage: _clone(storage) if storage.is_cuda else own_clone(storage)  # type: ignore
     torch._C._cuda_endAllocateToPool = lambda device, pool: _open_pools.discard(pool)  # type: ignore[attr-defined]
+    torch._C._cuda_releasePool = lambda device, pool: None  # type: ignore[attr-defined]
     _take_device_tensors()
     _installed = True
 

@@ -55,14 +55,28 @@ void tell(const char* kind, const std::string& detail, int64_t stream = current_
 
 constexpr unsigned char kPoison = 0xFF;  // NaN in every floating dtype, -1 in every integer one
 
+// Bytes in use, most ever in use, and the most there may be (0: any number). A graph's memory is never used again for
+// another piece of it, as torch's allocator would.
+std::atomic<int64_t> allocated{0}, peak_allocated{0}, limit{0};
+
 // Memory that device tensors share; it outlives the storages over it where a graph or a host alias still needs it.
 struct Block {
-  void* data = nullptr;
-  size_t size = 0;
-  Storage owner;  // of what a CPU kernel allocated
+  explicit Block(size_t bytes = 0) : size(bytes) {
+    const int64_t most = limit.load(), now = allocated += static_cast<int64_t>(bytes);
+    if (most != 0 && now > most && bytes > 0) {
+      allocated -= static_cast<int64_t>(bytes);
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (pretended): ", bytes, " bytes of ", most);
+    }
+    for (int64_t peak = peak_allocated.load(); now > peak && !peak_allocated.compare_exchange_weak(peak, now);) {
+    }
+  }
   ~Block() {
+    allocated -= static_cast<int64_t>(size);
     if (!owner && data != nullptr) std::free(data);
   }
+  void* data = nullptr;
+  const size_t size;
+  Storage owner;  // of what a CPU kernel allocated
 };
 using BlockRef = std::shared_ptr<Block>;
 
@@ -90,8 +104,7 @@ void remember(const BlockRef& block);  // as memory of the graph that is being c
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    auto block = std::make_shared<Block>();
-    block->size = size;
+    auto block = std::make_shared<Block>(size);
     if (size > 0) {
       block->data = std::aligned_alloc(512, (size + 511) / 512 * 512);
       TORCH_CHECK_WITH(OutOfMemoryError, block->data != nullptr, "CUDA out of memory (pretended).");
@@ -330,9 +343,8 @@ Tensor host_alias(const Tensor& tensor) {
 }
 
 Storage device_storage(const Storage& own) {
-  auto block = std::make_shared<Block>();
+  auto block = std::make_shared<Block>(own.nbytes());
   block->data = own.mutable_data();
-  block->size = own.nbytes();
   block->owner = own;
   remember(block);
   return Storage(Storage::use_byte_size_t(), own.nbytes(), data_of(block, kDevice), &device_allocator, true);
@@ -697,6 +709,10 @@ TORCH_LIBRARY(pretend_cuda, library) {
   library.def("graph_check(int graph) -> ()", &graph_check);
   library.def("graph_drop(int graph) -> ()", &graph_drop);
   library.def("host(Tensor tensor) -> Tensor");
+  library.def("allocated() -> int", [] { return allocated.load(); });
+  library.def("peak_allocated() -> int", [] { return peak_allocated.load(); });
+  library.def("reset_peak() -> ()", [] { peak_allocated = allocated.load(); });
+  library.def("set_limit(int bytes) -> ()", [](int64_t bytes) { limit = bytes; });
 }
 TORCH_LIBRARY_IMPL(pretend_cuda, CUDA, library) { library.impl("host", &host); }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from hf_paged.attention_metadata import DecodeMetadata
 from hf_paged.block_manager import BlockManager
+from hf_paged.graph_capture import CUDARecording, capture_stream, first_wait, raised_at
 from hf_paged.kv_cache import KVCache
 from hf_paged.scheduler import ScheduledChunk
 
@@ -31,39 +33,14 @@ class Recording(Protocol):
 
     Attributes:
         output: What it returned, and what every replay writes to.
+        num_bytes: Device memory that it took.
     """
 
     output: Tensor
+    num_bytes: int
 
     def replay(self) -> None:
         """Runs it again."""
-
-
-class CUDARecording:
-    """A CUDA graph."""
-
-    def __init__(self, function: Callable[[], Tensor], memory: Any) -> None:
-        """Records; other threads may use the device meanwhile.
-
-        Args:
-            function: Launches kernels only, and reads nothing back from the device.
-            memory: The pool that all graphs allocate from: they never run at once.
-        """
-        self._graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each recording.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._graph.capture_begin(pool=memory, capture_error_mode="thread_local")
-            try:
-                self.output = function()
-            finally:
-                self._graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def replay(self) -> None:
-        """On the current stream."""
-        self._graph.replay()
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -169,11 +146,39 @@ class DecodeInputs:
         self._last_tables = tables
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Rows of one new token each, as `DecodeInputs.fill` takes them.
+
+    Attributes:
+        ids: `[B]` token ids.
+        positions: `[B]` position ids.
+        lens: `[B]` int64, tokens of each sequence, the new one included.
+        tables: `[B, N]` int32 block tables.
+        chosen: Ids that only the device knows, as in `TokenInputs`.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    lens: np.ndarray
+    tables: np.ndarray
+    chosen: tuple[Tensor, np.ndarray] | None = None
+
+    def first(self, rows: int) -> DecodeBatch:
+        """At most so many of them."""
+        chosen = None if self.chosen is None else (self.chosen[0], self.chosen[1][:rows])
+        return DecodeBatch(self.ids[:rows], self.positions[:rows], self.lens[:rows], self.tables[:rows], chosen)
+
+
 class DecodeGraphs:
     """Decode steps over one KV tensor, replayed.
 
     A step's rows are padded to the next recorded batch size. The recordings share their memory, their inputs and the
     splits of their attention: any lengths are right for them.
+
+    Attributes:
+        max_blocks: Blocks of the longest sequence.
+        reason: Why there are none, once that has turned out.
     """
 
     def __init__(
@@ -184,7 +189,7 @@ class DecodeGraphs:
         max_blocks: int,
         record: Callable[[Callable[[], Tensor]], Recording],
     ) -> None:
-        """Allocates the inputs; nothing is recorded before the first step.
+        """Takes no memory: all of it is, and everything recorded, at the first step.
 
         Args:
             forward: Runs the model.
@@ -197,11 +202,28 @@ class DecodeGraphs:
         self._kv_cache = weakref.ref(kv_cache)
         self._sizes = capture_sizes(max_num_seqs)
         self._record = record
-        device = kv_cache.tensor.device
-        with torch.inference_mode(False):
-            self._inputs = DecodeInputs(max_num_seqs, max_blocks, kv_cache.block_size, kv_cache.null_block, device)
+        self._device = kv_cache.tensor.device
+        self._block_size, self._null_block, self.max_blocks = kv_cache.block_size, kv_cache.null_block, max_blocks
+        self._inputs: DecodeInputs | None = None
         self._recordings: dict[int, Recording] | None = None
         self._logits: Tensor | None = None  # of all sizes: each with its own would hold half a gigabyte
+        self.reason: str | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Batch sizes that can be replayed, the smallest first; [] before anything is recorded."""
+        return sorted(self._recordings or ())
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the recordings and the logits."""
+        logits = 0 if self._logits is None else self._logits.nbytes
+        return logits + sum(recording.num_bytes for recording in (self._recordings or {}).values())
+
+    @property
+    def max_rows(self) -> int:
+        """Of the largest batch."""
+        return self._sizes[-1]
 
     def is_of(self, kv_cache: KVCache) -> bool:
         """Whether it was made for this pool."""
@@ -228,66 +250,116 @@ class DecodeGraphs:
             `[B, vocab_size]`, which the next replay writes over; `None`: it can't be replayed, run it eagerly.
         """
         rows = len(chunks)
-        if rows > self._sizes[-1]:
+        if rows > self.max_rows or self.reason is not None:
             return None
         tables = [manager.block_table(chunk.sequence.seq_id) for chunk in chunks]
         width = max(map(len, tables))
-        if width > self._inputs.max_blocks:
+        if width > self.max_blocks:
             return None
-        if self._recordings is None:
-            self._recordings = self._record_all()
-        size = next(size for size in self._sizes if size >= rows)
-        recording = self._recordings.get(size)
-        if recording is None:
-            return None
-        padded = np.full((rows, width), self._inputs.null_block, dtype=np.int32)
+        padded = np.full((rows, width), self._null_block, dtype=np.int32)
         for row, table in enumerate(tables):  # lists become one array, as in AttentionMetadata.build
             padded[row, : len(table)] = table
         lens = np.fromiter((chunk.start + 1 for chunk in chunks), np.int64, rows)
-        self._inputs.fill(ids, positions, lens, padded, chosen)
+        return self.replay(DecodeBatch(ids, positions, lens, padded, chosen))
+
+    def replay(self, batch: DecodeBatch) -> Tensor | None:
+        """A step; see `run`. All sizes are recorded at the first one, and checked against what it computes."""
+        if self._recordings is None:
+            self.record(batch)
+            assert self._recordings is not None
+        rows = len(batch.ids)
+        recording = next((own for size in self._sizes if size >= rows and (own := self._recordings.get(size))), None)
+        if recording is None:
+            return None
+        self._fill(batch)
         recording.replay()
         return recording.output[:rows]
 
-    def _record_all(self) -> dict[int, Recording]:
-        """All sizes, the largest first, whose memory the others use; none, if one can't be recorded or is wrong."""
+    def _fill(self, batch: DecodeBatch) -> DecodeInputs:
+        if self._inputs is None:
+            with torch.inference_mode(False):
+                self._inputs = DecodeInputs(
+                    self.max_rows, self.max_blocks, self._block_size, self._null_block, self._device
+                )
+        self._inputs.fill(batch.ids, batch.positions, batch.lens, batch.tables, batch.chosen)
+        return self._inputs
+
+    def record(self, batch: DecodeBatch) -> None:
+        """Records all sizes, the largest first, whose memory the others use.
+
+        A size for which there is no memory is left out. If a step can't be recorded, or a replay is wrong, there are
+        none at all, and `reason` says why. Both are logged, once.
+
+        Args:
+            batch: Of the pool: what a replay computes for its rows must be what the step itself does.
+        """
         recordings: dict[int, Recording] = {}
+        too_large: list[int] = []
         sizes = tqdm(self._sizes[::-1], desc="hf_paged: recording CUDA graphs", delay=1, leave=False, disable=None)
         try:
             for size in sizes:
-                ids, positions, metadata = self._inputs.views(size)
-
-                def step(
-                    ids: Tensor = ids, positions: Tensor = positions, metadata: DecodeMetadata = metadata
-                ) -> Tensor:
-                    logits = self._forward(ids, positions, metadata)
-                    if self._logits is None:
-                        self._logits = torch.empty_like(logits)
-                    return self._logits[: len(logits)].copy_(logits)
-
-                expected = step().clone()  # also compiles what is not compiled yet, which can't be recorded
-                recordings[size] = self._record(step)
-                recordings[size].replay()
-                if not _agree(recordings[size].output, expected):
-                    raise RuntimeError(f"a replay of {size} rows computes other logits than the step itself")
-        except torch.OutOfMemoryError:
-            raise
+                try:
+                    recordings[size] = self._record_size(size, batch.first(size), is_first=not recordings)
+                except torch.OutOfMemoryError:
+                    too_large.append(size)
+                    if not recordings:
+                        self._logits = None  # of this size
+                    if self._device.type == "cuda":
+                        torch.cuda.empty_cache()
         except Exception as error:  # a model that reads something back, makes tensors on the host, ...
+            recordings.clear()
+            self._logits = None
+            place = None if isinstance(error, _UnrecordableError) else raised_at(error)
+            self.reason = f"{type(error).__name__}: {error}".split("\n", 1)[0] + (f" ({place})" if place else "")
             logger.warning(
-                "hf_paged: decode steps run without CUDA graphs, since this model's can't be recorded (%s: %s); "
+                "hf_paged: decode steps run without CUDA graphs, since this model's can't be recorded (%s); "
                 "cuda_graphs=False keeps this from being tried",
-                type(error).__name__,
-                str(error).split("\n", 1)[0],
+                self.reason,
             )
-            return {}
-        return recordings
+            logger.info("hf_paged: what kept CUDA graphs from being recorded:", exc_info=error)
+        self._recordings = recordings
+        if too_large and self.reason is None:
+            left = f"batches of more than {max(recordings)} rows" if recordings else "decode steps"
+            logger.warning(
+                "hf_paged: %s run without CUDA graphs, since the device has no memory left to record them; patch with "
+                "a lower memory_fraction, num_blocks or max_num_seqs",
+                left,
+            )
+            if not recordings:
+                self.reason = "out of memory"
+
+    def _record_size(self, size: int, batch: DecodeBatch, is_first: bool) -> Recording:
+        ids, positions, metadata = self._fill(batch).views(size)
+
+        def step() -> Tensor:
+            logits = self._forward(ids, positions, metadata)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            return self._logits[: len(logits)].copy_(logits)
+
+        expected = step().clone()  # also compiles what is not compiled yet, which can't be recorded
+        if is_first and self._device.type == "cuda":
+            place = first_wait(step)
+            if place is not None:
+                raise _UnrecordableError(f"each step waits for the device, at {place}")
+        recording = self._record(step)
+        recording.output.fill_(float("nan"))  # or a replay that writes nothing would be right
+        recording.replay()
+        if not _agree(recording.output, expected):
+            raise _UnrecordableError(f"a replay of {size} rows computes other logits than the step itself")
+        return recording
+
+
+class _UnrecordableError(Exception):
+    """A step is not one that can be replayed."""
 
 
 def _agree(result: Tensor, expected: Tensor) -> bool:
-    """Or there is nothing to compare: weights that are no numbers."""
+    """Row by row; of a row that is no numbers (weights that are none) nothing is asked."""
     truth = expected.float()
-    size = truth.norm()
-    error = (result.float() - truth).norm()
-    return not bool(size.isfinite()) or bool(error <= TOLERANCE.get(expected.dtype, 3e-2) * size + 1e-6)
+    size = truth.norm(dim=-1)
+    error = (result.float() - truth).norm(dim=-1)
+    return bool((~size.isfinite() | (error <= TOLERANCE.get(expected.dtype, 3e-2) * size + 1e-6)).all())
 
 
 def recorder(kv_cache: KVCache) -> Callable[[Callable[[], Tensor]], Recording] | str:
@@ -297,5 +369,5 @@ def recorder(kv_cache: KVCache) -> Callable[[Callable[[], Tensor]], Recording] |
         return f"need a CUDA device, the model is on {device}"
     if kv_cache.backend.name != "triton":
         return f"need the Triton kernels, this pool is served by {kv_cache.backend.name!r}"
-    memory = torch.cuda.graph_pool_handle()
-    return lambda function: CUDARecording(function, memory)
+    stream, pool = capture_stream(device), torch.cuda.graph_pool_handle()
+    return lambda function: CUDARecording(function, stream, pool)

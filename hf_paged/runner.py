@@ -302,14 +302,24 @@ class ModelRunner:
             manager: As in `run`.
             kv_cache: As in `run`.
             tokens: As in `run`.
-
-        Raises:
-            ValueError: `cuda_graphs=True`, and there can be none here.
         """
         if self._config.cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
             return None
         if tokens.input_ids.shape[0] != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
+        graphs = self.graphs(manager, kv_cache)
+        if isinstance(graphs, str):
+            return None
+        return graphs.run(step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy(), tokens.chosen)
+
+    def graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+        """The graphs of decode steps over this pool and the weights as they are, or why there can be none.
+
+        Raises:
+            ValueError: `cuda_graphs=True` or `compile_decode=True`, and there can be none here.
+        """
+        if self._config.cuda_graphs is False:
+            return "cuda_graphs=False"
         num_moves = self._num_moves()
         if self._graphs is None or not self._graphs[1].is_of(kv_cache) or self._graphs[0] != num_moves:
             self._graphs = None  # before the next ones are recorded: two sets need not fit
@@ -319,11 +329,9 @@ class ModelRunner:
                     raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
                 if self._config.compile_decode:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
-                return None
+                return f"CUDA graphs {record}"
             self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
-        return self._graphs[1].run(
-            step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy(), tokens.chosen
-        )
+        return self._graphs[1]
 
     def _make_graphs(
         self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from hf_paged.draws import GeneratorStates, default_generator
+from hf_paged.draws import RECORDING, GeneratorStates, default_generator
 from hf_paged.errors import QueueFullError
 from hf_paged.interrupts import allowed_interrupt
 from hf_paged.request import Request, RequestOutput, RequestState
@@ -519,5 +519,6 @@ def _split_generators(capture: Capture) -> None:
         return
     for device in capture.states:
         generator = default_generator(device)
-        seed = torch.randint(2**62, (), generator=generator, device=device)
+        with RECORDING:
+            seed = torch.randint(2**62, (), generator=generator, device=device)
         generator.manual_seed(int(seed))

@@ -8,8 +8,9 @@ does in Python (`torch.cuda`), how Triton's interpreter is given device tensors,
     assert not seen.waits
 
 It is a process's own: install it before anything asks whether there is a GPU, and in no process that tests the CPU.
-Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but `memory_limit`'s, and order: what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or
-overwritten before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
+Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but `memory_limit`'s, and order: what
+streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or overwritten
+before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
 """
 
 from __future__ import annotations

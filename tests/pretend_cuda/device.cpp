@@ -507,7 +507,7 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
       return size_t(0);
     }();
     IValue& value = (*stack)[stack->size() - count + at];
-    if (value.isNone()) {
+    if (value.isNone() || (value.isGenerator() && value.toGenerator() == default_generator())) {
       tell("draw", name);
       refuse_in_capture("a draw from the default generator, " + name);
       TORCH_CHECK(!generator_captures.load(), "Offset increment outside graph capture encountered unexpectedly: ", name,

@@ -10,6 +10,7 @@ from hf_paged.metrics import EngineStats
 from hf_paged.patching import patch, patched, unpatch
 from hf_paged.request import Request, RequestMetrics, RequestOutput
 from hf_paged.support import SupportReport, is_supported
+from hf_paged.warm_up import WarmUp
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "SupportReport",
     "UnsupportedCallError",
     "UnsupportedModelError",
+    "WarmUp",
     "__version__",
     "is_supported",
     "packed_hook",

@@ -54,6 +54,8 @@ class PagedConfig:
             CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step.
         use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules
             and hands out tokens meanwhile; a row that ends has then run one step too many. `None`: on a CUDA device.
+        warm_up: Call `model.paged.warm_up()` in `patch()`: kernels are compiled and CUDA graphs recorded there, and not
+            while the first requests wait.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
     """
 
@@ -71,6 +73,7 @@ class PagedConfig:
     cuda_graphs: bool | None = None
     compile_decode: bool = False
     use_async_batching: bool | None = None
+    warm_up: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +84,7 @@ class PagedConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
-        for name in ("enable_prefix_caching", "compile_decode", "strict"):
+        for name in ("enable_prefix_caching", "compile_decode", "warm_up", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("cuda_graphs", "use_async_batching"):

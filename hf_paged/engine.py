@@ -46,6 +46,7 @@ from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
 from hf_paged.stop_strings import StopStringTables
 from hf_paged.submission import Capture, Submissions
+from hf_paged.warm_up import WarmUp, warm_up
 from hf_paged.worker import CACHE_SALT, REST_SECONDS, ROOM_SECONDS, CallCancelledError, Caller, StepWorker
 
 logger = logging.get_logger(__name__)
@@ -280,6 +281,25 @@ class Engine:
             worker = self._worker
             picture = Snapshot.take(self._pool, since, is_paused=worker.is_paused, num_steps=self._executor.num_steps)
         return picture.as_dict()
+
+    @deferred_interrupt()
+    def warm_up(self) -> WarmUp:
+        """Compiles all kernels that serving launches and records the CUDA graphs, before the first request needs them.
+
+        Takes the pool's memory. Requests that run wait meanwhile; pool, statistics, generators and prefix cache stay as
+        they are, and calling it again does only what is missing. While a graph is recorded, `torch.cuda.synchronize()`
+        on another thread raises, and on torch 2.11 so does a draw from the default generator: a program that does
+        either beside its first requests is to call this before. What is only seen under autocast, or of adapters and
+        weights that come later, is compiled when it comes.
+
+        Returns:
+            What was done, or why there are no graphs.
+
+        Raises:
+            RuntimeError: This thread is inside a step (in a hook of the model).
+            ValueError: `cuda_graphs=True`, and there can be none here.
+        """
+        return warm_up(self._pool, self._runner, self._worker, self.runs_flat())
 
     # Step by step
 

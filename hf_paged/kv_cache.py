@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,6 +167,17 @@ class KVCache:
         """
         values = elements(self.tensor)[:, -1, 1][to_device(list(blocks), self.tensor.device)]
         return ToHost(values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32))
+
+    @contextmanager
+    def filled_null_block(self) -> Iterator[None]:
+        """Within it the null block holds numbers from -1 to 1, as if a sequence had been there. No step may run."""
+        block = self.tensor[self.null_block]
+        numbers = torch.linspace(-20, 20, block.numel(), device=block.device).sin()
+        try:
+            block.copy_(numbers.view(block.shape))
+            yield
+        finally:
+            elements(block).zero_()
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks about to be filled, where the backend needs it.

@@ -21,7 +21,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     """Puts a paged KV block pool behind a model's `generate()`.
 
     The model stays the same object with the same weights; calls without a `PagedCache` (training, scoring) run exactly
-    the code they ran before. Memory is taken at the first `generate()`, not here.
+    the code they ran before. Memory is taken at the first `generate()`, not here (but under `warm_up=True`).
 
     Args:
         model: A decoder-only Hugging Face model, or a PEFT model around one.
@@ -48,6 +48,12 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     if report.traits is None:
         raise UnsupportedModelError(type(inner).__name__, report.reasons)
     attach(inner, wanted, report.traits)
+    if wanted.warm_up:
+        try:
+            inner.paged.warm_up()
+        except BaseException:
+            detach(inner)
+            raise
     return model
 
 

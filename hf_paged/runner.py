@@ -20,7 +20,7 @@ from hf_paged.attention_metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.block_manager import BlockManager
 from hf_paged.cache import StepCache
 from hf_paged.config import PagedConfig
-from hf_paged.cuda_graph import DecodeGraphs, Recording, fill_in
+from hf_paged.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
 from hf_paged.kv_cache import KVCache, KVGeometry
 from hf_paged.placement import Placement
 from hf_paged.scheduler import SchedulerOutput
@@ -184,6 +184,11 @@ class ModelRunner:
         config = self.model.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
 
+    @property
+    def _vocab_size(self) -> int:
+        size: int = self.model.config.get_text_config(decoder=True).vocab_size
+        return size
+
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Around steps of this thread with no other code between them: what each does to the model is done once."""
@@ -332,6 +337,50 @@ class ModelRunner:
                 return f"CUDA graphs {record}"
             self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
         return self._graphs[1]
+
+    def record_graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+        """Records now what the first decode step would, over rows in the null block; or why there are no graphs.
+
+        Raises:
+            ValueError: As `graphs`.
+        """
+        if not self._may_infer():
+            return "code of a user's own runs in the model"
+        graphs = self.graphs(manager, kv_cache)
+        if isinstance(graphs, str):
+            return graphs
+        if not graphs.sizes and graphs.reason is None:
+            # Rows that write to one slot must write the same: they are equal, context and all.
+            num_blocks = max(1, min(8, graphs.max_blocks, self.max_context // kv_cache.block_size))
+            lens = num_blocks * kv_cache.block_size - np.arange(graphs.max_rows) % kv_cache.block_size
+            lens = np.minimum(lens, self.max_context)
+            tables = np.full((graphs.max_rows, num_blocks), kv_cache.null_block, dtype=np.int32)
+            with torch.no_grad():
+                graphs.record(DecodeBatch(lens % self._vocab_size, lens - 1, lens, tables))
+        return graphs if graphs.reason is None else graphs.reason
+
+    @torch.no_grad()
+    def rehearse(self, kv_cache: KVCache, lens: list[tuple[int, int]]) -> None:
+        """A step of no sequence's: all tokens are in the null block, which is written to.
+
+        Args:
+            kv_cache: The pool.
+            lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
+        """
+        device = kv_cache.tensor.device
+        query_lens, seq_lens = [new for new, _ in lens], [length for _, length in lens]
+        metadata = AttentionMetadata.build(
+            [[kv_cache.null_block] * -(-length // kv_cache.block_size) for length in seq_lens],
+            query_lens,
+            seq_lens,
+            kv_cache.block_size,
+            kv_cache.null_block,
+            device,
+        )
+        positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
+        tokens = TokenInputs(to_device(positions % self._vocab_size, device), None, to_device(positions, device))
+        rows = to_device(np.cumsum(query_lens) - 1, device)
+        self._run_model(tokens, metadata, kv_cache, rows, self._may_infer())
 
     def _make_graphs(
         self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]

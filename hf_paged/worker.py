@@ -334,12 +334,12 @@ class StepWorker:
             return
         with ExitStack() as around:
             if between is None:  # no code of a caller's in between that could tell
-                around.enter_context(_without_modes())
+                around.enter_context(without_modes())
                 around.enter_context(self._executor.prepared())
             while self._leader == own and not done.is_set():
                 if self._num_exclusive or self._pause.is_on:
                     break
-                with nullcontext() if between is None else _without_modes():
+                with nullcontext() if between is None else without_modes():
                     self._turn()
                 check_interrupt()
                 if between is not None and between():
@@ -687,7 +687,7 @@ class StepWorker:
 
 
 @contextmanager
-def _without_modes() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """As on a thread of the worker's own: what a step makes is not the caller's alone, whatever mode it calls in."""
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         while torch._C._len_torch_function_stack():

@@ -44,6 +44,7 @@ def test_fields_and_defaults() -> None:
         "cuda_graphs": None,
         "compile_decode": False,
         "use_async_batching": None,
+        "warm_up": False,
         "strict": False,
     }
 
@@ -106,6 +107,7 @@ VALID: list[tuple[str, Any]] = [
     ("cuda_graphs", False),
     ("cuda_graphs", True),
     ("compile_decode", True),
+    ("warm_up", True),
     ("use_async_batching", None),
     ("use_async_batching", False),
     ("use_async_batching", True),
@@ -124,6 +126,7 @@ INVALID: list[tuple[str, Any]] = [
     *(("enable_prefix_caching", value) for value in BOOLEAN),
     *(("strict", value) for value in BOOLEAN),
     *(("compile_decode", value) for value in BOOLEAN),
+    *(("warm_up", value) for value in BOOLEAN),
     *(("use_async_batching", value) for value in (0, 1, 0.0, "auto", "true", [])),
     *(("preemption", value) for value in ("Auto", "", "drop", None, 1)),
     *(("swap_space_gib", value) for value in (-1, -0.5, "4", True)),
@@ -205,6 +208,7 @@ def test_swapping_needs_space() -> None:
         ("cuda_graphs", "0", False),
         ("cuda_graphs", "1", True),
         ("compile_decode", "1", True),
+        ("warm_up", "true", True),
         ("use_async_batching", "none", None),
         ("use_async_batching", "0", False),
     ],

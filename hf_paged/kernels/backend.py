@@ -59,6 +59,9 @@ class Backend(Protocol):
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, pairs `(source, destination)`; all sources are read before anything is written."""
 
+    def warm_up(self, block: int) -> None:
+        """Launches the kernels that no forward does, on a block that stays as it is."""
+
 
 class TorchBackend:
     """Plain torch, on any device."""
@@ -75,6 +78,9 @@ class TorchBackend:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, destinations = _to_device(copies, self._kv_cache.device)
         reference.copy_blocks(self._kv_cache, sources, destinations)
+
+    def warm_up(self, block: int) -> None:
+        pass
 
 
 class TorchStep:
@@ -188,6 +194,9 @@ class TritonBackend:
             self._copy_blocks(self._kv_cache, sources, destinations)
         else:  # a block that is copied from and then reused as the copy of another one: order matters
             reference.copy_blocks(self._kv_cache, sources, destinations)
+
+    def warm_up(self, block: int) -> None:
+        self._copy_blocks(self._kv_cache, *_to_device([(block, block)], self._kv_cache.device))
 
 
 class TritonStep:

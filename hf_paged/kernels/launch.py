@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -185,6 +188,24 @@ def check_kv_cache(kv_cache: Tensor) -> None:
         raise ValueError(f"a block's tokens must be contiguous, got strides {kv_cache.stride()}")
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"the Triton kernels take head dims up to {MAX_HEAD_DIM}, got {head_dim}")
+
+
+@contextmanager
+def loaded_kernels() -> Iterator[list[str]]:
+    """Within it, names of the kernels that this thread has Triton load: compiled now, or from its cache."""
+    names: list[str] = []
+    own = threading.get_ident()
+
+    def note(module: object, function: object, name: str, *_: object) -> None:
+        if threading.get_ident() == own:
+            names.append(name)
+
+    hooks = triton.knobs.runtime.kernel_load_end_hook
+    hooks.add(note)
+    try:
+        yield names
+    finally:
+        hooks.remove(note)
 
 
 def is_interpreting() -> bool:

@@ -1,0 +1,287 @@
+"""Recording CUDA graphs: what can't be recorded is not tried, and what fails all the same costs nobody else anything."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pretend_cuda
+import pytest
+import torch
+from models import build, random_ids
+from torch import Tensor
+
+import hf_paged
+from hf_paged import cuda_graph, draws, graph_capture
+from hf_paged.graph_capture import CUDARecording, capture_stream, first_wait
+
+CUDA = torch.device("cuda", 0)
+GREEDY = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+
+
+def patched(name: str = "llama", **settings: Any) -> tuple[Any, Any]:
+    """Stock and patched."""
+    stock = build(name).to(CUDA)
+    settings = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 3} | settings
+    return stock, hf_paged.patch(copy.deepcopy(stock), **settings)
+
+
+def assert_same_tokens(stock: Any, model: Any, rows: int = 2) -> None:
+    ids = random_ids(rows, 9).to(CUDA)
+    assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
+
+
+@pytest.fixture(autouse=True)
+def _propagates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph.logger, "propagate", True)
+
+
+@pytest.fixture
+def scratch() -> Tensor:
+    return torch.zeros(4, device=CUDA)
+
+
+# What can't be recorded
+
+
+def test_a_step_that_waits_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """Experts in float32: torch reads on the host how many rows each one has."""
+    stock, model = patched("mixtral")
+    with pretend_cuda.watch() as seen:
+        for _ in range(2):
+            assert_same_tokens(stock, model)
+    assert not seen.of("capture", "replay")
+    said = warnings_of(caplog)
+    assert len(said) == 1
+    assert "waits for the device" in said[0] and "transformers/integrations/moe.py" in said[0]
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert torch.rand(2, device=CUDA).isfinite().all()
+
+
+def test_a_step_that_does_not_wait_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    stock, model = patched()
+    with pretend_cuda.watch() as seen:
+        assert_same_tokens(stock, model)
+        assert_same_tokens(stock, model)
+    assert len(seen.of("capture")) == 3 and len(seen.of("replay")) >= 3 + 2 * 3
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("mode", ["default", "warn"])
+def test_the_place_of_a_wait(mode: str, scratch: Tensor) -> None:
+    """Of this thread's. Other threads' are shown if they were before, as are other warnings."""
+
+    def elsewhere() -> None:
+        scratch.sum().item()
+
+    def function() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        warnings.warn("something else", stacklevel=1)
+        torch.unique(scratch)
+
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            place = first_wait(function)
+    finally:
+        assert torch.cuda.get_sync_debug_mode() == ("default", "warn").index(mode)
+        torch.cuda.set_sync_debug_mode("default")
+    assert place is not None and "test_capture.py:" in place and place.endswith("in function")
+    texts = [str(one.message) for one in shown]
+    assert "something else" in texts
+    assert len(texts) == 1 + (mode == "warn")
+    assert first_wait(lambda: scratch.add_(1)) is None
+
+
+# A recording that fails
+
+
+def _reads(scratch: Tensor) -> Any:
+    return scratch.sum().item()
+
+
+def _copies(scratch: Tensor) -> Any:
+    return scratch.copy_(torch.zeros(4), non_blocking=True)
+
+
+def _draws(scratch: Tensor) -> Any:
+    return torch.rand(4, device=CUDA)
+
+
+def _swallows(scratch: Tensor) -> Any:
+    try:
+        scratch.sum().item()
+    except RuntimeError:
+        return scratch
+
+
+def _raises(scratch: Tensor) -> Any:
+    raise KeyError("a model's own")
+
+
+FAILING = [(_reads, "is_nonzero|_local_scalar"), (_copies, "pageable"), (_draws, "uniform_"), (_raises, "a model's own")]
+
+
+@pytest.mark.parametrize(("function", "cause"), [*FAILING, (_swallows, "during capture")])
+def test_a_failure_leaves_the_process_sound(
+    function: Callable[[Tensor], Any], cause: str, scratch: Tensor
+) -> None:
+    """Its cause is what is raised; then others draw, allocate and record as before."""
+    stream = capture_stream(CUDA)
+    with pytest.raises((RuntimeError, KeyError), match=cause) as raised:
+        CUDARecording(lambda: function(scratch), stream)
+    if function is not _swallows:
+        assert f"in {function.__name__}" in str(graph_capture.raised_at(raised.value))
+    assert not pretend_cuda.is_allocating_to_a_pool()
+    assert not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream() != stream
+    assert torch.rand(2, device=CUDA).isfinite().all()
+    torch.cuda.synchronize()
+    recording = CUDARecording(lambda: scratch + 1, stream)
+    scratch.fill_(5)
+    recording.replay()
+    assert recording.output.tolist() == [6.0] * 4
+    assert recording.num_bytes > 0
+
+
+def test_a_recording_that_fails_in_a_step(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch's warnings don't tell of: said once, with the cause and its place; no request notices."""
+    stock, model = patched()
+    original = cuda_graph.DecodeGraphs._record_size
+
+    def uncontiguous(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward
+        monkeypatch.setattr(self, "_forward", lambda *own: forward(*own) + torch.ones(1).to(CUDA, non_blocking=True))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(cuda_graph.DecodeGraphs, "_record_size", uncontiguous)
+    for _ in range(2):
+        assert_same_tokens(stock, model)
+    said = warnings_of(caplog)
+    assert len(said) == 1 and "pageable" in said[0] and "test_capture.py" in said[0]
+    assert torch.rand(2, device=CUDA).isfinite().all()
+    assert not pretend_cuda.is_allocating_to_a_pool()
+
+
+# Beside others
+
+
+def test_submissions_draw_while_steps_are_recorded() -> None:
+    """On torch 2.11 a draw from the default generator raises while any thread records."""
+    stock, model = patched(max_num_seqs=8)
+    prompt = random_ids(1, 5)[0].tolist()
+    with pretend_cuda.watch() as seen:
+        requests = [model.paged.submit(prompt, **GREEDY | {"max_new_tokens": 12})]
+        deadline = time.monotonic() + 60
+        while not seen.of("capture") and time.monotonic() < deadline:
+            time.sleep(0.001)
+        requests += [model.paged.submit(prompt, do_sample=True, max_new_tokens=2) for _ in range(2)]
+        for request in requests:
+            request.result(60)
+    assert seen.of("draw")
+    expected = stock.generate(torch.tensor([prompt], device=CUDA), **GREEDY | {"max_new_tokens": 12})
+    assert requests[0].result().token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_draws_wait_for_a_recording(scratch: Tensor) -> None:
+    is_held: list[bool] = []
+
+    def function() -> Tensor:
+        thread = threading.Thread(target=lambda: is_held.append(not draws.RECORDING.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return scratch + 1
+
+    CUDARecording(function, capture_stream(CUDA))
+    assert is_held == [True]
+
+
+def test_one_stream() -> None:
+    """cuBLAS keeps memory for each stream that it was used on."""
+    stock, model = patched()
+    with pretend_cuda.watch() as seen:
+        assert_same_tokens(stock, model)
+        model.paged.release()
+        assert_same_tokens(stock, model)
+    streams = [event.stream for event in seen.of("capture")]
+    assert len(streams) == 6 and len(set(streams)) == 1
+
+
+# Memory
+
+
+@pytest.mark.parametrize("share", [0.0, 0.75])
+def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    """What does not fit runs eagerly; it is tried and said once."""
+    stock, model = patched(max_num_seqs=6)
+    with pretend_cuda.watch() as seen:
+        assert_same_tokens(stock, model, rows=3)
+    sizes, graphs = [6, 4, 2, 1], model.paged._runner._graphs[1]
+    assert graphs.sizes == sizes[::-1] and len(seen.of("capture")) == 4
+    largest = graphs._recordings[6].num_bytes
+    model.paged.release()
+    attempts: list[int] = []
+    original = cuda_graph.CUDARecording
+
+    def limited(*args: Any) -> Any:
+        attempts.append(1)
+        with pretend_cuda.memory_limit(int(share * largest)):
+            return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graph, "CUDARecording", limited)
+        for rows in (5, 3, 1, 5):
+            assert_same_tokens(stock, model, rows)
+    assert len(attempts) == 4
+    said = warnings_of(caplog)
+    assert len(said) == 1 and "no memory left" in said[0]
+    graphs = model.paged._runner._graphs[1]
+    assert graphs.sizes == ([] if share == 0 else [1, 2, 4])
+    assert (graphs.reason is None) == (share > 0)
+    model.paged.check_invariants()
+
+
+# The replay check
+
+
+def test_a_wrong_replay_turns_graphs_off(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right on padding (no context) and wrong on the step's own rows: the check has to look at those."""
+    stock, model = patched()
+    seen_lens: list[list[int]] = []
+    original = CUDARecording.replay
+
+    def wrong(self: Any) -> None:
+        original(self)
+        inputs = model.paged._runner._graphs[1]._inputs
+        lens = inputs._seq_lens[: len(self.output)]
+        seen_lens.append(lens.tolist())
+        self.output.add_((lens > 4)[:, None].float())
+
+    monkeypatch.setattr(CUDARecording, "replay", wrong)
+    for _ in range(2):
+        assert_same_tokens(stock, model)
+    assert seen_lens == [[10, 10, 1]]
+    said = warnings_of(caplog)
+    assert len(said) == 1 and "computes other logits" in said[0]
+
+
+def test_a_replay_that_does_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step wrote before must not pass for the replay's."""
+    stock, model = patched()
+    monkeypatch.setattr(CUDARecording, "replay", lambda self: None)
+    assert_same_tokens(stock, model)
+    assert len(warnings_of(caplog)) == 1

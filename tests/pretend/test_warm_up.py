@@ -1,0 +1,100 @@
+"""`warm_up()`: nothing is compiled or recorded while requests wait, and nothing else has changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pretend_cuda
+import pytest
+import torch
+from models import VOCAB, build, random_ids
+
+import hf_paged
+
+CUDA = torch.device("cuda", 0)
+SETTINGS = {"block_size": 4, "num_blocks": 20, "max_num_seqs": 6, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretend_cuda, "_compiled", set())
+
+
+def serve(model: Any) -> None:
+    """Of everything that runs over the pool, something."""
+    ids, config = random_ids(2, 9).to(CUDA), {"max_new_tokens": 6, "eos_token_id": None}
+    model.generate(ids, do_sample=False, **config)
+    model.generate(ids, do_sample=True, top_k=5, top_p=0.9, **config)
+    model.generate(ids, num_beams=3, do_sample=False, **config)
+    model.generate(random_ids(1, 9).to(CUDA), do_sample=True, num_return_sequences=3, **config)
+    model.generate(random_ids(1, 40).to(CUDA), do_sample=False, **config)  # in chunks
+    model.generate(random_ids(1, 42).to(CUDA), do_sample=False, **config)  # behind a prefix
+    prompts = [random_ids(1, 3 + 2 * number, seed=number)[0].tolist() for number in range(6)]
+    model.paged.generate(prompts, do_sample=False, eos_token_id=None, max_new_tokens=14)
+    assert model.paged.stats().num_swapped_out
+
+
+@pytest.mark.parametrize(("name", "settings"), [("llama", {}), ("gemma2", {}), ("llama", {"cuda_graphs": False})])
+def test_nothing_is_compiled_afterwards(name: str, settings: dict[str, Any], nothing_compiled: None) -> None:
+    model = hf_paged.patch(build(name).to(CUDA), preemption="swap", swap_space_gib=0.01, **SETTINGS | settings)
+    with pretend_cuda.watch() as seen:
+        done = model.paged.warm_up()
+    assert done.backend == "triton"
+    # That of a small copy, by which it is found out whether there are kernels here, is not counted.
+    assert 0 < done.num_kernels <= len(seen.of("compile")) <= done.num_kernels + 1
+    if settings:
+        assert (done.num_graphs, done.graph_bytes, done.no_graphs) == (0, 0, "cuda_graphs=False")
+    else:
+        assert done.num_graphs == 4 == len(seen.of("capture")) and done.graph_bytes > 0 and done.no_graphs is None
+    with pretend_cuda.watch() as seen:
+        serve(model)
+    assert not seen.where("compile", "capture")
+    assert bool(seen.of("replay")) == (not settings)
+    model.paged.check_invariants()
+
+
+def test_what_stays_as_it_was() -> None:
+    """Beside a kept cache and cached prefixes; called twice, and beside a request that runs."""
+    stock = build("llama").to(CUDA)
+    model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS)
+    ids = random_ids(1, 17).to(CUDA)
+    greedy = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
+    expected = stock.generate(ids, **greedy)
+    assert torch.equal(model.generate(ids, **greedy), expected)
+    cache = hf_paged.PagedCache(model)
+    model(ids[:, :9], past_key_values=cache)
+    pool = model.paged.kv_cache.tensor
+    before = pool.clone(), model.paged.stats(), torch.cuda.get_rng_state(), torch.get_rng_state()
+    picture = model.paged.snapshot()
+    request = model.paged.submit(ids[0].tolist(), **greedy)
+    first = model.paged.warm_up()
+    assert request.result(60).token_ids == expected[0, 17:].tolist()
+    second = model.paged.warm_up()
+    assert (second.num_graphs, second.graph_bytes) == (first.num_graphs, first.graph_bytes) == (4, first.graph_bytes)
+    assert torch.equal(torch.cuda.get_rng_state(), before[2]) and torch.equal(torch.get_rng_state(), before[3])
+    assert not pool[-1].any()
+    table = model.paged.manager.block_table(cache.sequences[0].seq_id)
+    assert torch.equal(pool[table], before[0][table])
+    logits = model(ids[:, 9:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, stock(ids).logits[:, 9:].detach(), rtol=1e-4, atol=1e-5)
+    del picture
+
+
+def test_alone_it_changes_no_number() -> None:
+    model = hf_paged.patch(build("llama").to(CUDA), **SETTINGS)
+    model.generate(random_ids(2, 9).to(CUDA), max_new_tokens=4, eos_token_id=None)
+    stats, picture = model.paged.stats(), model.paged.snapshot()
+    assert model.paged.warm_up().num_graphs == 4
+    assert model.paged.stats() == stats and model.paged.snapshot() == picture
+
+
+def test_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
+    """In `patch()`; a model whose steps can't be recorded is warmed up all the same."""
+    model = hf_paged.patch(build("mixtral").to(CUDA), warm_up=True, **SETTINGS)
+    with pretend_cuda.watch() as seen:
+        model.generate(random_ids(1, 5).to(CUDA), max_new_tokens=3, eos_token_id=None)
+    assert not seen.where("compile", "capture")
+    done = model.paged.warm_up()
+    assert done.num_graphs == 0 and done.no_graphs is not None and "waits for the device" in done.no_graphs
+    assert VOCAB == 97

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _WAITED = "called a synchronizing CUDA operation"  # torch's words
 _TORCH = str(Path(torch.__file__).parent)
 
-Pool = tuple[int, int]  # a handle of memory that only graphs allocate from
+Pool: TypeAlias = Any  # torch's handle of memory that only graphs allocate from
 
 
 class CUDARecording:

@@ -57,7 +57,7 @@ def num_blocks_for_memory(
         memory_fraction: Share of the free memory.
         max_tokens: No more are of use.
         device: Where they will be.
-        reserved: Bytes of the free memory that must stay free (a step's own tensors).
+        reserved: Bytes of the free memory that must stay free (what steps hold).
     """
     free = free_memory(device)
     affordable = int(min(free * memory_fraction, free - reserved)) // geometry.bytes_per_block(block_size)

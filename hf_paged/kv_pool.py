@@ -88,7 +88,10 @@ class KVPool:
                     self.config.memory_fraction,
                     self.config.max_num_seqs * max_context,
                     self._runner.model.device,
-                    self._runner.activation_bytes(min(self.config.max_num_batched_tokens, max_context)),
+                    self.bytes_per_block  # of the null block
+                    + self._runner.reserved_bytes(
+                        min(self.config.max_num_batched_tokens, max_context), self.config.block_size
+                    ),
                 )
                 check_size(self._geometry, num_blocks, self.config.block_size, self._runner.model.device)
                 self._manager = BlockManager(

@@ -50,7 +50,9 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     attach(inner, wanted, report.traits)
     if wanted.warm_up:
         try:
-            inner.paged.warm_up()
+            engine = getattr(inner, "paged", None)
+            assert isinstance(engine, Engine)
+            engine.warm_up()
         except BaseException:
             detach(inner)
             raise

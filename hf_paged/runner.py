@@ -24,6 +24,7 @@ from hf_paged.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
 from hf_paged.kv_cache import KVCache, KVGeometry
 from hf_paged.placement import Placement
 from hf_paged.scheduler import SchedulerOutput
+from hf_paged.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.transfers import to_device
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
@@ -397,9 +398,33 @@ class ModelRunner:
         max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)
 
+    def reserved_bytes(self, num_tokens: int, block_size: int) -> int:
+        """Bytes that steps hold at most beside weights and pool, on a GPU; 0 on CPU (see `activation_bytes`).
+
+        Of `step_memory.py` the sum: memory that a forward gives back is in pieces, which the sampler's tensors, the
+        largest there are, need not fit in.
+
+        Args:
+            num_tokens: Of the largest step.
+            block_size: Tokens in a block.
+        """
+        model = self.model
+        device = model.device
+        if device.type != "cuda" or not self._may_infer():
+            return 0
+        rows = self._config.max_num_seqs
+        logits = self._vocab_size, model.dtype.itemsize
+        num_bytes = self.activation_bytes(num_tokens) + sampler_bytes(min(rows, num_tokens), *logits)
+        uses_graphs = self._config.cuda_graphs is not False
+        if uses_graphs:
+            max_blocks = -(-self.max_context // block_size)
+            num_bytes += graph_bytes(self.activation_bytes(min(rows, num_tokens)), rows, *logits, max_blocks)
+        # Steps run on the worker's thread and on a lone caller's; the graphs are recorded on a stream of their own.
+        return num_bytes + workspace_bytes(device, 2 + uses_graphs)
+
     @torch.no_grad()
     def activation_bytes(self, num_tokens: int) -> int:
-        """Most bytes that a step of so many tokens holds beside weights and pool: measured, on a GPU, by running one.
+        """Most bytes that the forward of a step of so many tokens holds: measured, on a GPU, by running one.
 
         0 on CPU, where memory is taken page by page when it is used, and where code of a user's own would see that run.
         Starts torch's peak memory statistics anew.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -68,9 +68,10 @@ def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bo
         device = kv_cache.tensor.device
         with current(device), steps_stream(device), torch.autocast(device.type, enabled=False):
             if runs_flat:
-                num_kernels = _run(pool, runner, kv_cache)
-                with kv_cache.filled_null_block():
+                with _counting(kv_cache) as kernels, kv_cache.filled_null_block():
+                    _run(pool, runner, kv_cache)
                     graphs = runner.record_graphs(manager, kv_cache)
+                num_kernels = len(kernels)
                 if isinstance(graphs, str):
                     no_graphs = graphs
                 else:
@@ -81,22 +82,22 @@ def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bo
     return WarmUp(seconds, kv_cache.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
 
 
-def _run(pool: KVPool, runner: ModelRunner, kv_cache: KVCache) -> int:
-    """The steps; returns how many kernels of Triton were loaded."""
+def _run(pool: KVPool, runner: ModelRunner, kv_cache: KVCache) -> None:
     longest = min(runner.max_context, pool.manager.pool.num_blocks * kv_cache.block_size)
     batches = rehearsals(longest, pool.config.max_num_batched_tokens, pool.config.max_num_seqs)
-    if kv_cache.backend.name == "triton":
-        from hf_paged.kernels.launch import loaded_kernels
+    for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
+        check_interrupt()
+        runner.rehearse(kv_cache, lens)
+    kv_cache.backend.warm_up(kv_cache.null_block)
 
-        counting = loaded_kernels()
-    else:
-        counting = nullcontext([])
-    with counting as kernels, kv_cache.filled_null_block():
-        for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
-            check_interrupt()
-            runner.rehearse(kv_cache, lens)
-        kv_cache.backend.warm_up(kv_cache.null_block)
-    return len(kernels)
+
+def _counting(kv_cache: KVCache) -> AbstractContextManager[list[str]]:
+    """Within it, names of the kernels that Triton loads."""
+    if kv_cache.backend.name != "triton":
+        return nullcontext([])
+    from hf_paged.kernels.launch import loaded_kernels
+
+    return loaded_kernels()
 
 
 def rehearsals(longest: int, max_tokens: int, max_rows: int) -> list[list[Lens]]:

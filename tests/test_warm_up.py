@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -79,7 +80,9 @@ def test_inside_a_step() -> None:
     assert raised
 
 
-@pytest.mark.parametrize(("longest", "max_tokens", "max_rows"), [(1, 1, 1), (7, 3, 9), (4096, 2048, 256), (100, 999, 2)])
+@pytest.mark.parametrize(
+    ("longest", "max_tokens", "max_rows"), [(1, 1, 1), (7, 3, 9), (4096, 2048, 256), (100, 999, 2)]
+)
 def test_rehearsals(longest: int, max_tokens: int, max_rows: int) -> None:
     steps = rehearsals(longest, max_tokens, max_rows)
     for lens in steps:
@@ -88,6 +91,6 @@ def test_rehearsals(longest: int, max_tokens: int, max_rows: int) -> None:
         assert news == sorted(news), "decoding sequences come first"
         assert len(lens) <= max_rows or lens == steps[-1]
     decoded = [lens[0][1] for lens in steps if [new for new, _ in lens] == [1]]
-    assert {1, longest} <= set(decoded) and all(b <= 2 * a for a, b in zip(decoded, decoded[1:], strict=False))
+    assert {1, longest} <= set(decoded) and all(b <= 2 * a for a, b in pairwise(decoded))
     prompts = [lens[0][0] for lens in steps if lens[0][0] > 1]
     assert not prompts or max(prompts) == min(longest, max_tokens)

@@ -1,4 +1,4 @@
-"""Recording CUDA graphs: what can't be recorded is not tried, and what fails all the same costs nobody else anything."""
+"""Recording CUDA graphs: what can't be recorded is not tried, and what fails all the same does no harm."""
 
 from __future__ import annotations
 
@@ -130,13 +130,16 @@ def _raises(scratch: Tensor) -> Any:
     raise KeyError("a model's own")
 
 
-FAILING = [(_reads, "is_nonzero|_local_scalar"), (_copies, "pageable"), (_draws, "uniform_"), (_raises, "a model's own")]
+FAILING = [
+    (_reads, "_local_scalar"),
+    (_copies, "pageable"),
+    (_draws, "uniform_"),
+    (_raises, "a model's own"),
+]
 
 
 @pytest.mark.parametrize(("function", "cause"), [*FAILING, (_swallows, "during capture")])
-def test_a_failure_leaves_the_process_sound(
-    function: Callable[[Tensor], Any], cause: str, scratch: Tensor
-) -> None:
+def test_a_failure_leaves_the_process_sound(function: Callable[[Tensor], Any], cause: str, scratch: Tensor) -> None:
     """Its cause is what is raised; then others draw, allocate and record as before."""
     stream = capture_stream(CUDA)
     with pytest.raises((RuntimeError, KeyError), match=cause) as raised:
@@ -154,9 +157,7 @@ def test_a_failure_leaves_the_process_sound(
     assert recording.num_bytes > 0
 
 
-def test_a_recording_that_fails_in_a_step(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_fails_in_a_step(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch's warnings don't tell of: said once, with the cause and its place; no request notices."""
     stock, model = patched()
     original = cuda_graph.DecodeGraphs._record_size
@@ -256,9 +257,7 @@ def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
 # The replay check
 
 
-def test_a_wrong_replay_turns_graphs_off(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_replay_turns_graphs_off(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right on padding (no context) and wrong on the step's own rows: the check has to look at those."""
     stock, model = patched()
     seen_lens: list[list[int]] = []

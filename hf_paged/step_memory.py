@@ -1,0 +1,60 @@
+"""What steps hold on a GPU beside weights and pool: bytes that a pool sized from free memory has to leave."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+# The hungriest of transformers' row-wise processors, for each score of a row: the float32 scores (4), their logarithm
+# (4), probabilities (4) and distances from the entropy (4), those sorted (4) with int64 indices (8), the scores in that
+# order (4), their cumulative sum (4), two masks (2), and the result (4).
+SCORE_BYTES = 42
+
+
+def sampler_bytes(rows: int, vocab_size: int, itemsize: int) -> int:
+    """Most that choosing the tokens of a step takes: `rows * vocab_size * (2 * itemsize + 42)`.
+
+    The logits, and once more those of the rows of one kind, then what typical sampling makes of them. Top-p sampling
+    takes 26 in place of the 42, and about as much again within its sort.
+
+    Args:
+        rows: Sequences in the step.
+        vocab_size: Logits of each.
+        itemsize: Bytes of a logit.
+    """
+    return rows * vocab_size * (2 * itemsize + SCORE_BYTES)
+
+
+def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max_blocks: int) -> int:
+    """What the graphs of decode steps keep: `activations + rows * (vocab_size * itemsize + 40 + 8 * max_blocks)`.
+
+    The largest graph's activations, which the others use, too; the logits of all; the inputs, which are five int64 a
+    row, and an int32 block table a row twice (as sent, and in its place). What the driver keeps of each graph is not
+    counted.
+
+    Args:
+        activations: Bytes that a step of one token a row holds at most.
+        rows: Sequences in the largest step.
+        vocab_size: Logits of each.
+        itemsize: Bytes of a logit.
+        max_blocks: Blocks of the longest sequence.
+    """
+    return activations + rows * (vocab_size * itemsize + 5 * 8 + 2 * 4 * max_blocks)
+
+
+def workspace_bytes(device: torch.device, num_workspaces: int) -> int:
+    """Scratch of cuBLAS, of which torch allocates one for each thread and stream that multiplies matrices.
+
+    32 MiB each from compute capability 9.0 on, 8 MiB and 128 KiB below, or what `CUBLAS_WORKSPACE_CONFIG` says in pairs
+    of KiB and how many, `":4096:2:16:8"`.
+
+    Args:
+        device: Where.
+        num_workspaces: How many.
+    """
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or (
+        ":4096:8" if torch.cuda.get_device_capability(device) >= (9, 0) else ":4096:2:16:8"
+    )
+    return num_workspaces * sum(int(size) * int(count) * 1024 for size, count in re.findall(r":(\d+):(\d+)", config))

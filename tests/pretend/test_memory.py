@@ -1,0 +1,66 @@
+"""What a pool sized from free memory leaves to the steps, beside what they take."""
+
+from __future__ import annotations
+
+import pretend_cuda
+import pytest
+import torch
+from models import build, random_ids
+from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+
+import hf_paged
+from hf_paged.draws import StepNoise
+from hf_paged.sampler import Choice, RowSampler, choose_tokens, processor_kinds
+from hf_paged.step_memory import graph_bytes, sampler_bytes, workspace_bytes
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model like Llama-3.1-8B, 256 rows in bfloat16: 1.5 GB to choose tokens."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert sampler_bytes(256, 128_256, 2) == 256 * 128_256 * 46 == 1_510_342_656
+    assert graph_bytes(10**8, 256, 128_256, 2, 8192) == 10**8 + 65_667_072 + 10_240 + 16_777_216
+    assert workspace_bytes(CUDA, 3) == 3 * 32 * 2**20
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert workspace_bytes(CUDA, 1) == 8_519_680
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert workspace_bytes(CUDA, 2) == 2 * 16 * 8 * 1024
+
+
+@pytest.mark.parametrize(
+    ("processor", "least"), [(TypicalLogitsWarper(0.9), 0.9), (TopPLogitsWarper(0.9), 0.5), (TopKLogitsWarper(9), 0.3)]
+)
+def test_the_sampler(processor: object, least: float) -> None:
+    """It takes what is reserved, at most and nearly."""
+    rows, vocab_size = 16, 4096
+    logits = torch.randn(rows, vocab_size, device=CUDA)
+    noise = StepNoise(torch.Generator(CUDA).manual_seed(0), rows)
+    sampler = RowSampler([processor], noise, processor_kinds([processor]))
+    order = list(range(rows))[::-1]  # not as the logits are: they are copied
+    before = torch.cuda.memory_allocated() - logits.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    choose_tokens([Choice(sampler, list(range(rows)), 0, order, 0)], logits)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert least <= taken / sampler_bytes(rows, vocab_size, 4) <= 1.01
+
+
+@pytest.mark.parametrize("cuda_graphs", [None, False])
+def test_the_steps(cuda_graphs: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take no more than what a pool of all of the rest leaves them, and that is not much more."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")  # there is none here
+    model = build("llama")
+    model.resize_token_embeddings(2048)  # as in other models, choosing tokens takes most
+    monkeypatch.setattr(pretend_cuda.memory, "free", 2**20)
+    settings = {"memory_fraction": 1.0, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    model = hf_paged.patch(model.to(CUDA), cuda_graphs=cuda_graphs, **settings)
+    pool = model.paged.kv_cache.tensor.nbytes
+    reserved = model.paged._runner.reserved_bytes(64, 4)
+    assert 0 <= 2**20 - reserved - pool < model.paged.bytes_per_block
+    if cuda_graphs is None:  # whose memory is not used twice on this device
+        return
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prompts = [random_ids(1, 20 + number, seed=number)[0].tolist() for number in range(4)]
+    model.paged.generate(prompts, do_sample=True, typical_p=0.9, top_k=0, max_new_tokens=3)
+    assert 0.4 * reserved < torch.cuda.max_memory_allocated() - before <= reserved

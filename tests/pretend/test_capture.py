@@ -25,7 +25,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
 
 def patched(name: str = "llama", **settings: Any) -> tuple[Any, Any]:
     """Stock and patched."""
-    stock = build(name).to(CUDA)
+    stock = build(name, layers=1).to(CUDA)
     settings = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 3} | settings
     return stock, hf_paged.patch(copy.deepcopy(stock), **settings)
 

@@ -70,7 +70,7 @@ def run(
         errors="replace",
         env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),
         process_group=0,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        preexec_fn=die_with_parent,
     )
     lines: deque[str] = deque(maxlen=NUM_LINES)
     started = heard = ticked = time.monotonic()
@@ -113,8 +113,10 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def die_with_parent() -> None:
+    """Called in a child: else what is left of a killed call has the device when the next one comes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def code_hash(paths: Iterable[Path]) -> str:

@@ -310,7 +310,7 @@ class OutOfTimeError(Exception):
 
 
 MAX_CRASHES = 3  # of a family, after which it is given up
-GRACE = 25.0  # seconds that a child is given to stop by itself
+GRACE = 12.0  # seconds that a child is given to stop by itself
 LEAST = 20.0  # seconds under which none is started
 
 

@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     workerinput = getattr(config, "workerinput", None)
     if workerinput is None:
         record = Record(config.option.record, config.option.run_id)
-        config.pluginmanager.register(Recorder(record, config))
+        config.pluginmanager.register(Recorder(record))
         done = record.done
     else:
         done = set(workerinput["done"])
@@ -87,11 +87,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 class Recorder:
     """In the process that sees all results."""
 
-    def __init__(self, record: Record, config: pytest.Config) -> None:
+    def __init__(self, record: Record) -> None:
         self._record = record
         self._failed: set[str] = set()
         self._seconds: dict[str, float] = {}
-        self._has_workers = bool(getattr(config.option, "dist", "no") != "no")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

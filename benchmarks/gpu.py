@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +33,12 @@ import children
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 CODE = [ROOT / "hf_paged", ROOT / "tests", BENCHMARKS]
+TOP = "gpu-state"  # folder in an archive
 MOST_PACKED = 15 * 2**20  # bytes of an archive
 GRACE = 25.0  # seconds beyond its limit that a step is given
 KERNELS_FIRST = ("limits", "decode", "layouts", "splits", "prefill", "tiles")
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+CHECKS = ("memcheck", "racecheck")
 # The shape of Llama-3.1-8B
 PREEMPTION = "--dtype bfloat16 --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256"
 PREEMPTION += " --lengths 16 64 256 1024 4096 16384"
@@ -75,9 +79,8 @@ def steps(state: Path) -> list[Step]:
         Step("generate", [*generate, "--only", "8b-decode", "8b-profile"], needs=90),
         Step("tests", program("gpu_tests", *out)),
     ]
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
-    sanitizer = shutil.which("compute-sanitizer", path=path)
-    for check in ("memcheck", "racecheck") if sanitizer else ():
+    sanitizer = shutil.which("compute-sanitizer", path=PATH)
+    for check in CHECKS if sanitizer else ():
         options = ["--tool", check, "--error-exitcode", "9", "--print-limit", "20"]
         own = ["--out", str(state / f"sanitizer-{check}")]
         watched = program("gpu_kernels", "--quick", "--only", "sanitizer", "--in-process", *own)
@@ -163,7 +166,7 @@ def pack(state: Path, archive: Path, most: int = MOST_PACKED) -> None:
             if path.is_relative_to(kernels) and file.tell() > most:
                 break
             try:
-                tar.add(path, arcname=str(Path(state.name) / path.relative_to(state)))
+                tar.add(path, arcname=str(Path(TOP) / path.relative_to(state)))
             except OSError:  # was replaced meanwhile; the next archive has it
                 continue
     write.replace(archive)
@@ -172,17 +175,18 @@ def pack(state: Path, archive: Path, most: int = MOST_PACKED) -> None:
 def unpack(archive: Path, state: Path) -> None:
     """What `pack` wrote, where there is none yet."""
     if archive.exists() and not state.exists():
-        with tarfile.open(archive) as tar:
-            tar.extractall(state.parent, filter="data")
+        with tempfile.TemporaryDirectory(dir=state.parent) as folder, tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+            (Path(folder) / TOP).rename(state)
         print(f"unpacked {archive.name}", flush=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = [step.name for step in steps(Path())]
+    names = [step.name for step in steps(Path())] + [f"sanitizer-{check}" for check in CHECKS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, default=ROOT / "gpu-state", help="the folder")
     parser.add_argument("--seconds", type=float, default=540.0, help="after which it stops by itself")
-    parser.add_argument("--only", nargs="+", choices=names, help="these steps")
+    parser.add_argument("--only", nargs="+", choices=sorted(set(names)), help="these steps")
     parser.add_argument("--again", action="store_true", help="also steps that are done, and what failed in them")
     parser.add_argument("--pack", type=Path, help="archive to write; the repository's gpu-state.tar.gz is read")
     return parser.parse_args(argv)
@@ -195,6 +199,7 @@ def main(
     ends = time.monotonic()
     args = parse(argv)
     ends += args.seconds
+    args.state = args.state.resolve()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(children.UNFINISHED)
     )  # children end with us, the archive is written
@@ -226,7 +231,7 @@ def main(
     print()
     for step in chosen:
         print(f"{step.name:20} {book.steps.get(step.name, {}).get('seconds', 0):6.0f} s  {book.status(step.name)}")
-    if not any(step.name.startswith("sanitizer") for step in chosen) and not args.only:
+    if not shutil.which("compute-sanitizer", path=PATH):
         print("compute-sanitizer is not on the PATH: nothing was checked by it")
     if not is_over:
         print("there is more to do: the same command goes on there")

@@ -82,7 +82,7 @@ def run_all(command: Sequence[str], record: Path, run_id: str, ends: float, env:
 
 
 def summarize(record: Path, run_id: str, trouble: Sequence[str]) -> int:
-    """Prints, and returns the exit status."""
+    """Prints, writes gpu-tests.txt, and returns the exit status."""
     lines = gpu_plugin.read_lines(record)
     passed = {line["id"] for line in lines if line["event"] == "passed"}
     own: dict[str, dict[str, dict[str, Any]]] = {}
@@ -92,14 +92,19 @@ def summarize(record: Path, run_id: str, trouble: Sequence[str]) -> int:
     failed = {test: line for test, line in own.get("failed", {}).items() if test not in passed}
     for test, line in failed.items():
         print(f"\n== {test}", *line["text"][-20:], sep="\n")
-    left, skipped = own.get("left", {}), own.get("skipped", {}).keys() - passed
-    print(
-        f"\n{len(passed)} passed so far, {len(failed)} failed, {len(skipped)} skipped, {len(left)} or more left to do"
+    is_left = bool(own.get("left") or trouble)
+    skipped = own.get("skipped", {}).keys() - passed
+    if not passed and not is_left:
+        trouble = ["nothing passed"]
+    counts = (
+        f"{len(passed)} passed so far, {len(failed)} failed, {len(skipped)} skipped" + ", others are left" * is_left
     )
-    print(*(f"failed: {test}" for test in failed), *trouble, sep="\n")
-    if failed or any(reason != OUT_OF_TIME for reason in trouble):
+    text = "\n".join([counts, *(f"failed: {test}" for test in failed), *trouble])
+    print(f"\n{text}")
+    record.with_suffix(".txt").write_text(text + "\n")
+    if any(reason != OUT_OF_TIME for reason in trouble):
         return 1
-    return children.UNFINISHED if left or trouble else 0
+    return children.UNFINISHED if is_left else int(bool(failed))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

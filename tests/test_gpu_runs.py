@@ -389,7 +389,8 @@ class Runs:
 
     def start(self, *options: str, **env: str) -> subprocess.Popen[str]:
         self._notes.write_text("")
-        env = os.environ | {"PYTHONPATH": PATHS, "RAN": str(self._notes)} | env
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        env = own | {"PYTHONPATH": PATHS, "RAN": str(self._notes)} | env
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen([*self._command, *options], env=env, preexec_fn=children.die_with_parent, **pipes)
 
@@ -435,12 +436,20 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     status, out = runs.run()
     assert status == 1 and "9 passed so far, 1 failed" in out
     assert [name for name in runs.ran if not name.startswith("alone")] == ["broken", "slow", "end"]
-    (tmp_path / "tests" / "test_fake.py").write_text(TESTS + "# other code")
-    process = runs.start(HANG="1")
-    wait_for(lambda: "slow" in runs.ran)
-    process.kill()
-    process.communicate()
-    assert runs.ran[:3] == ["good0", "good1", "good2"]
+
+
+def test_what_passed_counts_for_the_same_code_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tests, "run_all", lambda *_: gpu_tests.OUT_OF_TIME)
+    (tmp_path / "test_fake.py").write_text("1")
+    given = ["--out", str(tmp_path), "--tests", str(tmp_path)]
+    record = tmp_path / "gpu-tests.jsonl"
+    gpu_tests.main(given)
+    gpu_plugin.Record(record, "").add("passed", id="x")
+    for change in (lambda: None, lambda: (tmp_path / "test_fake.py").write_text("2")):
+        assert gpu_plugin.Record(record, "").done == {"x"}
+        change()
+        assert gpu_tests.main(given) == children.UNFINISHED
+    assert not gpu_plugin.Record(record, "").done
 
 
 @pytest.mark.parametrize("limit", ["0.1", "4"])
@@ -448,7 +457,7 @@ def test_tests_for_which_no_time_is_left_are_said(limit: str, tmp_path: Path) ->
     runs = Runs(tmp_path, has_xdist=False)
     (tmp_path / "tests" / "test_fake.py").write_text(TESTS + "\ntime.sleep(5)\n")  # until it is over
     status, out = runs.run("--time-limit", limit)
-    assert status == children.UNFINISHED and not runs.ran, out
+    assert status == children.UNFINISHED and not runs.ran and "others are left" in out, out
 
 
 @pytest.mark.parametrize(

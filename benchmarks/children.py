@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNFINISHED = 75  # exit status of a program that stopped by itself at its time limit: the same command goes on there
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # between fork and exec nothing may be loaded
 NUM_LINES = 60  # of a child's output that are kept
 
 
@@ -115,8 +116,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def die_with_parent() -> None:
     """Called in a child: else what is left of a killed call has the device when the next one comes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if LIBC is not None:
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def code_hash(paths: Iterable[Path]) -> str:

@@ -254,6 +254,11 @@ class Report:
         write.write_text(json.dumps(self.data, indent=1) + "\n")
         write.replace(self.path)
 
+    def log(self, what: str, lines: Sequence[str]) -> None:
+        """Appends to a file beside it, named `.log`, what is too long for a row: a traceback, last words."""
+        with self.path.with_suffix(".log").open("a") as file:
+            print(f"== {what}", *lines[-children.NUM_LINES :], sep="\n", file=file)
+
     def rows(self, family: str) -> list[Row]:
         """Of one family, those that hold a measurement."""
         return [row for row in self.data["rows"] if row["family"] == family and "error" not in row]
@@ -344,7 +349,7 @@ def run_family(family: Family, bench: Any, report: Report, deadline: float) -> b
         _note_crash(state, describe(error))
         is_alive = False
     except Exception as error:  # the other families go on
-        traceback.print_exc()
+        report.log(f"{family.name}: {state['at']}", traceback.format_exc().splitlines())
         state["status"] = f"failed: {describe(error)}"
     is_alive = is_alive and _answers()
     state["seconds"] = round(state.get("seconds", 0) + time.monotonic() - started, 1)
@@ -372,7 +377,7 @@ def _run_points(family: Family, bench: Any, report: Report, deadline: float) -> 
             if has_device:
                 row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         except Exception as error:  # too little shared memory, or a library's
-            traceback.print_exc()
+            report.log(f"{family.name}: {point.case}", traceback.format_exc().splitlines())
             row["error"] = describe(error)
         rows.append(row)
         report.save()
@@ -416,8 +421,6 @@ def supervise(
 ) -> None:
     """Measures in child processes: one that crashes or hangs costs a point, and the next one goes on behind it.
 
-    What the last child said before it failed is in a file beside the report's, whose name ends in `.log`.
-
     Args:
         command: Measures what the report's file does not have yet, given `--time-limit`.
         families: That it measures.
@@ -441,8 +444,7 @@ def supervise(
         report.save()
         if ended.status == 0:
             return
-        with report.path.with_suffix(".log").open("a") as log:
-            print(f"== {' '.join(families)}: {ended}; its last lines:", *ended.lines, sep="\n", file=log)
+        report.log(f"{' '.join(families)}: {ended}; its last lines", ended.lines)
         if is_same:
             print(f"the measuring process can't begin: {ended}", flush=True)
             return

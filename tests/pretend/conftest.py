@@ -44,7 +44,13 @@ class Watched:
         assert not self.in_launch, "\n".join(f"{event.kind} {event.detail} at {event.site}" for event in self.in_launch)
         assert not self.seen.of("race")
         if entries is not None:
-            assert len(self.seen.waits) <= entries, "\n".join(self.seen.where("sync", "pageable"))
+            waits = [event for event in self.seen.waits if not _is_models_own(event)]
+            assert len(waits) <= entries, "\n".join(self.seen.where("sync", "pageable"))
+
+
+def _is_models_own(event: Event) -> bool:
+    """In float32, transformers' code multiplies expert by expert, and reads on the host how many rows each has."""
+    return event.site.startswith("transformers/integrations/moe.py")
 
 
 @contextmanager
@@ -64,7 +70,7 @@ def watched() -> Iterator[Watched]:
         own = Watched(seen)
 
         def note(event: Event) -> None:
-            if event.kind in pretend_cuda.BLOCKING and getattr(launching, "on", False):
+            if event.kind in pretend_cuda.BLOCKING and getattr(launching, "on", False) and not _is_models_own(event):
                 own.in_launch.append(event)
 
         seen.notify = note

@@ -127,6 +127,7 @@ MODES = {
     "threads": Mode(_threads, entries=3),
     "submit": Mode(_submit, entries=3),
 }
+READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss")  # mixtures of experts in float32: no graph can hold them
 FLAT = [name for name, model in MODELS.items() if model.runs_flat]
 
 
@@ -165,7 +166,7 @@ def test_as_stock_and_without_waiting(name: str, mode: str, graphs: bool) -> Non
         assert found.shape == expected.shape and (found == expected).float().mean() > 0.5
     assert getattr(after, own.reached) > getattr(before, own.reached)
     assert paged.paged.kv_cache.backend.name == "triton"
-    assert bool(seen.seen.of("replay")) == graphs
+    assert bool(seen.seen.of("replay")) == (graphs and name not in READS_ON_THE_HOST)
     seen.assert_clean(own.entries)
     paged.paged.check_invariants()
     del found  # scores come with a cache

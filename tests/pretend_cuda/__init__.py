@@ -108,8 +108,8 @@ def _site() -> str:
     frame = sys._getframe(2)
     while frame is not None and len(places) < 2:
         name = frame.f_code.co_filename
-        for package in ("/hf_paged/", "/transformers/", "/tests/test_"):
-            if package in name:
+        for package in ("/hf_paged/", "/transformers/", "/tests/"):
+            if package in name and not name.startswith(str(SOURCE.parent)):
                 places.append(f"{name[name.rindex(package) + 1 :]}:{frame.f_lineno}")
                 break
         frame = frame.f_back  # type: ignore[assignment]

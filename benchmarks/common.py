@@ -11,9 +11,7 @@ import re
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +111,6 @@ class Timer:
         self._device = device
         self._cold_bytes = cold_bytes
         self._num_samples = num_samples
-        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
 
     def time(self, call: Callable[[int], Any], bytes_a_call: int, sample_us: float = 2000.0) -> Times:
         """Microseconds of a call.
@@ -175,35 +172,17 @@ class Timer:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
-    def _capture(self, call: Callable[[int], Any], num_calls: int) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, call: Callable[[int], Any], num_calls: int) -> Any:
         """The calls as a graph; `None` if one of them can't be captured."""
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        is_recorded = True
-        # Not torch.cuda.graph(): it collects garbage each time, and after one failure fails for good.
-        with torch.cuda.stream(self._stream):
-            try:
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    _each(call, num_calls)
-                finally:
-                    graph.capture_end()
-            except Exception:  # whatever a library says when it can't
-                is_recorded = False
-                _leave_capture(graph)
-        torch.cuda.synchronize()
-        return graph if is_recorded else None
+        from hf_paged.graph_capture import CUDARecording, capture_stream
 
-
-def _leave_capture(graph: torch.cuda.CUDAGraph) -> None:
-    """A capture that fails leaves torch's allocator and generator as if it still went on: later draws would raise."""
-    with suppress(Exception):  # private; where it is another, `_answers` finds out
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
-    with suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is empty
-        other = torch.cuda.CUDAGraph()
-        other.capture_begin(capture_error_mode="thread_local")
-        other.capture_end()
+        torch.cuda.synchronize()
+        try:
+            return CUDARecording(lambda: _each(call, num_calls), capture_stream(self._device))
+        except Exception:  # whatever a library says when it can't
+            return None
+        finally:
+            torch.cuda.synchronize()
 
 
 def _each(call: Callable[[int], Any], num_calls: int) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from hf_paged.draws import RECORDING
 
@@ -38,7 +37,7 @@ class CUDARecording:
         num_bytes: Device memory taken by the recording.
     """
 
-    def __init__(self, function: Callable[[], Tensor], stream: torch.cuda.Stream, pool: Pool | None = None) -> None:
+    def __init__(self, function: Callable[[], Any], stream: torch.cuda.Stream, pool: Pool | None = None) -> None:
         """Records what the function launches.
 
         Args:
@@ -59,7 +58,7 @@ class CUDARecording:
         with RECORDING, torch.cuda.stream(stream):
             try:
                 self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                self.output = function()
+                self.output: Any = function()
                 self._graph.capture_end()
             except BaseException:
                 _recover(self._graph, pool)

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pretend_cuda
@@ -284,3 +285,15 @@ def test_a_replay_that_does_nothing(caplog: pytest.LogCaptureFixture, monkeypatc
     monkeypatch.setattr(CUDARecording, "replay", lambda self: None)
     assert_same_tokens(stock, model)
     assert len(warnings_of(caplog)) == 1
+
+
+def test_the_benchmarks_timer(scratch: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can't be recorded is timed call by call, and the process goes on."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from common import Timer
+
+    timer = Timer(CUDA, cold_bytes=0, num_samples=3)
+    assert timer.time(lambda number: scratch.add_(number), bytes_a_call=1).timed == "graph"
+    assert timer.time(lambda number: scratch.sum().item(), bytes_a_call=1).timed == "events"
+    assert not pretend_cuda.is_allocating_to_a_pool()
+    assert torch.rand(2, device=CUDA).isfinite().all()

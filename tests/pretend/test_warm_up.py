@@ -44,7 +44,9 @@ def serve(model: Any) -> None:
 def test_nothing_is_compiled_afterwards(
     name: str, layers: int, settings: dict[str, Any], nothing_compiled: None
 ) -> None:
-    model = hf_paged.patch(build(name, layers=layers).to(CUDA), preemption="swap", swap_space_gib=0.01, **SETTINGS | settings)
+    model = hf_paged.patch(
+        build(name, layers=layers).to(CUDA), preemption="swap", swap_space_gib=0.01, **SETTINGS | settings
+    )
     with pretend_cuda.watch() as seen:
         done = model.paged.warm_up()
     assert done.backend == "triton"

@@ -309,8 +309,7 @@ class DecodeGraphs:
         except Exception as error:  # a model that reads something back, makes tensors on the host, ...
             recordings.clear()
             self._logits = None
-            place = None if isinstance(error, _UnrecordableError) else raised_at(error)
-            self.reason = f"{type(error).__name__}: {error}".split("\n", 1)[0] + (f" ({place})" if place else "")
+            self.reason = str(error) if isinstance(error, _UnrecordableError) else _in_words(error)
             logger.warning(
                 "hf_paged: decode steps run without CUDA graphs, since this model's can't be recorded (%s); "
                 "cuda_graphs=False keeps this from being tried",
@@ -352,6 +351,12 @@ class DecodeGraphs:
 
 class _UnrecordableError(Exception):
     """A step is not one that can be replayed."""
+
+
+def _in_words(error: Exception) -> str:
+    """What was raised, and where."""
+    first_line, place = str(error).split("\n", 1)[0], raised_at(error)
+    return f"{type(error).__name__}: {first_line}" + (f" ({place})" if place else "")
 
 
 def _agree(result: Tensor, expected: Tensor) -> bool:

@@ -21,13 +21,13 @@ from hf_paged import cuda_graph, draws, graph_capture
 from hf_paged.graph_capture import CUDARecording, capture_stream, first_wait
 
 CUDA = torch.device("cuda", 0)
-GREEDY = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+GREEDY = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}
 
 
 def patched(name: str = "llama", **settings: Any) -> tuple[Any, Any]:
     """Stock and patched."""
     stock = build(name, layers=1).to(CUDA)
-    settings = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 3} | settings
+    settings = {"block_size": 4, "num_blocks": 16, "max_num_seqs": 3} | settings
     return stock, hf_paged.patch(copy.deepcopy(stock), **settings)
 
 
@@ -72,7 +72,7 @@ def test_a_step_that_does_not_wait_is_recorded(caplog: pytest.LogCaptureFixture)
     with pretend_cuda.watch() as seen:
         assert_same_tokens(stock, model)
         assert_same_tokens(stock, model)
-    assert len(seen.of("capture")) == 3 and len(seen.of("replay")) >= 3 + 2 * 3
+    assert len(seen.of("capture")) == 3 and len(seen.of("replay")) >= 3 + 2 * 2
     assert not warnings_of(caplog)
 
 
@@ -212,27 +212,26 @@ def test_draws_wait_for_a_recording(scratch: Tensor) -> None:
 
 def test_one_stream() -> None:
     """cuBLAS keeps memory for each stream that it was used on."""
-    stock, model = patched()
+    stock, model = patched(max_num_seqs=2)
     with pretend_cuda.watch() as seen:
         assert_same_tokens(stock, model)
         model.paged.release()
         assert_same_tokens(stock, model)
     streams = [event.stream for event in seen.of("capture")]
-    assert len(streams) == 6 and len(set(streams)) == 1
+    assert len(streams) == 4 and len(set(streams)) == 1
 
 
 # Memory
 
 
-@pytest.mark.parametrize("share", [0.0, 0.75])
+@pytest.mark.parametrize("share", [0.0, 0.9])
 def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
     """What does not fit runs eagerly; it is tried and said once."""
-    stock, model = patched(max_num_seqs=6)
-    with pretend_cuda.watch() as seen:
-        assert_same_tokens(stock, model, rows=3)
-    sizes, graphs = [6, 4, 2, 1], model.paged._runner._graphs[1]
-    assert graphs.sizes == sizes[::-1] and len(seen.of("capture")) == 4
-    largest = graphs._recordings[6].num_bytes
+    stock, model = patched()
+    assert_same_tokens(stock, model)
+    graphs = model.paged._runner._graphs[1]
+    assert graphs.sizes == [1, 2, 3]
+    largest = graphs._recordings[3].num_bytes
     model.paged.release()
     attempts: list[int] = []
     original = cuda_graph.CUDARecording
@@ -244,13 +243,13 @@ def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graph, "CUDARecording", limited)
-        for rows in (5, 3, 1, 5):
+        for rows in (3, 2, 3):
             assert_same_tokens(stock, model, rows)
-    assert len(attempts) == 4
+    assert len(attempts) == 3
     said = warnings_of(caplog)
     assert len(said) == 1 and "no memory left" in said[0]
     graphs = model.paged._runner._graphs[1]
-    assert graphs.sizes == ([] if share == 0 else [1, 2, 4])
+    assert graphs.sizes == ([] if share == 0 else [1, 2])
     assert (graphs.reason is None) == (share > 0)
     model.paged.check_invariants()
 

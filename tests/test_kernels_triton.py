@@ -44,6 +44,7 @@ triton = pytest.importorskip("triton")  # an extra, and not on every platform
 import triton.language as tl  # noqa: E402
 
 from hf_paged.attention_metadata import AttentionMetadata  # noqa: E402
+from hf_paged.cuda_graph import DecodeInputs  # noqa: E402
 from hf_paged.decode_work import WorkKind, share_out  # noqa: E402
 from hf_paged.kernels import backend, launch, ops, reference  # noqa: E402
 from hf_paged.kernels import copy_blocks as copy_kernel  # noqa: E402
@@ -126,7 +127,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "block edges, several new",
         "tile edges",
         "shared blocks",
-        "empty splits",
+        "fewer tiles than splits",
         "one token behind others",
     ),
 }
@@ -168,7 +169,7 @@ def shapes_of(mix: str, block_size: int) -> list[Shape]:
             (3, num_shared + 3),
             (5, num_shared + size // 2 + 5),
         ],
-        "empty splits": [(1, 1), (1, 3), (1, 300), (1, 40)],
+        "fewer tiles than splits": [(1, 1), (1, 3), (1, 300), (1, 40)],
         "one token behind others": [(7, 40), (1, 33), (1, 1), (2, 2)],
     }[mix]
 
@@ -702,6 +703,52 @@ def test_launches_do_not_grow_with_the_batch(
     ):
         batch.attend()
     assert (decodes.count, combinations.count, prefills.count) == expected
+
+
+class Specialisations:
+    """Stands in for a kernel and runs nothing; what Triton would compile at each launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        if launch.is_interpreting():
+            kernel = triton.JITFunction(kernel.fn, **kernel.kwargs)
+        self._kernel, self.found = kernel, set()  # type: ignore[var-annotated]
+
+    def __getitem__(self, grid: Any) -> Any:
+        def take_down(*values: Any, **named: Any) -> None:
+            parameters = {parameter.name: parameter for parameter in self._kernel.params}
+            arguments = dict(zip(parameters, values)) | named
+            self.found.add(tuple(self._of(parameters.get(name), value) for name, value in arguments.items()))
+
+        return take_down
+
+    @staticmethod
+    def _of(parameter: Any, value: Any) -> Any:
+        if parameter is None or parameter.is_constexpr or value is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        if isinstance(value, float):
+            return float
+        return abs(value) < 2**31, None if parameter.do_not_specialize else (value == 1, value % 16 == 0)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_decoding_is_compiled_once(window: int | None, device: torch.device) -> None:
+    """Breaks if a batch size, a length or a number of items means another kernel, which a running server waits for."""
+    case = Case(torch.float16, window=window)
+    steps = [[(1, 1)], [(1, 300)], [(1, 16)] * 16, [(1, 700), (1, 3), (5, 9)], [(1, 900)] + [(1, 40)] * 30]
+    batches = [Batch(case, device, shapes) for shapes in steps]
+    kernels = {name: Specialisations(getattr(decode, name)) for name in ("_decode_kernel", "_combine_kernel")}
+    with mock.patch.multiple(decode, **kernels), mock.patch.object(prefill, "paged_prefill"):
+        for batch in batches:
+            for num_splits in (None, 1, 3):
+                batch.attend(num_splits=num_splits)
+        for rows in (1, 3, 31):  # in the shape of a CUDA graph
+            inputs = DecodeInputs(31, 60, 16, batches[-1].null_block, device)
+            inputs.hold([WorkKind(plan_of(batches[-1])[0].tokens, plan_of(batches[-1])[1], window or 0)])
+            metadata = inputs.views(rows)[-1]
+            batches[-1].attend(query=batches[-1].query[:rows], metadata=metadata, num_splits=None)
+    assert [len(kernel.found) for kernel in kernels.values()] == [1, 1]
 
 
 def test_partials_are_kept_and_grow(device: torch.device) -> None:

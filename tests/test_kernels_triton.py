@@ -419,7 +419,7 @@ def test_long_sequences(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize(("dtype", "group"), [(torch.float32, 20), (torch.float32, 40), (torch.float16, 71)])
 def test_groups_of_several_programs(dtype: torch.dtype, group: int, num_splits: int, device: torch.device) -> None:
     """Breaks if the last program of a kv head, whose tile is not full, takes the next one's query heads as well."""
-    batch = Batch(Case(dtype, group=group, num_splits=num_splits, has_sinks=True), device, [(1, 40), (3, 20)])
+    batch = Batch(Case(dtype, group=group, num_splits=num_splits, has_sinks=True), device, [(1, 140), (3, 20)])
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[dtype]
 
 
@@ -437,7 +437,8 @@ PLAIN = {"sliding_window": None, "softcap": None, "sinks": None, "alibi_slopes":
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_each_feature_matters(extra: str, num_splits: int, device: torch.device) -> None:
     """Breaks if the grid's settings could be ignored and the errors still be small."""
-    batch = Batch(Case(torch.float16, num_splits=num_splits, **EXTRAS[extra]), device)
+    shapes = [(1, 2 * MAX_TILE + 9), (1, 3), (5, 40), (9, 9)]  # the first has several tiles of any size
+    batch = Batch(Case(torch.float16, num_splits=num_splits, **EXTRAS[extra]), device, shapes)
     found = batch.attend()
     assert batch.error(found, batch.expected()) <= TOLERANCE[torch.float16]
     assert batch.error(found, batch.expected(**PLAIN)) > 20 * TOLERANCE[torch.float16]

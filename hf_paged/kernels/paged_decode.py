@@ -86,9 +86,8 @@ def _decode_kernel(
     query_rows = sequence.to(tl.int64) * stride_query_token + heads.to(tl.int64) * stride_query_head
     q = tl.load(query + query_rows[:, None] + columns[None, :], mask=stored, other=0.0)
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
-    if sinks is not None:  # counted once
+    if sinks is not None:  # counted once: what has maximum -inf is worth nothing beside the first tile
         row_max = tl.where(is_first, row_max, float("-inf"))
-        row_sum = tl.where(is_first, row_sum, 0.0)
     row_slopes = tl.zeros([M], tl.float32)
     if slopes is not None:
         row_slopes = tl.load(slopes + heads).to(tl.float32) * LOG2_E

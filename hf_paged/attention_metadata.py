@@ -297,7 +297,7 @@ class DecodeMetadata(AttentionMetadata):
         """As for any step.
 
         Raises:
-            RuntimeError: It is of a kind that nobody asked for before steps were recorded: no later step would fill it.
+            RuntimeError: No layer asked for this kind before steps were recorded, so none of them comes with it.
         """
         if self._is_complete and kind not in self._decode_work:
             raise RuntimeError(f"a layer attends in another way than in the first step: {kind}")

@@ -93,13 +93,12 @@ class DecodeInputs:
         self._tables = torch.full((max_rows, max_blocks), null_block, dtype=torch.int32, device=device)
         self._last_tables: np.ndarray | None = None
         self._sent = torch.cuda.Event() if is_pinned else None
-        self._allocate([])
+        self.hold([])
 
-    def _allocate(self, kinds: list[WorkKind]) -> None:
-        """What is sent at every step: rows `[., 4]` of int32 for each list of work, then five of int64 for the tokens.
-
-        These are ids, positions, slots, places of ids among chosen tokens, and the lengths as int32 in the last one.
-        """
+    def hold(self, kinds: list[WorkKind]) -> None:
+        """From now on, steps come with work of these kinds; what `views` returned before is void."""
+        # Rows [., 4] of int32 for each list of work, then five of int64: ids, positions, slots, places of ids among
+        # chosen tokens; the lengths as int32 in the last one.
         rows, device = self.max_rows, self._tables.device
         lens = [kind.max_items(rows) + kind.max_split(rows) for kind in kinds]
         num_work = 2 * sum(lens)  # numbers of int64
@@ -122,10 +121,6 @@ class DecodeInputs:
     def trial(self) -> tuple[Tensor, Tensor, DecodeMetadata]:
         """A step of padding rows, all that there can be, which notes the kinds of work that its layers ask for."""
         return self._views(self.max_rows, None)
-
-    def hold(self, kinds: list[WorkKind]) -> None:
-        """From now on, steps come with work of these kinds; what `views` returned before is void."""
-        self._allocate(kinds)
 
     def views(self, rows: int) -> tuple[Tensor, Tensor, DecodeMetadata]:
         """Ids `[rows]`, positions `[rows]` and metadata of a step of so many rows."""
@@ -184,7 +179,7 @@ class DecodeInputs:
             own.copy_(fill_in(own, chosen[0], self._numbers[3, :rows]))
 
     def _fill_rest(self, first: int, size: int) -> None:
-        """Padding from row `first` on, and who does what in a step of `size` rows."""
+        """Padding from row `first` on, and how a step of `size` rows is shared out."""
         self._host[:2, first:] = 0
         self._host[2, first:] = -1
         self._host_lens[first:] = 1

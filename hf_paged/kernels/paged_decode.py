@@ -80,6 +80,7 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens + sequence)
     first_tile = tl.load(items + item * 4 + 2)
     last_tile = first_tile + tl.load(items + item * 4 + 3)
+    # From the first tile that is seen to the last one: all of the sequence.
     is_first = first_tile == (tl.maximum(seq_len - window, 0) // TILE if HAS_WINDOW else 0)
     is_whole = is_first & (last_tile * TILE >= seq_len)
 

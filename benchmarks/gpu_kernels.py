@@ -218,10 +218,10 @@ class Step:
         return ops.paged_attention(self.query, self.pool, layer, metadata, **self._options, **extra)
 
     def chosen_splits(self) -> int:
-        """Programs that a decoding sequence is split between if nobody says."""
+        """Items of the sequence that is split into most if nobody says."""
         with mock.patch.object(decode, "paged_decode", wraps=decode.paged_decode) as launcher:
             self(0)
-        return launcher.call_args.args[2]
+        return max(launcher.call_args.args[2][:, 3].tolist(), default=1)
 
     def tiles(self) -> Row:
         """What the kernels it takes would choose by themselves, before shared memory cuts stages."""
@@ -452,7 +452,7 @@ def with_tile(module: Any, tile: launch.Tiling | None, run: Callable[[], Any]) -
     if tile is None:
         return run()
     # `fit` takes stages away that the device has no shared memory for: here that is an error to be seen.
-    fit = mock.patch.object(launch.LayerAttention, "fit", lambda _, tiling: tiling, create=True)
+    fit = mock.patch.object(launch.Tiling, "fit", lambda tiling, *_: tiling)
     with fit, mock.patch.object(module, "tiling", lambda *_, **__: tile):
         return run()
 

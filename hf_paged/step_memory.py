@@ -31,8 +31,8 @@ def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max
     """What the graphs of decode steps keep: `activations + rows * (vocab_size * itemsize + 40 + 8 * max_blocks)`.
 
     The largest graph's activations, which the others use, too; the logits of all; the inputs, which are five int64 a
-    row, and an int32 block table a row twice (as sent, and in its place). What the driver keeps of each graph is not
-    counted.
+    row, and an int32 block table a row twice (as sent, and in its place). What the driver keeps of each graph, and
+    attention's lists of work and scratch, which are small beside these, are not counted.
 
     Args:
         activations: Bytes that a step of one token a row holds at most.

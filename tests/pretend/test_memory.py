@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pretend_cuda
 import pytest
 import torch
@@ -14,6 +16,12 @@ from hf_paged.sampler import Choice, RowSampler, choose_tokens, processor_kinds
 from hf_paged.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 
 CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else() -> None:
+    """What earlier tests left is not to be freed while memory is counted."""
+    gc.collect()
 
 
 def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,14 +40,17 @@ from hf_paged.draws import DRAWS, GeneratorStates
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedCallError
 from hf_paged.forward_call import ForwardCall
+from hf_paged.host_call import HOST_CALLS, HostCall
 from hf_paged.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.runner import ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall, SampleRun
 from hf_paged.streams import steps_stream
 from hf_paged.submission import LoopResult
+from hf_paged.transfers import to_device, to_host
 
 logger = logging.get_logger(__name__)
 
+_CPU = torch.device("cpu")
 _ENGINE = "_hf_paged_engine"
 _SETTINGS = "_hf_paged_settings"
 SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
@@ -121,6 +124,14 @@ class PagedGenerationMixin:
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Makes the call's cache a `PagedCache`, unless the call needs another kind."""
+        result = self._choose_cache(generation_config, model_kwargs, *args, **kwargs)
+        # What comes next is a look at whether model and inputs are on the same device.
+        HOST_CALLS.hides_device = HOST_CALLS.call is not None
+        return result
+
+    def _choose_cache(
+        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         engine: Engine = self.paged
         given = model_kwargs.get("past_key_values")
         if isinstance(given, PagedCache):
@@ -145,6 +156,10 @@ class PagedGenerationMixin:
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
         return stock(generation_config, model_kwargs, *args, **kwargs)
 
+    def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        HOST_CALLS.hides_device = False
+        return super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+
     def _get_stopping_criteria(
         self: Any,
         generation_config: GenerationConfig,
@@ -168,13 +183,31 @@ class PagedGenerationMixin:
         criteria.insert(place, own)
         return criteria
 
+    @property
+    def device(self: Any) -> torch.device:
+        """As of the model's own class; on the CPU where that is asked for a call whose tensors are there for now."""
+        return _CPU if HOST_CALLS.hides_device else super().device  # type: ignore[misc]
+
     @functools.wraps(GenerationMixin.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        devices = {torch.device("cpu"), self.device}
+        device = self.device
+        devices = {torch.device("cpu"), device}
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
-        with deferred_interrupt(), steps_stream(self.device), entering, allowed_interrupt():
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with deferred_interrupt(), steps_stream(device), entering, allowed_interrupt():
+            if device.type != "cuda":
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            is_submitted = self.paged.capture is not None
+            call = HostCall.of(self, device, args, kwargs, from_host=is_submitted)
+            if call is not None:
+                args, kwargs = (), call.arguments
+            elif is_submitted:
+                args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
+            outer, HOST_CALLS.call = HOST_CALLS.call, call
+            try:
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                HOST_CALLS.call, HOST_CALLS.hides_device = outer, False
 
     @functools.wraps(GenerationMixin._sample)
     def _sample(
@@ -186,17 +219,22 @@ class PagedGenerationMixin:
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.get("past_key_values")
+        host = HOST_CALLS.take()
         if isinstance(cache, PagedCache):
-            call = engine_call(self, cache, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+            device = input_ids.device if host is None else host.device
+            arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+            call = engine_call(self, cache, device, *arguments, kwargs)
             if call is not None:
                 _check_prompt(self.paged, cache, input_ids, generation_config, kwargs, 0)
+                if host is not None:
+                    host.place_items(call.processors, call.other_criteria or ())
                 return _run_rows(self.paged, call, generation_config, kwargs.get("streamer"))
             if _pads_finished(stopping_criteria) and _rows_may_leave(
                 self.paged, cache, logits_processor, stopping_criteria, generation_config
             ):
                 stopping_criteria = RetiringCriteria(stopping_criteria, cache)
         loop = super()._sample  # type: ignore[misc]
-        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        return _run_loop(self, host, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(
@@ -207,7 +245,7 @@ class PagedGenerationMixin:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        loop = super()._beam_search  # type: ignore[misc]
+        loop, host = super()._beam_search, HOST_CALLS.take()  # type: ignore[misc]
         cache = kwargs.get("past_key_values")
         watch = None
         if isinstance(cache, PagedCache) and not kwargs.get("synced_gpus"):
@@ -215,7 +253,7 @@ class PagedGenerationMixin:
             watch = BeamSearchLoop(self, cache, retires)
             loop = functools.partial(base_class(self)._beam_search, watch)
         return _run_loop(
-            self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, watch=watch
+            self, host, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, watch=watch
         )
 
     @functools.wraps(GenerationMixin._assisted_decoding)
@@ -227,10 +265,10 @@ class PagedGenerationMixin:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        loop = super()._assisted_decoding  # type: ignore[misc]
+        loop, host = super()._assisted_decoding, HOST_CALLS.take()  # type: ignore[misc]
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
         return _run_loop(
-            self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, spare_tokens=2
+            self, host, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, spare_tokens=2
         )
 
 
@@ -348,6 +386,7 @@ def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, ModelTrai
 def engine_call(
     model: Any,
     cache: PagedCache,
+    device: torch.device,
     input_ids: Tensor,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
@@ -355,6 +394,8 @@ def engine_call(
     kwargs: dict[str, Any],
 ) -> SampleCall | None:
     """The call as rows for the engine to sample, if nobody could tell that from transformers' own loop; else `None`.
+
+    `device` is where the caller has its tensors.
 
     Nobody can when all of the caller's code in it is transformers' own and row-wise, when no per-step outputs are asked
     for, and when nothing hooks or overrides the forward and its preparation.
@@ -380,22 +421,28 @@ def engine_call(
         return None  # a streamer is given the tokens of all rows step by step
     padding = [0] * rows
     mask: Tensor | None = kwargs.get("attention_mask")
+    positions: Tensor | None = kwargs.get("position_ids")
+    if positions is not None and (positions.shape != input_ids.shape or positions.is_floating_point()):
+        return None
+    if mask is not None and mask.shape != input_ids.shape:
+        return None
+    if input_ids.device.type == "cuda":
+        found = {name: value for name, value in (("mask", mask), ("positions", positions)) if value is not None}
+        input_ids, *copies = to_host([input_ids, *found.values()])
+        copy_of = dict(zip(found, copies, strict=True))
+        mask, positions = copy_of.get("mask"), copy_of.get("positions")
     if mask is not None:
-        if mask.shape != input_ids.shape:
-            return None
         padding = (mask == 0).sum(dim=1).tolist()
         if (mask == 0).long().cumprod(dim=1).sum(dim=1).tolist() != padding or max(padding) == width:
             return None
-    positions: Tensor | None = kwargs.get("position_ids")
     if positions is not None:
-        expected = torch.arange(width) - torch.tensor(padding)[:, None]
-        if positions.shape != input_ids.shape or positions.is_floating_point():
-            return None
+        # On the host by name: somebody may have set another default device.
+        expected = torch.arange(width, device="cpu") - torch.tensor(padding, device="cpu")[:, None]
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
     generator = None
     if generation_config.do_sample:
-        generator = torch.Generator(input_ids.device)
+        generator = torch.Generator(device)
         generator.set_state(DRAWS.entry[torch.device(generator.device)])
     pad = generation_config._pad_token_tensor
     return SampleCall(
@@ -404,6 +451,7 @@ def engine_call(
         num_samples=generation_config.num_return_sequences or 1,
         processors=processors,
         criteria=criteria,
+        device=device,
         do_sample=bool(generation_config.do_sample),
         pad_token_id=0 if pad is None else int(pad),
         generator=generator,
@@ -498,6 +546,7 @@ class _Stream:
 
 def _run_loop(
     model: Any,
+    host: HostCall | None,
     loop: Callable[..., Any],
     input_ids: Tensor,
     processors: LogitsProcessorList,
@@ -511,6 +560,7 @@ def _run_loop(
 
     Args:
         model: The patched model.
+        host: The call, if what follows has been prepared on the host.
         loop: The unpatched class's loop.
         input_ids: The loop's arguments, from here on.
         processors: Logits processors.
@@ -532,6 +582,13 @@ def _run_loop(
         per_step = generation_config.output_hidden_states and generation_config.return_dict_in_generate
         if not engine.runs_flat() or cache.is_opaque or per_step:
             num_blocks = input_ids.shape[0] * -(-longest // engine.config.block_size)
+
+    prompt, prepared = input_ids, generation_config  # on the host still, if they were prepared there
+    if host is not None:
+        input_ids = to_device(input_ids, host.device)
+        generation_config = host.place_config(generation_config)
+        kwargs = host.place(kwargs)
+        host.place_items(processors, criteria)
 
     def run(**more: Any) -> Any:
         arguments = (input_ids, processors, criteria, generation_config)
@@ -566,7 +623,7 @@ def _run_loop(
         return LoopResult(result if isinstance(result, Tensor) else result.sequences, scores)
 
     capture = engine.capture
-    capture.loop, capture.prompt, capture.generation_config = run_later, input_ids, generation_config
+    capture.loop, capture.prompt, capture.generation_config = run_later, prompt, prepared
     capture.is_streamable = input_ids.shape[0] == 1 and watch is None and (generation_config.num_beams or 1) == 1
     capture.states = states
     return input_ids

@@ -90,6 +90,11 @@ test: $(VENV)/.installed-dev ## all CPU tests
 test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) $(T)
 
+# A process that pretends to have a GPU does so for good: these tests run apart from the others.
+.PHONY: test-pretend
+test-pretend: $(VENV)/.installed-dev ## the CUDA path on a device that is pretended
+	$(TEST_ENV) $(PY) -m pytest $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),tests/pretend)
+
 BROWSER_TESTS := $(shell grep -l mark.browser tests/test_*.py)
 
 .PHONY: test-browser

@@ -8,9 +8,9 @@ does in Python (`torch.cuda`), how Triton's interpreter is given device tensors,
     assert not seen.waits
 
 It is a process's own: install it before anything asks whether there is a GPU, and in no process that tests the CPU.
-Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but the one set in `memory`, and order:
-what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or overwritten
-before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
+Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but the one set in `memory`, and
+order: what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or
+overwritten before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ class Seen:
 
     Attributes:
         events: In order.
+        notify: Called with each, on its thread.
     """
 
     events: list[Event] = field(default_factory=list)
+    notify: Callable[[Event], None] = lambda event: None
 
     def of(self, *kinds: str) -> list[Event]:
         """Those of some kinds."""
@@ -106,8 +108,8 @@ def _site() -> str:
     frame = sys._getframe(2)
     while frame is not None and len(places) < 2:
         name = frame.f_code.co_filename
-        for package in ("/hf_paged/", "/transformers/", "/tests/test_"):
-            if package in name:
+        for package in ("/hf_paged/", "/transformers/", "/tests/"):
+            if package in name and not name.startswith(str(SOURCE.parent)):
                 places.append(f"{name[name.rindex(package) + 1 :]}:{frame.f_lineno}")
                 break
         frame = frame.f_back  # type: ignore[assignment]
@@ -121,6 +123,7 @@ def note(kind: str, detail: str = "", stream: int | None = None) -> None:
         event = Event(kind, detail, number, threading.current_thread().name, _site())
         for seen in _watchers:
             seen.events.append(event)
+            seen.notify(event)
 
 
 def _told(kind: bytes, detail: bytes, stream: int) -> int:

@@ -89,7 +89,7 @@ class RetiringCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         is_done: Tensor = super().__call__(input_ids, scores, **kwargs)
         # The loop reads the same tensor on the host right after this.
-        finished = is_done.nonzero()[:, 0].tolist()
+        finished = [row for row, is_over in enumerate(to_host([is_done])[0].tolist()) if is_over]
         if len(finished) < len(is_done):
             self._cache.retire(finished)
         return is_done

@@ -45,7 +45,9 @@ from hf_paged.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
 from hf_paged.stop_strings import StopStringTables
+from hf_paged.streams import among_steps, hand_out, let_caller_first, on_steps_stream
 from hf_paged.submission import Capture, Submissions
+from hf_paged.transfers import to_device
 from hf_paged.worker import CACHE_SALT, REST_SECONDS, ROOM_SECONDS, CallCancelledError, Caller, StepWorker
 
 logger = logging.get_logger(__name__)
@@ -433,7 +435,7 @@ class Engine:
     @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
-        with self.transaction():
+        with among_steps(key.device), self.transaction():
             length = key.shape[2]
             slots = np.stack(
                 [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
@@ -444,7 +446,7 @@ class Engine:
                 value.detach().transpose(1, 2).flatten(0, 1),
                 kv_cache,
                 layer,
-                torch.from_numpy(slots.reshape(-1)).to(kv_cache.device),
+                to_device(slots.reshape(-1), kv_cache.device),
             )
 
     @deferred_interrupt()
@@ -452,18 +454,20 @@ class Engine:
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
-        with self._resident([s for s in sequences if s is not None]), self.transaction():
+        held = [sequence for sequence in sequences if sequence is not None]
+        with among_steps(self._pool.kv_device), self._resident(held), self.transaction():
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
             kv_cache = self.kv_cache.tensor
             self._pool.flush_copies()
-            key, value = reference.gather_slots(kv_cache, layer, torch.from_numpy(slots).to(kv_cache.device))
+            key, value = reference.gather_slots(kv_cache, layer, to_device(slots, kv_cache.device))
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self.model.dtype
                 key, value = key.to(dtype), value.to(dtype)
-            return key, value
+        hand_out((key, value))
+        return key, value
 
     def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
         table = np.asarray(self.manager.block_table(sequence.seq_id), dtype=np.int64)
@@ -802,6 +806,7 @@ class Engine:
             self._wait_for_room()
             self._worker.warn_of_pause()
         run: SampleRun | None = None
+        let_caller_first(self._pool.kv_device)
 
         def end() -> None:
             assert run is not None
@@ -811,7 +816,7 @@ class Engine:
                 on_end(run)
 
         try:
-            with self.transaction():
+            with self.transaction(), on_steps_stream(self._pool.kv_device):
                 _ = self.kv_cache
                 state_key, batch_key = self._model_state.key(), self._batch_key()
                 run = SampleRun(call, self._pool, self._worker, state_key, batch_key, on_token, end)

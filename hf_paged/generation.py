@@ -44,7 +44,7 @@ from hf_paged.host_call import HOST_CALLS, HostCall
 from hf_paged.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.runner import ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall, SampleRun
-from hf_paged.streams import steps_stream
+from hf_paged.streams import Handover, among_steps, hand_out, on_steps_stream
 from hf_paged.submission import LoopResult
 from hf_paged.transfers import to_device, to_host
 
@@ -194,7 +194,7 @@ class PagedGenerationMixin:
         devices = {torch.device("cpu"), device}
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
-        with deferred_interrupt(), steps_stream(device), entering, allowed_interrupt():
+        with deferred_interrupt(), entering, allowed_interrupt():
             if device.type != "cuda":
                 return super().generate(*args, **kwargs)  # type: ignore[misc]
             is_submitted = self.paged.capture is not None
@@ -227,7 +227,8 @@ class PagedGenerationMixin:
             if call is not None:
                 _check_prompt(self.paged, cache, input_ids, generation_config, kwargs, 0)
                 if host is not None:
-                    host.place_items(call.processors, call.other_criteria or ())
+                    with on_steps_stream(device):  # whose memory they take: steps may outlast the call
+                        host.place_items(call.processors, call.other_criteria or ())
                 return _run_rows(self.paged, call, generation_config, kwargs.get("streamer"))
             if _pads_finished(stopping_criteria) and _rows_may_leave(
                 self.paged, cache, logits_processor, stopping_criteria, generation_config
@@ -311,8 +312,13 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
     call.others = {name: value for name, value in given.items() if value is not None and value is not False}
-    with steps_stream(self.device):
+    device = self.device
+    if device.type == "cuda":
+        call.on_host()  # here it waits for the caller's own work, among steps it would for those, too
+    with among_steps(device):
         output = self.paged.forward(cache, call)
+    if device.type == "cuda":
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
 
@@ -583,24 +589,22 @@ def _run_loop(
         if not engine.runs_flat() or cache.is_opaque or per_step:
             num_blocks = input_ids.shape[0] * -(-longest // engine.config.block_size)
 
-    prompt, prepared = input_ids, generation_config  # on the host still, if they were prepared there
-    if host is not None:
-        input_ids = to_device(input_ids, host.device)
-        generation_config = host.place_config(generation_config)
-        kwargs = host.place(kwargs)
-        host.place_items(processors, criteria)
-
     def run(**more: Any) -> Any:
         arguments = (input_ids, processors, criteria, generation_config)
+        named = kwargs
+        if host is not None:  # from here on on the device
+            arguments = (to_device(input_ids, host.device), processors, criteria, host.place_config(generation_config))
+            named = host.place(kwargs)
+            host.place_items(processors, criteria)
         if not isinstance(cache, PagedCache):
-            return loop(*arguments, **kwargs, **more)
+            return loop(*arguments, **named, **more)
         with deferred_interrupt(), engine.calling(cache, num_blocks):
             # The blocks go back while the call still counts as one that will return some: who waits for room would
             # otherwise find, for a moment, no room and nobody to wait for.
             try:
                 draws = _private_draws(engine, states, processors, criteria, generation_config)
                 with draws, allowed_interrupt():
-                    result = loop(*arguments, **kwargs | more)
+                    result = loop(*arguments, **named | more)
             except BaseException:
                 if cache.owned_by_call:
                     cache.reset()
@@ -615,7 +619,10 @@ def _run_loop(
     if engine.capture is None:
         return run()
 
+    queued = Handover(model.device)  # a tensor that the caller had on a stream of its own, weights just loaded
+
     def run_later(streamer: Any) -> LoopResult:
+        queued.follow()
         result = run(**({} if streamer is None else {"streamer": streamer}))
         scores = None
         if watch is not None and watch.beam_scores is not None:
@@ -623,7 +630,7 @@ def _run_loop(
         return LoopResult(result if isinstance(result, Tensor) else result.sequences, scores)
 
     capture = engine.capture
-    capture.loop, capture.prompt, capture.generation_config = run_later, prompt, prepared
+    capture.loop, capture.prompt, capture.generation_config = run_later, input_ids, generation_config
     capture.is_streamable = input_ids.shape[0] == 1 and watch is None and (generation_config.num_beams or 1) == 1
     capture.states = states
     return input_ids

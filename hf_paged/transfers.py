@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +46,6 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, that arrives there when the device gets to it."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, a GPU is torch's current one on this thread: streams and events that are made are its own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class ToHost:

@@ -49,10 +49,12 @@ class HostCall:
     Attributes:
         device: Where its tensors belong.
         arguments: Of `generate()`, all of them by name, tensors on the CPU.
+        vocab_size: Columns of the model's logits; `None` where that isn't known.
     """
 
     device: torch.device
     arguments: dict[str, Any]
+    vocab_size: int | None
 
     @classmethod
     def of(
@@ -91,7 +93,8 @@ class HostCall:
         if not _prepares_as_transformers(model.__class__) or _PREPARATION & vars(model).keys():
             return None
         copies = dict(zip(found, to_host(list(found.values())), strict=True))
-        return cls(device, arguments | copies)
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        return cls(device, arguments | copies, None if head is None else head.shape[0])
 
     def place_items(self, *lists: Iterable[Any]) -> None:
         """Moves the tensors of processors and criteria that transformers made; the caller's own are left alone."""
@@ -99,10 +102,13 @@ class HostCall:
             id(item) for name in ("logits_processor", "stopping_criteria") for item in self.arguments.get(name) or ()
         ]
         for item in (item for items in lists for item in items):
-            if id(item) not in own:
-                for name, value in vars(item).items():
-                    if isinstance(value, Tensor):
-                        setattr(item, name, to_device(value, self.device))
+            if id(item) in own:
+                continue
+            if self.vocab_size is not None and getattr(item, "prepared_bias_variables", True) is False:
+                # Tables of biased tokens, which it would make when it is first called: in a step.
+                item._prepare_bias_variables(torch.empty(0, self.vocab_size, device="cpu"))
+            for name, value in vars(item).items():
+                setattr(item, name, self._placed(value))
 
     def place_config(self, config: GenerationConfig) -> GenerationConfig:
         """A copy of the prepared config, with its tensors on the device."""
@@ -118,6 +124,13 @@ class HostCall:
             name: to_device(value, self.device) if isinstance(value, Tensor) else value
             for name, value in arguments.items()
         }
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return to_device(value, self.device)
+        if type(value) in (list, tuple) and _has_tensor(value):
+            return type(value)(map(self._placed, value))
+        return value
 
 
 class _HostCalls(threading.local):
@@ -158,5 +171,5 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_has_tensor, value.values()))
     if type(value) in (list, tuple):
-        return any(isinstance(item, Tensor) for item in value)
+        return any(map(_has_tensor, value))
     return isinstance(value, Tensor)

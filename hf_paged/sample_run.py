@@ -150,6 +150,9 @@ class SampleRun:
             # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
             self._table = worker.token_table(call.device)
             self._table_rows = self._table.add(call.input_ids)
+        # The largest logit is the same everywhere: bringing all of them to a prompt on the CPU would hold up the step.
+        is_argmax = not call.do_sample and not call.processors and self._table is None
+        stays = is_argmax and call.device != pool.kv_device
         self._sampler = RowSampler(
             call.processors,
             self._noise,
@@ -158,7 +161,7 @@ class SampleRun:
             table=self._table,
             table_rows=self._table_rows,
             width=self._width,
-            device=call.device,
+            device=None if stays else call.device,
         )
         pending: list[tuple[int, Sequence]] = []
         salt = () if (salt := CACHE_SALT.get()) is None else (salt,)

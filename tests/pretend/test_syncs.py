@@ -89,6 +89,7 @@ PROCESSORS = {
     **{"repetition_penalty": 1.3, "min_new_tokens": 2, "eos_token_id": [3, 5], "pad_token_id": 0},
     **{"suppress_tokens": [7, 8], "begin_suppress_tokens": [9], "forced_eos_token_id": 5},
 }
+BIAS = {"bad_words_ids": [[7], [8, 9]], "sequence_bias": {(11,): 2.0, (12, 13): 3.0}}
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 
@@ -100,6 +101,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], int | None]] = {
     "sampling": (lambda: SAMPLING, None),
     "samples": (lambda: SAMPLING | {"num_return_sequences": 2}, None),
     "processors": (lambda: PROCESSORS, None),
+    "bias": (lambda: BIAS | {"eos_token_id": 3}, None),
     "own_items": (lambda: {"logits_processor": [SuppressTokensLogitsProcessor([7], device="cuda")]}, None),
     "stop_strings": (lambda: {"stop_strings": ["a"], "tokenizer": tiny_tokenizer(), "eos_token_id": 3}, None),
     "beams": (lambda: BEAMS, 3),  # ids, decided prompts, beams that go on
@@ -169,6 +171,14 @@ def test_submit(models: Models, name: str, form: str) -> None:
     sequences = request.result(100).sequences
     assert sequences == [row[: len(tokens)] for row, tokens in zip(expected, sequences, strict=True)]
     assert len(own) <= (form == "cuda") and not for_steps(own), text(own)
+
+
+def test_prompts_on_the_host(models: Models) -> None:
+    """Would break: logits that a step brings to where the caller has its prompt."""
+    ids = random_ids(2, 9)
+    with waits() as found:
+        result = models.paged.generate(ids, **SHORT)
+    assert torch.equal(result, models.stock.generate(ids.to("cuda"), **SHORT).cpu()) and not found, text(found)
 
 
 def test_many_prompts(models: Models) -> None:

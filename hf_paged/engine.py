@@ -45,7 +45,7 @@ from hf_paged.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
 from hf_paged.stop_strings import StopStringTables
-from hf_paged.streams import among_steps, hand_out, let_caller_first, on_steps_stream
+from hf_paged.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
 from hf_paged.submission import Capture, Submissions
 from hf_paged.transfers import to_device
 from hf_paged.worker import CACHE_SALT, REST_SECONDS, ROOM_SECONDS, CallCancelledError, Caller, StepWorker
@@ -655,7 +655,7 @@ class Engine:
         if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
             arguments["logits_to_keep"] = call.logits_to_keep
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
-        with self._resident(sequences, has_forward=True):
+        with self._resident(sequences, has_forward=True), among_steps(self._pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             cache.select_active(active)
             output: ModelOutput = self._runner.run_unpatched(
@@ -670,6 +670,7 @@ class Engine:
                 chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
                 self._executor.count_step(chunks)
                 self._executor.note_step(self._executor.num_steps, chunks, time.perf_counter() - started)
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 
     def _forward_flat(
@@ -691,6 +692,7 @@ class Engine:
         except BaseException:
             if item is not None:
                 item.cancel()
+            let_steps_first(self._pool.kv_device)  # they may read what the caller gave
             raise
         cache.advance(flat.length)
         return CausalLMOutputWithPast(logits=logits)
@@ -710,6 +712,7 @@ class Engine:
                 for sequence in flat.sequences:
                     sequence.group.batch_key = batch_key
                 inputs = None if all(s.is_reproducible for s in flat.sequences) else flat.lay_out_tokens()
+                let_caller_first(self._pool.kv_device)
                 item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), inputs, caller)
             return item
         except BaseException:

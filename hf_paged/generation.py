@@ -44,7 +44,7 @@ from hf_paged.host_call import HOST_CALLS, HostCall
 from hf_paged.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.runner import ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall, SampleRun
-from hf_paged.streams import Handover, among_steps, hand_out, on_steps_stream
+from hf_paged.streams import Handover, on_steps_stream
 from hf_paged.submission import LoopResult
 from hf_paged.transfers import to_device, to_host
 
@@ -312,13 +312,8 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
     call.others = {name: value for name, value in given.items() if value is not None and value is not False}
-    device = self.device
-    if device.type == "cuda":
-        call.on_host()  # here it waits for the caller's own work, among steps it would for those, too
-    with among_steps(device):
-        output = self.paged.forward(cache, call)
-    if device.type == "cuda":
-        hand_out([value for name, value in output.items() if name != "past_key_values"])
+    call.on_host()  # before anything is locked
+    output = self.paged.forward(cache, call)
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
 

@@ -39,6 +39,12 @@ def let_caller_first(device: torch.device) -> None:
         steps_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
+def let_steps_first(device: torch.device) -> None:
+    """What this thread queues from here on waits, on the device, for the steps that are queued there."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(steps_stream(device))
+
+
 def among_steps(device: torch.device) -> AbstractContextManager[Any]:
     """Like `on_steps_stream`, behind what this thread has queued before, and before what it queues afterwards.
 
@@ -51,13 +57,12 @@ def among_steps(device: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _among(device: torch.device) -> Iterator[None]:
-    caller, steps = torch.cuda.current_stream(device), steps_stream(device)
-    steps.wait_stream(caller)
+    let_caller_first(device)
     try:
-        with torch.cuda.stream(steps):
+        with torch.cuda.stream(steps_stream(device)):
             yield
     finally:
-        caller.wait_stream(steps)
+        let_steps_first(device)
 
 
 def hand_out(value: Any) -> None:

@@ -234,30 +234,50 @@ def test_right_padding_is_warned_of(models: Models) -> None:
     assert said[0] and said[0] == said[1]
 
 
-def test_order_of_streams(models: Models) -> None:
+@pytest.mark.parametrize("way", ["generate", "submit", "forward", "gathered", "inner"])
+def test_order_of_streams(models: Models, way: str) -> None:
     """Would break: a step that overtakes what its caller queued before (the prompt, new weights); a caller that reads
-    logits before they are there."""
-    order: list[tuple[int, int]] = []
-    own_wait = pretend_cuda.Stream.wait_stream
+    logits before they are there, or waits for more than those."""
+    order: list[str] = []
+    steps, side = steps_stream(CUDA), torch.cuda.Stream()
+    own_wait, own_event = pretend_cuda.Stream.wait_stream, pretend_cuda.Stream.wait_event
+    names = {steps.stream_id: "steps", side.stream_id: "caller"}
 
     def wait_stream(self: Any, other: Any) -> None:
-        order.append((self.stream_id, other.stream_id))
+        order.append(f"{names[self.stream_id]} for {names[other.stream_id]}")
         own_wait(self, other)
 
-    steps, side = steps_stream(CUDA), torch.cuda.Stream()
-    before, after = (steps.stream_id, side.stream_id), (side.stream_id, steps.stream_id)
-    with mock.patch.object(pretend_cuda.Stream, "wait_stream", wait_stream), torch.cuda.stream(side):
-        models.paged.generate(models.ids, **SHORT)
-        assert order == [before]
-        order.clear()
-        models.paged.paged.submit([1, 2], **SHORT).result(100)
-        assert before in order and after not in order
-        order.clear()
-        cache = hf_paged.PagedCache(models.paged)
-        with pretend_cuda.watch() as seen:
-            models.paged(models.ids, past_key_values=cache)
-        assert order == [before, after]
-        assert {event.stream for event in seen.of("record_stream")} == {side.stream_id}  # the logits are used there
-        order.clear()
-        models.paged.model(models.ids, past_key_values=hf_paged.PagedCache(models.paged))  # its layers write and read
-        assert order and order[::2] == [before] * (len(order) // 2) and order[1::2] == [after] * (len(order) // 2)
+    def wait_event(self: Any, event: Any) -> None:
+        order.append(f"{names[self.stream_id]} for an event")
+        own_event(self, event)
+
+    cache = hf_paged.PagedCache(models.paged)
+    ways: dict[str, tuple[Callable[[], Any], list[str]]] = {
+        "generate": (lambda: models.paged.generate(models.ids, **SHORT), ["steps for caller"]),
+        "submit": (lambda: models.paged.paged.submit([1, 2], **SHORT).result(100), ["steps for caller"]),
+        "forward": (
+            lambda: models.paged(models.ids, past_key_values=cache),
+            ["steps for caller", "caller for an event"],
+        ),
+        "gathered": (
+            lambda: models.paged(models.ids, past_key_values=cache, output_hidden_states=True),
+            ["steps for caller", "caller for steps"],
+        ),
+        "inner": (  # its layers write and read
+            lambda: models.paged.model(models.ids, past_key_values=cache),
+            ["steps for caller", "caller for steps"],
+        ),
+    }
+    call, expected = ways[way]
+    stream = pretend_cuda.Stream
+    with (
+        mock.patch.object(stream, "wait_stream", wait_stream),
+        mock.patch.object(stream, "wait_event", wait_event),
+        torch.cuda.stream(side),
+        pretend_cuda.watch() as seen,
+    ):
+        call()
+    assert order and order == expected * (len(order) // len(expected)), order
+    assert way == "inner" or len(order) == len(expected), order
+    if way not in ("generate", "submit"):  # what comes from the steps is used on the caller's stream
+        assert side.stream_id in {event.stream for event in seen.of("record_stream")}

@@ -195,10 +195,10 @@ class PagedGenerationMixin:
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
         with deferred_interrupt(), entering, allowed_interrupt():
-            if device.type != "cuda":
+            if device.type == "cpu":
                 return super().generate(*args, **kwargs)  # type: ignore[misc]
-            is_submitted = self.paged.capture is not None
-            call = HostCall.of(self, device, args, kwargs, from_host=is_submitted)
+            is_submitted = self.paged.capture is not None  # whose prompt is on the CPU
+            call = HostCall.of(self, device, args, kwargs, is_submitted) if device.type == "cuda" else None
             if call is not None:
                 args, kwargs = (), call.arguments
             elif is_submitted:
@@ -679,7 +679,8 @@ def _num_generated(sequences: Tensor, input_ids: Tensor, generation_config: Gene
     eos = getattr(generation_config, "_eos_token_tensor", None)
     if eos is None:
         return new.numel()
-    is_eos = torch.isin(new, eos.to(new.device))
+    new, eos = to_host([new, eos])
+    is_eos = torch.isin(new, eos)
     return int((is_eos.cumsum(dim=1) - is_eos.long() == 0).sum())
 
 

@@ -84,11 +84,11 @@ class HostCall:
         if not isinstance(arguments.get("past_key_values"), PagedCache | None):
             return None
         others = [value for name, value in arguments.items() if name not in found]
-        if any(arguments.get(name) not in (None, False) for name in _ARGUMENTS) or any(map(_has_tensor, others)):
+        if any(_is_given(arguments.get(name)) for name in _ARGUMENTS) or any(map(_has_tensor, others)):
             return None
-        given, own = arguments.get("generation_config"), getattr(model, "generation_config", None)
+        configs = (arguments.get("generation_config"), model.generation_config)
         for name in _SETTINGS:
-            if any(getattr(config, name, None) not in (None, False) for config in (given, own)) or arguments.get(name):
+            if any(map(_is_given, (arguments.get(name), *(getattr(config, name, None) for config in configs)))):
                 return None
         if not _prepares_as_transformers(model.__class__) or _PREPARATION & vars(model).keys():
             return None
@@ -165,6 +165,10 @@ def _prepares_as_transformers(kind: type) -> bool:
         next((vars(base)[name] for base in kinds if name in vars(base)), None) is vars(GenerationMixin)[name]
         for name in _PREPARATION
     )
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def _has_tensor(value: Any) -> bool:

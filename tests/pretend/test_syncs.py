@@ -173,6 +173,26 @@ def test_submit(models: Models, name: str, form: str) -> None:
     assert len(own) <= (form == "cuda") and not for_steps(own), text(own)
 
 
+OTHERS: dict[str, Callable[[Models], dict[str, Any]]] = {
+    "embeddings": lambda models: {"inputs_embeds": models.stock.get_input_embeddings()(models.ids)},
+    "negative_prompt": lambda models: {"negative_prompt_ids": models.ids[:, :4], "guidance_scale": 1.5},
+    "watermark": lambda models: {"watermarking_config": {"greenlist_ratio": 0.3}},
+    "no_cache": lambda models: {"use_cache": False},
+    "early_eos": lambda models: BEAMS | {"eos_token_id": list(range(3, 60)), "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ways_in(models: Models, name: str) -> None:
+    """Would break: tensors that are left on the host, or brought there where transformers computes with them."""
+    arguments = {"input_ids": models.ids} | SHORT | OTHERS[name](models)
+    results = []
+    for model in (models.stock, models.paged):
+        torch.manual_seed(0)
+        results.append(model.generate(**arguments))
+    assert_same(*results)
+
+
 def test_prompts_on_the_host(models: Models) -> None:
     """Would break: logits that a step brings to where the caller has its prompt."""
     ids = random_ids(2, 9)

@@ -198,8 +198,8 @@ def launches(case: Case, target: str) -> list[Launch]:
                 on_meta(1 << 20, dtype=torch.float32),
             )
             if case.kernel == "decode":
-                paged_decode.paged_decode(call, 64, 1)
-                paged_decode.paged_decode(call, 64, 8)
+                work = on_meta(96, 4, dtype=torch.int32)
+                paged_decode.paged_decode(call, work[:80], work[80:])
             else:
                 paged_prefill.paged_prefill(call, on_meta(64, 2, dtype=torch.int32), case.rows)
     finally:
@@ -320,8 +320,6 @@ def measure_case(case: Case, target: str) -> list[dict[str, Any]]:
     rows = []
     for launch_ in launches(case, target):
         name = launch_.kernel.__name__.strip("_").removesuffix("_kernel")
-        if name == "decode" and launch_.arguments["IS_SPLIT"]:
-            name = "decode, split"
         row = asdict(case) | {"kernel": name, "target": target} | measure(launch_, target)
         rows.append(row | {"fits": row["shared_memory"] <= SHARED_MEMORY_LIMIT[target]})
     return rows

@@ -28,6 +28,7 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
     "made_of_numbers": lambda x: torch.tensor([1.0], device="cuda"),
     "nonzero": lambda x: x.nonzero(),
     "mask": lambda x: x[x > 1],
+    "into_a_mask": lambda x: x.index_put_((x > 0,), x.clone()),
     "indices_on_the_host": lambda x: x[torch.tensor([0, 1])],
     "equal": lambda x: torch.equal(x, x + 1),
     "unique": lambda x: x.unique(),
@@ -43,6 +44,7 @@ GOES_ON: dict[str, Callable[[Tensor], object]] = {
     "views": lambda x: x[1:].view(2, 1).expand(2, 3).transpose(0, 1).contiguous(),
     "factories": lambda x: torch.zeros(3, device="cuda") + torch.arange(3, device="cuda"),
     "number": lambda x: x[0].fill_(2.0),
+    "number_into_a_mask": lambda x: x.masked_fill_(x > 1, 2.0).index_put_((x > 1,), x[0]),
     "indices": lambda x: x[torch.arange(2, device="cuda")],
     "pinned": lambda x: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
     "pinned_back": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
@@ -199,10 +201,10 @@ def test_a_replay_finds_nothing_of_the_one_before() -> None:
 
 @pytest.mark.usefixtures("stream")
 def test_a_graph_that_reads_freed_memory_is_refused() -> None:
-    x = on_device(1.0, 2.0)
-    graph, _ = capture(lambda: x + 1)
+    inputs = [on_device(1.0, 2.0)]
+    graph, _ = capture(lambda: inputs[0] + 1)
     graph.replay()
-    del x
+    inputs.clear()
     with pytest.raises(RuntimeError, match="freed"):
         graph.replay()
 

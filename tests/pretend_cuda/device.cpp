@@ -471,11 +471,14 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   bool is_draw = false;
   for (const auto index : c10::irange(count)) is_draw |= schema.arguments()[index].name() == "generator";
   if (reads_back(name)) sync(name);
-  if (is_one_of(name, {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})) {
-    IValue& indices = (*stack)[stack->size() - count + 1];
-    each_tensor(indices, [&](Tensor& tensor) {
-      if (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte) sync(name + " with a mask");
-      else if (!tensor.is_cuda()) sync(name + " with indices on the host");
+  // `index` itself asks for the places of a mask's ones; here the CPU's kernel would. One value for all fills the mask.
+  if (is_one_of(name, {"aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})) {
+    const auto last = stack->end() - count;
+    const bool fills = last[2].toTensor().numel() == 1;
+    IValue indices = last[1];
+    each_tensor(indices, [&](Tensor& index) {
+      const bool is_mask = index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+      if (is_mask ? !fills : !index.is_cuda()) sync(name);
       return false;
     });
   }

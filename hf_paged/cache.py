@@ -399,6 +399,8 @@ _NO_INTEGERS = (torch.bool, torch.complex64, torch.complex128)
 
 def _integer(name: str, value: Any) -> int:
     try:
+        if isinstance(value, Tensor):
+            (value,) = to_host([value])
         return operator.index(value)
     except TypeError as error:
         raise ValueError(f"{name} must be an integer, got {value!r:.80}") from error

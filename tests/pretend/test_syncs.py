@@ -18,7 +18,12 @@ from conftest import assert_same, logged_messages
 from models import build, ragged_batch, random_ids, tiny_tokenizer
 from pretend_cuda import Event
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 import hf_paged
 from hf_paged.executor import StepExecutor
@@ -89,7 +94,9 @@ PROCESSORS = {
     **{"repetition_penalty": 1.3, "min_new_tokens": 2, "eos_token_id": [3, 5], "pad_token_id": 0},
     **{"suppress_tokens": [7, 8], "begin_suppress_tokens": [9], "forced_eos_token_id": 5},
 }
-BIAS = {"bad_words_ids": [[7], [8, 9]], "sequence_bias": {(11,): 2.0, (12, 13): 3.0}}
+BIAS: dict[str, Any] = {"bad_words_ids": [[7]], "sequence_bias": {(11,): 2.0}}
+if hasattr(SequenceBiasLogitsProcessor([[[1], 1.0]]), "multi_token_biases"):  # else made anew in every step (5.17)
+    BIAS = {"bad_words_ids": [[7], [8, 9]], "sequence_bias": {(11,): 2.0, (12, 13): 3.0}}
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_paged.cache import PagedCache
+from hf_paged.transfers import to_host
 
 
 class BeamSearchLoop:
@@ -52,7 +53,7 @@ class BeamSearchLoop:
         if early_stopping is True:
             is_decided = is_decided | is_sent_finished.all(dim=1)
         # The loop reads its stopping condition on the host in this very call.
-        decided: list[int] = is_decided.nonzero()[:, 0].tolist()
+        decided = [prompt for prompt, is_over in enumerate(to_host([is_decided])[0].tolist()) if is_over]
         num_prompts, num_beams = is_sent_finished.shape
         if self._retires and len(decided) < num_prompts:
             self._cache.retire(prompt * num_beams + beam for prompt in decided for beam in range(num_beams))

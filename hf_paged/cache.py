@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from hf_paged.interrupts import deferred_interrupt
 from hf_paged.sequence import Sequence
+from hf_paged.transfers import to_host
 
 logger = logging.get_logger(__name__)
 
@@ -398,13 +399,15 @@ _NO_INTEGERS = (torch.bool, torch.complex64, torch.complex128)
 
 def _integer(name: str, value: Any) -> int:
     try:
+        if isinstance(value, Tensor):
+            (value,) = to_host([value])
         return operator.index(value)
     except TypeError as error:
         raise ValueError(f"{name} must be an integer, got {value!r:.80}") from error
 
 
 def _integers(name: str, values: Any) -> list[int]:
-    values = torch.as_tensor(values)
+    (values,) = to_host([torch.as_tensor(values)])
     if values.ndim != 1 or (len(values) and (values.dtype.is_floating_point or values.dtype in _NO_INTEGERS)):
         raise ValueError(f"{name} must be integers, [rows], got {values.dtype} of shape {tuple(values.shape)}")
     return [int(value) for value in values.tolist()]  # an empty list's tensor is of floats

@@ -33,10 +33,6 @@ _WITH_GENERATOR: set[Any] = {
 _LIKE: dict[Any, Callable[..., Tensor]] = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 
 
-# Held while a CUDA graph is recorded, and around what the engine draws from a default generator: on torch 2.11 such a
-# draw raises while any thread records.
-RECORDING = threading.RLock()
-
 GeneratorStates = dict[torch.device, Tensor]
 
 

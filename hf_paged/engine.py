@@ -45,7 +45,9 @@ from hf_paged.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from hf_paged.sequence import Sequence, SequenceGroup
 from hf_paged.snapshot import Snapshot
 from hf_paged.stop_strings import StopStringTables
+from hf_paged.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
 from hf_paged.submission import Capture, Submissions
+from hf_paged.transfers import to_device
 from hf_paged.warm_up import WarmUp, warm_up
 from hf_paged.worker import CACHE_SALT, REST_SECONDS, ROOM_SECONDS, CallCancelledError, Caller, StepWorker
 
@@ -453,7 +455,7 @@ class Engine:
     @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
-        with self.transaction():
+        with among_steps(key.device), self.transaction():
             length = key.shape[2]
             slots = np.stack(
                 [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
@@ -464,7 +466,7 @@ class Engine:
                 value.detach().transpose(1, 2).flatten(0, 1),
                 kv_cache,
                 layer,
-                torch.from_numpy(slots.reshape(-1)).to(kv_cache.device),
+                to_device(slots.reshape(-1), kv_cache.device),
             )
 
     @deferred_interrupt()
@@ -472,18 +474,20 @@ class Engine:
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
-        with self._resident([s for s in sequences if s is not None]), self.transaction():
+        held = [sequence for sequence in sequences if sequence is not None]
+        with among_steps(self._pool.kv_device), self._resident(held), self.transaction():
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
             kv_cache = self.kv_cache.tensor
             self._pool.flush_copies()
-            key, value = reference.gather_slots(kv_cache, layer, torch.from_numpy(slots).to(kv_cache.device))
+            key, value = reference.gather_slots(kv_cache, layer, to_device(slots, kv_cache.device))
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self.model.dtype
                 key, value = key.to(dtype), value.to(dtype)
-            return key, value
+        hand_out((key, value))
+        return key, value
 
     def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
         table = np.asarray(self.manager.block_table(sequence.seq_id), dtype=np.int64)
@@ -671,7 +675,7 @@ class Engine:
         if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
             arguments["logits_to_keep"] = call.logits_to_keep
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
-        with self._resident(sequences, has_forward=True):
+        with self._resident(sequences, has_forward=True), among_steps(self._pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             cache.select_active(active)
             output: ModelOutput = self._runner.run_unpatched(
@@ -686,6 +690,7 @@ class Engine:
                 chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
                 self._executor.count_step(chunks)
                 self._executor.note_step(self._executor.num_steps, chunks, time.perf_counter() - started)
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 
     def _forward_flat(
@@ -707,6 +712,7 @@ class Engine:
         except BaseException:
             if item is not None:
                 item.cancel()
+            let_steps_first(self._pool.kv_device)  # they may read what the caller gave
             raise
         cache.advance(flat.length)
         return CausalLMOutputWithPast(logits=logits)
@@ -726,6 +732,7 @@ class Engine:
                 for sequence in flat.sequences:
                     sequence.group.batch_key = batch_key
                 inputs = None if all(s.is_reproducible for s in flat.sequences) else flat.lay_out_tokens()
+                let_caller_first(self._pool.kv_device)
                 item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), inputs, caller)
             return item
         except BaseException:
@@ -822,6 +829,7 @@ class Engine:
             self._wait_for_room()
             self._worker.warn_of_pause()
         run: SampleRun | None = None
+        let_caller_first(self._pool.kv_device)
 
         def end() -> None:
             assert run is not None
@@ -831,7 +839,7 @@ class Engine:
                 on_end(run)
 
         try:
-            with self.transaction():
+            with self.transaction(), on_steps_stream(self._pool.kv_device):
                 _ = self.kv_cache
                 state_key, batch_key = self._model_state.key(), self._batch_key()
                 run = SampleRun(call, self._pool, self._worker, state_key, batch_key, on_token, end)

@@ -17,8 +17,9 @@ from hf_paged.kv_pool import KVPool
 from hf_paged.runner import ModelRunner, TokenInputs
 from hf_paged.sampler import Choice, ChosenTokens, Outcome, choose_tokens
 from hf_paged.scheduler import ScheduledChunk, SchedulerOutput
+from hf_paged.streams import on_steps_stream
 from hf_paged.token_table import TokenTable
-from hf_paged.transfers import DeviceTimer, ToHost, current
+from hf_paged.transfers import DeviceTimer, ToHost
 
 
 class LogitsSink(Protocol):
@@ -140,9 +141,9 @@ class StepExecutor:
         pool = self._pool
         self.running.append(step)
         try:
-            kv_cache = pool.execute_copies(step)
-            device = kv_cache.tensor.device
-            with current(device), _autocast(step.chunks[0].sequence.group.batch_key):
+            device = self._runner.placement[1]
+            with on_steps_stream(device), _autocast(step.chunks[0].sequence.group.batch_key):
+                kv_cache = pool.execute_copies(step)
                 timer = DeviceTimer(device)
                 inputs, logit_rows, targets = self._lay_out(step, device)
                 # A model that can choose rows still computes at least one.
@@ -153,7 +154,7 @@ class StepExecutor:
                 self.running.remove(step)
                 pool.scheduler.undo(step)
             raise
-        with pool.lock, current(device):
+        with pool.lock, on_steps_stream(device):
             self.running.remove(step)
             offers = pool.scheduler.update(step, is_checked=False)
             check = _check(kv_cache, offers) if offers else None

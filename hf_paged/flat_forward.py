@@ -34,13 +34,12 @@ def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> lis
     ):
         return None  # the model itself broadcasts them, or refuses
     padding = [cache.padding[row] for row in active]
-    mask = call.attention_mask
+    mask = call.on_host().attention_mask
     if mask is None:
         return padding
     if mask.ndim != 2 or mask.shape != (len(active), width + length):
         return None
     hidden = mask == 0
-    # Host reads of the mask: one a forward that brings a mask at all.
     given: list[int] = hidden.sum(dim=1).tolist()
     if not any(given):
         return padding if not any(padding) else None
@@ -81,10 +80,11 @@ class FlatForward:
         positions = call.position_ids
         if positions is None:
             positions = torch.arange(width, width + length, device=call.tokens.device)[None]
+        given = call.on_host().position_ids
         # On the host by name: somebody may have set another default device.
         columns = torch.arange(width, width + length, device="cpu")
         index = columns - torch.tensor(padding, device="cpu")[:, None]
-        difference = positions.cpu() - index
+        difference = (columns if given is None else given.cpu()) - index
         last = difference[:, -1:]
         is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
         offsets = [offset if uniform else None for offset, uniform in zip(last[:, 0].tolist(), is_uniform, strict=True)]
@@ -111,8 +111,9 @@ class FlatForward:
                 call.
             salt: Part of the prefix-cache key of sequences that begin.
         """
-        # Host copies of the new ids and positions: hashing full blocks and recomputing preempted ones need them.
-        new_ids = None if self.call.input_ids is None else self.call.input_ids.tolist()
+        # Hashing full blocks and recomputing preempted ones need the new ids.
+        given = self.call.on_host().input_ids
+        new_ids = None if given is None else given.tolist()
         state = None if model_state is None else model_state.key()
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)
@@ -136,7 +137,7 @@ class FlatForward:
 
     def wanted_logits(self) -> np.ndarray:
         """Index, in its sequence, of each token whose logits the caller wants: `[rows, columns kept]`."""
-        keep = self.call.logits_to_keep
+        keep = self.call.on_host().logits_to_keep
         columns = np.arange(self.length)[keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None)]
         return self.width + columns - np.asarray(self.padding, dtype=np.int64)[:, None]
 

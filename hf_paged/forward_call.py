@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
+
+from hf_paged.transfers import to_device, to_host
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class ForwardCall:
         position_ids: `[B or 1, q]`, or `None`.
         logits_to_keep: As in transformers: the last so many columns (0: all), or a tensor of column indices.
         others: Every other argument that was given. Any of them rules out the flat batch.
+        copies: The call over copies of its tensors on the host, once it was asked for.
     """
 
     input_ids: Tensor | None
@@ -31,6 +33,7 @@ class ForwardCall:
     position_ids: Tensor | None
     logits_to_keep: int | Tensor
     others: dict[str, Any] = field(default_factory=dict)
+    copies: ForwardCall | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> Tensor:
@@ -41,14 +44,30 @@ class ForwardCall:
         assert tokens is not None
         return tokens
 
-    def select(self, rows: Any) -> ForwardCall:
-        """The call for some rows of the batch (an index or a slice); tensors of one row serve all rows."""
+    def on_host(self) -> ForwardCall:
+        """The call with ids, 2-D mask and positions on the CPU, to be looked at. Waits for a GPU once a forward."""
+        if self.tokens.device.type == "cpu":
+            return self
+        if self.copies is None:
+            looked_at = (self.input_ids, self.attention_mask, self.position_ids, self.logits_to_keep)
+            places = [i for i, value in enumerate(looked_at) if isinstance(value, Tensor) and value.ndim <= 2]
+            values: list[Any] = list(looked_at)
+            for place, copy in zip(places, to_host([values[place] for place in places]), strict=True):
+                values[place] = copy
+            ids, mask, positions, keep = values
+            self.copies = ForwardCall(ids, self.inputs_embeds, mask, positions, keep, self.others)
+        return self.copies
+
+    def select(self, rows: list[int] | slice) -> ForwardCall:
+        """The call for some rows of the batch (a list or a slice); tensors of one row serve all rows."""
         batch = self.tokens.shape[0]
 
         def pick(value: Any) -> Any:
-            return value[rows] if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == batch else value
+            if not isinstance(value, Tensor) or value.ndim <= 1 or value.shape[0] != batch:
+                return value
+            return value[rows if isinstance(rows, slice) else to_device(rows, value.device)]
 
-        return ForwardCall(
+        selected = ForwardCall(
             pick(self.input_ids),
             pick(self.inputs_embeds),
             pick(self.attention_mask),
@@ -56,18 +75,22 @@ class ForwardCall:
             self.logits_to_keep,
             {name: pick(value) for name, value in self.others.items()},
         )
+        if self.copies is not None:
+            selected.copies = self.copies.select(rows)
+        return selected
 
     def repeats_rows(self, fan_out: int) -> bool:
         """Whether the batch is runs of `fan_out` equal rows, with position ids for each of them or for all."""
         positions = self.position_ids
         if positions is not None and positions.shape[:-1] not in ((1,), self.tokens.shape[:1]):
             return False  # of fewer rows, they might be as many as there are runs
-        for value in (self.tokens, self.attention_mask, self.position_ids, *self.others.values()):
+        own = self.on_host()
+        for value in (own.tokens, own.attention_mask, own.position_ids, *own.others.values()):
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == self.tokens.shape[0]:
                 if value.shape[0] % fan_out:
                     return False
                 runs = value.unflatten(0, (-1, fan_out))
-                if not bool((runs == runs[:, :1]).all()):  # a host read, at most one a forward of a fresh cache
+                if not bool((runs == runs[:, :1]).all()):  # embeddings and the like: a host read, of a fresh cache
                     return False
         return True
 
@@ -88,7 +111,7 @@ def spread_rows(output: ModelOutput, active: list[int], num_rows: int) -> ModelO
 
     def spread(value: Tensor) -> Tensor:
         full = value.new_zeros(num_rows, *value.shape[1:])
-        full[torch.tensor(active, device=value.device)] = value
+        full[to_device(active, value.device)] = value
         return full
 
     return map_batch(output, len(active), spread)

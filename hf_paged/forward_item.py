@@ -12,6 +12,7 @@ from hf_paged.kv_pool import KVPool
 from hf_paged.runner import TokenInputs
 from hf_paged.sampler import Choice, Outcome
 from hf_paged.sequence import Sequence
+from hf_paged.streams import Handover, hand_out
 from hf_paged.transfers import to_device
 from hf_paged.worker import CallCancelledError, Caller, StepWorker
 
@@ -51,6 +52,7 @@ class ForwardItem:
         self._places: dict[int, np.ndarray] = {}  # of the step that runs: which of a row's K it computes
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._computed: Handover | None = None
         self.output: Tensor | None = None
         has_wanted = wanted.shape[1] > 0
         pending = [(row, s) for row, s in enumerate(sequences) if s.num_pending_tokens > 0]
@@ -89,6 +91,9 @@ class ForwardItem:
                 caller.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made
         if self._error is not None:
             raise self._error
+        if self._computed is not None:
+            self._computed.follow()  # not what else is queued with the steps by now
+            hand_out(self.output)
         return self.output
 
     def cancel(self) -> None:
@@ -137,6 +142,7 @@ class ForwardItem:
                     self.output = logits.new_zeros(*self._wanted.shape, vocab_size)
                 from_rows, to_rows = (to_device(index, logits.device) for index in (source, target))
                 self.output.view(-1, vocab_size)[to_rows] = logits[from_rows]
+            self._computed = Handover(logits.device) if logits.device.type == "cuda" else None
         for sequence in self._sequences:
             # Should it be preempted for the others from here on, that is the next forward's business.
             if sequence.num_pending_tokens == 0:

@@ -40,14 +40,17 @@ from hf_paged.draws import DRAWS, GeneratorStates
 from hf_paged.engine import Engine
 from hf_paged.errors import UnsupportedCallError
 from hf_paged.forward_call import ForwardCall
+from hf_paged.host_call import HOST_CALLS, HostCall
 from hf_paged.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.runner import ModelTraits, is_stochastic
 from hf_paged.sample_run import SampleCall, SampleRun
-from hf_paged.streams import steps_stream
+from hf_paged.streams import Handover, on_steps_stream
 from hf_paged.submission import LoopResult
+from hf_paged.transfers import to_device, to_host
 
 logger = logging.get_logger(__name__)
 
+_CPU = torch.device("cpu")
 _ENGINE = "_hf_paged_engine"
 _SETTINGS = "_hf_paged_settings"
 SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
@@ -86,7 +89,7 @@ class RetiringCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         is_done: Tensor = super().__call__(input_ids, scores, **kwargs)
         # The loop reads the same tensor on the host right after this.
-        finished = is_done.nonzero()[:, 0].tolist()
+        finished = [row for row, is_over in enumerate(to_host([is_done])[0].tolist()) if is_over]
         if len(finished) < len(is_done):
             self._cache.retire(finished)
         return is_done
@@ -121,6 +124,14 @@ class PagedGenerationMixin:
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Makes the call's cache a `PagedCache`, unless the call needs another kind."""
+        result = self._choose_cache(generation_config, model_kwargs, *args, **kwargs)
+        # What comes next is a look at whether model and inputs are on the same device.
+        HOST_CALLS.hides_device = HOST_CALLS.call is not None
+        return result
+
+    def _choose_cache(
+        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         engine: Engine = self.paged
         given = model_kwargs.get("past_key_values")
         if isinstance(given, PagedCache):
@@ -145,6 +156,10 @@ class PagedGenerationMixin:
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
         return stock(generation_config, model_kwargs, *args, **kwargs)
 
+    def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        HOST_CALLS.hides_device = False
+        return super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+
     def _get_stopping_criteria(
         self: Any,
         generation_config: GenerationConfig,
@@ -168,13 +183,31 @@ class PagedGenerationMixin:
         criteria.insert(place, own)
         return criteria
 
+    @property
+    def device(self: Any) -> torch.device:
+        """As of the model's own class; on the CPU where that is asked for a call whose tensors are there for now."""
+        return _CPU if HOST_CALLS.hides_device else super().device  # type: ignore[misc]
+
     @functools.wraps(GenerationMixin.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        devices = {torch.device("cpu"), self.device}
+        device = self.device
+        devices = {torch.device("cpu"), device}
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
-        with deferred_interrupt(), steps_stream(self.device), entering, allowed_interrupt():
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with deferred_interrupt(), entering, allowed_interrupt():
+            if device.type == "cpu":
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            is_submitted = self.paged.capture is not None  # whose prompt is on the CPU
+            call = HostCall.of(self, device, args, kwargs, is_submitted) if device.type == "cuda" else None
+            if call is not None:
+                args, kwargs = (), call.arguments
+            elif is_submitted:
+                args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
+            outer, HOST_CALLS.call = HOST_CALLS.call, call
+            try:
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                HOST_CALLS.call, HOST_CALLS.hides_device = outer, False
 
     @functools.wraps(GenerationMixin._sample)
     def _sample(
@@ -186,17 +219,23 @@ class PagedGenerationMixin:
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.get("past_key_values")
+        host = HOST_CALLS.take()
         if isinstance(cache, PagedCache):
-            call = engine_call(self, cache, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+            device = input_ids.device if host is None else host.device
+            arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+            call = engine_call(self, cache, device, *arguments, kwargs)
             if call is not None:
                 _check_prompt(self.paged, cache, input_ids, generation_config, kwargs, 0)
+                if host is not None:
+                    with on_steps_stream(device):  # whose memory they take: steps may outlast the call
+                        host.place_items(call.processors, call.other_criteria or ())
                 return _run_rows(self.paged, call, generation_config, kwargs.get("streamer"))
             if _pads_finished(stopping_criteria) and _rows_may_leave(
                 self.paged, cache, logits_processor, stopping_criteria, generation_config
             ):
                 stopping_criteria = RetiringCriteria(stopping_criteria, cache)
         loop = super()._sample  # type: ignore[misc]
-        return _run_loop(self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        return _run_loop(self, host, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(
@@ -207,7 +246,7 @@ class PagedGenerationMixin:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        loop = super()._beam_search  # type: ignore[misc]
+        loop, host = super()._beam_search, HOST_CALLS.take()  # type: ignore[misc]
         cache = kwargs.get("past_key_values")
         watch = None
         if isinstance(cache, PagedCache) and not kwargs.get("synced_gpus"):
@@ -215,7 +254,7 @@ class PagedGenerationMixin:
             watch = BeamSearchLoop(self, cache, retires)
             loop = functools.partial(base_class(self)._beam_search, watch)
         return _run_loop(
-            self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, watch=watch
+            self, host, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, watch=watch
         )
 
     @functools.wraps(GenerationMixin._assisted_decoding)
@@ -227,10 +266,10 @@ class PagedGenerationMixin:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        loop = super()._assisted_decoding  # type: ignore[misc]
+        loop, host = super()._assisted_decoding, HOST_CALLS.take()  # type: ignore[misc]
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
         return _run_loop(
-            self, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, spare_tokens=2
+            self, host, loop, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, spare_tokens=2
         )
 
 
@@ -273,8 +312,8 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
     call.others = {name: value for name, value in given.items() if value is not None and value is not False}
-    with steps_stream(self.device):
-        output = self.paged.forward(cache, call)
+    call.on_host()  # before anything is locked
+    output = self.paged.forward(cache, call)
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
 
@@ -348,6 +387,7 @@ def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, ModelTrai
 def engine_call(
     model: Any,
     cache: PagedCache,
+    device: torch.device,
     input_ids: Tensor,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
@@ -355,6 +395,8 @@ def engine_call(
     kwargs: dict[str, Any],
 ) -> SampleCall | None:
     """The call as rows for the engine to sample, if nobody could tell that from transformers' own loop; else `None`.
+
+    `device` is where the caller has its tensors.
 
     Nobody can when all of the caller's code in it is transformers' own and row-wise, when no per-step outputs are asked
     for, and when nothing hooks or overrides the forward and its preparation.
@@ -380,22 +422,28 @@ def engine_call(
         return None  # a streamer is given the tokens of all rows step by step
     padding = [0] * rows
     mask: Tensor | None = kwargs.get("attention_mask")
+    positions: Tensor | None = kwargs.get("position_ids")
+    if positions is not None and (positions.shape != input_ids.shape or positions.is_floating_point()):
+        return None
+    if mask is not None and mask.shape != input_ids.shape:
+        return None
+    if input_ids.device.type == "cuda":
+        found = {name: value for name, value in (("mask", mask), ("positions", positions)) if value is not None}
+        input_ids, *copies = to_host([input_ids, *found.values()])
+        copy_of = dict(zip(found, copies, strict=True))
+        mask, positions = copy_of.get("mask"), copy_of.get("positions")
     if mask is not None:
-        if mask.shape != input_ids.shape:
-            return None
         padding = (mask == 0).sum(dim=1).tolist()
         if (mask == 0).long().cumprod(dim=1).sum(dim=1).tolist() != padding or max(padding) == width:
             return None
-    positions: Tensor | None = kwargs.get("position_ids")
     if positions is not None:
-        expected = torch.arange(width) - torch.tensor(padding)[:, None]
-        if positions.shape != input_ids.shape or positions.is_floating_point():
-            return None
+        # On the host by name: somebody may have set another default device.
+        expected = torch.arange(width, device="cpu") - torch.tensor(padding, device="cpu")[:, None]
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
     generator = None
     if generation_config.do_sample:
-        generator = torch.Generator(input_ids.device)
+        generator = torch.Generator(device)
         generator.set_state(DRAWS.entry[torch.device(generator.device)])
     pad = generation_config._pad_token_tensor
     return SampleCall(
@@ -404,6 +452,7 @@ def engine_call(
         num_samples=generation_config.num_return_sequences or 1,
         processors=processors,
         criteria=criteria,
+        device=device,
         do_sample=bool(generation_config.do_sample),
         pad_token_id=0 if pad is None else int(pad),
         generator=generator,
@@ -498,6 +547,7 @@ class _Stream:
 
 def _run_loop(
     model: Any,
+    host: HostCall | None,
     loop: Callable[..., Any],
     input_ids: Tensor,
     processors: LogitsProcessorList,
@@ -511,6 +561,7 @@ def _run_loop(
 
     Args:
         model: The patched model.
+        host: The call, if what follows has been prepared on the host.
         loop: The unpatched class's loop.
         input_ids: The loop's arguments, from here on.
         processors: Logits processors.
@@ -535,15 +586,20 @@ def _run_loop(
 
     def run(**more: Any) -> Any:
         arguments = (input_ids, processors, criteria, generation_config)
+        named = kwargs
+        if host is not None:  # from here on on the device
+            arguments = (to_device(input_ids, host.device), processors, criteria, host.place_config(generation_config))
+            named = host.place(kwargs)
+            host.place_items(processors, criteria)
         if not isinstance(cache, PagedCache):
-            return loop(*arguments, **kwargs, **more)
+            return loop(*arguments, **named, **more)
         with deferred_interrupt(), engine.calling(cache, num_blocks):
             # The blocks go back while the call still counts as one that will return some: who waits for room would
             # otherwise find, for a moment, no room and nobody to wait for.
             try:
                 draws = _private_draws(engine, states, processors, criteria, generation_config)
                 with draws, allowed_interrupt():
-                    result = loop(*arguments, **kwargs | more)
+                    result = loop(*arguments, **named | more)
             except BaseException:
                 if cache.owned_by_call:
                     cache.reset()
@@ -558,7 +614,10 @@ def _run_loop(
     if engine.capture is None:
         return run()
 
+    queued = Handover(model.device)  # a tensor that the caller had on a stream of its own, weights just loaded
+
     def run_later(streamer: Any) -> LoopResult:
+        queued.follow()
         result = run(**({} if streamer is None else {"streamer": streamer}))
         scores = None
         if watch is not None and watch.beam_scores is not None:
@@ -620,7 +679,8 @@ def _num_generated(sequences: Tensor, input_ids: Tensor, generation_config: Gene
     eos = getattr(generation_config, "_eos_token_tensor", None)
     if eos is None:
         return new.numel()
-    is_eos = torch.isin(new, eos.to(new.device))
+    new, eos = to_host([new, eos])
+    is_eos = torch.isin(new, eos)
     return int((is_eos.cumsum(dim=1) - is_eos.long() == 0).sum())
 
 

@@ -1,8 +1,7 @@
 """Recording CUDA graphs so that the process stays as it was, also where that fails.
 
 While a thread records, other threads may launch, copy and allocate. What raises on them: to wait for the whole device
-(`torch.cuda.synchronize()`) and, on torch 2.11, to draw from the default generator. The engine's own draws take
-`RECORDING`, and it never waits for the whole device.
+(`torch.cuda.synchronize()`) and, on torch 2.11, to draw from the default generator. The engine does neither.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-
-from hf_paged.draws import RECORDING
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +52,7 @@ class CUDARecording:
         before = torch.cuda.memory_reserved()
         stream.wait_stream(outer)
         # Not `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each recording.
-        with RECORDING, torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             try:
                 self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 self.output: Any = function()

@@ -18,6 +18,7 @@ from hf_paged.preemption import PreemptionCost
 from hf_paged.runner import ModelRunner, ModelTraits
 from hf_paged.scheduler import Scheduler, SchedulerOutput
 from hf_paged.sequence import SequenceGroup
+from hf_paged.streams import on_steps_stream
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -148,11 +149,12 @@ class KVPool:
         What raises (out of memory, say) stays to be done: the tables name the new places already.
         """
         kv_cache = self.kv_cache
-        while self._pending:
-            copy, arguments = self._pending[0]
-            if arguments[0]:
-                copy(kv_cache, *arguments)
-            self._pending.popleft()
+        with on_steps_stream(kv_cache.tensor.device):
+            while self._pending:
+                copy, arguments = self._pending[0]
+                if arguments[0]:
+                    copy(kv_cache, *arguments)
+                self._pending.popleft()
         return kv_cache
 
     @property
@@ -175,14 +177,15 @@ class KVPool:
                 self.release()
             geometry = self._geometry
             num_blocks = self.manager.pool.num_blocks
-            self._kv_cache = KVCache(
-                geometry,
-                num_blocks,
-                self.config.block_size,
-                device,
-                self.config.attention_backend,
-                dtype,
-            )
+            with on_steps_stream(device):
+                self._kv_cache = KVCache(
+                    geometry,
+                    num_blocks,
+                    self.config.block_size,
+                    device,
+                    self.config.attention_backend,
+                    dtype,
+                )
             return self._kv_cache
 
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:

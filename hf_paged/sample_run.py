@@ -30,15 +30,14 @@ TokenCallback = Callable[[int], None]
 class SampleCall:
     """What transformers prepared for its `_sample` loop, and what the host has to know of it.
 
-    What lies on a device is read here, once: on a GPU that waits for the steps that run, and must not be done where
-    others wait for the pool's lock.
-
     Attributes:
-        input_ids: `[rows, width]` int64, left-padded; the rows of a prompt's `num_samples` samples follow each other.
+        input_ids: `[rows, width]` on the CPU, left-padded; the rows of a prompt's `num_samples` samples follow each
+            other.
         padding: Left padding of each row.
         num_samples: Rows of each prompt.
         processors: Row-wise ones of transformers.
         criteria: Row-wise ones of transformers.
+        device: Where the caller had the prompts: there tokens are chosen, and there the result is to be.
         do_sample: Draw, or take the likeliest token.
         pad_token_id: What stands behind the end of a row that finished before others.
         generator: Where draws come from; owned by the run.
@@ -56,6 +55,7 @@ class SampleCall:
     num_samples: int
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
+    device: torch.device
     do_sample: bool
     pad_token_id: int
     generator: torch.Generator | None = None
@@ -148,8 +148,11 @@ class SampleRun:
         self._table_rows: list[int] = []
         if call.other_criteria is not None or needs_ids(call.processors):
             # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
-            self._table = worker.token_table(call.input_ids.device)
+            self._table = worker.token_table(call.device)
             self._table_rows = self._table.add(call.input_ids)
+        # The largest logit is the same everywhere: bringing all of them to a prompt on the CPU would hold up the step.
+        is_argmax = not call.do_sample and not call.processors and self._table is None
+        stays = is_argmax and call.device != pool.kv_device
         self._sampler = RowSampler(
             call.processors,
             self._noise,
@@ -158,7 +161,7 @@ class SampleRun:
             table=self._table,
             table_rows=self._table_rows,
             width=self._width,
-            device=call.input_ids.device,
+            device=None if stays else call.device,
         )
         pending: list[tuple[int, Sequence]] = []
         salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
@@ -198,11 +201,11 @@ class SampleRun:
 
     def result(self) -> Tensor:
         """`[rows, width + steps]`, as transformers' loop returns it."""
-        ids = self._call.input_ids
+        ids = self._call.input_ids.to(torch.int64)
         new = np.full((len(self.rows), self.num_steps), self._call.pad_token_id, dtype=np.int64)
         for index, row in enumerate(self.rows):
             new[index, : len(row.tokens)] = row.tokens
-        return torch.cat([ids.to(torch.int64), to_device(new, ids.device)], dim=1)
+        return to_device(torch.cat([ids, torch.from_numpy(new)], dim=1), self._call.device)
 
     def cancel(self) -> None:
         """Ends all open rows as `"cancelled"`. The pool's lock is held, and no step runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import queue
@@ -20,11 +21,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from hf_paged.draws import RECORDING, GeneratorStates, default_generator
+from hf_paged.draws import GeneratorStates, default_generator
 from hf_paged.errors import QueueFullError
 from hf_paged.interrupts import allowed_interrupt
 from hf_paged.request import Request, RequestOutput, RequestState
 from hf_paged.sample_run import SampleCall, SampleRun
+from hf_paged.transfers import to_host
 from hf_paged.worker import CACHE_SALT, EXIT_SECONDS, CallCancelledError, Caller
 
 if TYPE_CHECKING:
@@ -62,8 +64,8 @@ class Capture:
     Attributes:
         call: Rows for the engine to sample.
         loop: Or else transformers' loop, to be run on a thread; takes a streamer or `None`.
-        prompt: The prompt as prepared, `[rows, width]`.
-        generation_config: The prepared config.
+        prompt: The prompt as prepared, `[rows, width]`, on the CPU if the preparation was there.
+        generation_config: The prepared config, with its tensors where the prompt is.
         is_streamable: It has one row, and isn't a beam search.
     """
 
@@ -456,7 +458,7 @@ _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, to
 
 
 def _one_prompt(input_ids: Any, model: Any) -> Tensor:
-    """A prompt in any of the accepted forms as `[1, L]`."""
+    """A prompt in any of the accepted forms as `[1, L]`, on the CPU. Waits for one that lies on a GPU."""
     if isinstance(input_ids, np.ndarray) and input_ids.dtype.kind in "biuf":
         input_ids = torch.from_numpy(input_ids.copy(order="C"))
     if isinstance(input_ids, Tensor):
@@ -472,8 +474,7 @@ def _one_prompt(input_ids: Any, model: Any) -> Tensor:
                 f"submit() takes one prompt, a 1-D tensor or [1, L], got shape {shape}; submit each row by itself, or "
                 "use engine.generate(list of prompts)"
             )
-        prompt = input_ids.to(torch.int64)
-        low, high = (int(prompt.min()), int(prompt.max())) if len(prompt) else (0, 0)
+        prompt: list[int] = to_host([input_ids])[0].tolist()
     else:
         is_list = isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes | bytearray | memoryview)
         if not is_list or any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in input_ids):
@@ -482,14 +483,13 @@ def _one_prompt(input_ids: Any, model: Any) -> Tensor:
                 "through a tokenizer and engine.generate(list of prompts)"
             )
         prompt = list(input_ids)
-        low, high = min(prompt, default=0), max(prompt, default=0)
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size, low, high = model.get_input_embeddings().num_embeddings, min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocab_size}")
-    return torch.as_tensor(prompt, dtype=torch.int64, device=model.device)[None]
+    return torch.as_tensor(prompt, dtype=torch.int64, device="cpu")[None]
 
 
 def _read_row(tokens: list[int], generation_config: Any, max_tokens: int) -> tuple[list[int], str]:
@@ -519,6 +519,6 @@ def _split_generators(capture: Capture) -> None:
         return
     for device in capture.states:
         generator = default_generator(device)
-        with RECORDING:
-            seed = torch.randint(2**62, (), generator=generator, device=device)
-        generator.manual_seed(int(seed))
+        # Not drawn from it: a number on a GPU would have to be waited for.
+        state = hashlib.blake2b(bytes(generator.get_state().numpy()), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(state, "little") >> 2)

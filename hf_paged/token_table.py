@@ -35,7 +35,7 @@ class TokenTable:
             self._grow(rows, max(room, width + 64))
         numbers = [self._free.pop() for _ in range(count)]
         with torch.inference_mode(False):
-            self._ids[to_device(numbers, self._device), :width] = input_ids.to(self._device, torch.int64)
+            self._ids[to_device(numbers, self._device), :width] = to_device(input_ids, self._device).to(torch.int64)
         return numbers
 
     def remove(self, rows: list[int]) -> None:

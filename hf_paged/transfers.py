@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,9 +27,25 @@ def to_device(values: np.ndarray | list[int] | Tensor, device: torch.device) -> 
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, a GPU is torch's current one on this thread: streams and events that are made are its own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors on the CPU; those that are there are returned as they are.
+
+    On a GPU the host waits once, for what the current stream has been given so far: what is queued later, or on other
+    streams, holds nobody up.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    copies = [_pinned_copy(tensor) if tensor.device in devices else tensor.to("cpu") for tensor in tensors]
+    for device in devices:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+    return copies
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, that arrives there when the device gets to it."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class ToHost:
@@ -41,8 +56,7 @@ class ToHost:
         self._event: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.device.type == "cuda":
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
+            self._tensor = _pinned_copy(tensor)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
 

@@ -13,8 +13,7 @@ from hf_paged.interrupts import check_interrupt
 from hf_paged.kv_cache import KVCache
 from hf_paged.kv_pool import KVPool
 from hf_paged.runner import ModelRunner
-from hf_paged.streams import steps_stream
-from hf_paged.transfers import current
+from hf_paged.streams import among_steps
 from hf_paged.worker import StepWorker, without_modes
 
 Lens = tuple[int, int]  # of a sequence: its new tokens, and its tokens in all
@@ -66,7 +65,7 @@ def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bo
     with worker.exclusive(), without_modes():
         manager, kv_cache = pool.manager, pool.kv_cache
         device = kv_cache.tensor.device
-        with current(device), steps_stream(device), torch.autocast(device.type, enabled=False):
+        with among_steps(device), torch.autocast(device.type, enabled=False):
             if runs_flat:
                 with _counting(kv_cache) as kernels, kv_cache.filled_null_block():
                     _run(pool, runner, kv_cache)

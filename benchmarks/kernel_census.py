@@ -260,7 +260,5 @@ def read() -> dict[Specialisation, set[Cell]]:
             tuple((name, json.dumps(value)) for name, value in row["constants"].items()),
             tuple(row["options"].items()),
         )
-        found[key] = {
-            Cell(*place.rsplit(" ", 2)) for place in row["launched by"]
-        }
+        found[key] = {Cell(*place.rsplit(" ", 2)) for place in row["launched by"]}
     return found

@@ -45,6 +45,11 @@ class Specialisation:
     constants: tuple[tuple[str, str], ...]
     options: tuple[tuple[str, int], ...]
 
+    @property
+    def name(self) -> str:
+        """Without module and suffix: "decode"."""
+        return self.kernel.rsplit(".", 1)[1].strip("_").removesuffix("_kernel")
+
     def source(self, target: GPUTarget) -> tuple[ASTSource, dict[str, int]]:
         """What `triton.compile` takes, for a target, and the options."""
         kernel = kernel_of(self.kernel)

@@ -1,8 +1,8 @@
 """Every specialisation of the Triton kernels that serving launches, for some models: found by a soak, written down.
 
 The models have their real shapes but for layers, vocabulary and experts, and weights that take no memory; what a
-kernel or a matrix product would compute is left out, since only the keys of the launches count. So 256 rows, or a prompt
-of 20,000 tokens, take a moment on any CPU.
+kernel or a matrix product would compute is left out, since only the keys of the launches count. So 256 rows, or a
+prompt of 20,000 tokens, take a moment on any CPU.
 
     python benchmarks/kernel_census.py --write      # soaks, and writes benchmarks/kernel_census.jsonl anew
     python benchmarks/kernel_census.py              # soaks, and says what differs from it
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
+import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +27,7 @@ import torch
 import transformers as hf
 from kernel_keys import Specialisation, record
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import hf_paged
 from hf_paged import cuda_graph, fused_layers
@@ -32,13 +35,11 @@ from hf_paged.kernels import backend, cpu_layers, launch
 from hf_paged.kernels.triton_layers import TritonLayers
 
 WRITTEN = Path(__file__).with_suffix(".jsonl")
-LINE = ("models", "pools", "targets")
 
-# What the launchers read off a device. Of sm_100 it is what it is of sm_90.
-DEVICES = {
+# What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
+GPUS = {
     "sm_80": launch.Device(108, has_native_fp8=False, shared_memory=166_912, reads_shared_factors=False),
     "sm_90": launch.Device(132, has_native_fp8=True, shared_memory=232_448, reads_shared_factors=True),
-    "sm_100": launch.Device(148, has_native_fp8=True, shared_memory=232_448, reads_shared_factors=True),
 }
 POOLS = ("auto", "fp8_e4m3")
 
@@ -172,7 +173,7 @@ def pretending(target: str) -> Iterator[None]:
     """Within it, CPU tensors are served as those of such a GPU are."""
     with ExitStack() as stack:
         for owner, name, instead in (
-            (launch.Device, "of", staticmethod(lambda _: DEVICES[target])),
+            (launch.Device, "of", staticmethod(lambda _: GPUS[target])),
             (launch, "is_interpreting", lambda: True),  # so that the Triton backend takes CPU tensors
             (fused_layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
             (cuda_graph, "recorder", lambda _: _Again),
@@ -222,13 +223,29 @@ SERVICES: tuple[tuple[dict[str, Any], Callable[[Any], None]], ...] = (
 )
 
 
-def soak(name: str, gpu: str, pool: str) -> set[Specialisation]:
+@dataclass(frozen=True, order=True)
+class Cell:
+    """What is soaked at a time: a model on a GPU with a pool of some type."""
+
+    model: str
+    gpu: str
+    pool: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.gpu} {self.pool}"
+
+
+CELLS = [Cell(name, gpu, pool) for name in MODELS for gpu in GPUS for pool in POOLS]
+Census = dict[Specialisation, set[Cell]]  # and who launches it
+
+
+def soak(cell: Cell) -> set[Specialisation]:
     """What a model launches: with and without memory to spare, decoding in the shape of CUDA graphs and without."""
-    model = build(name)
+    model = build(cell.model)
     found: set[Specialisation] = set()
     for settings, service in SERVICES:
-        settings = {"attention_backend": "triton", "kv_cache_dtype": pool, "use_async_batching": True} | settings
-        with hf_paged.patched(model, **settings), pretending(gpu), record() as launches:
+        settings = {"attention_backend": "triton", "kv_cache_dtype": cell.pool, "use_async_batching": True} | settings
+        with hf_paged.patched(model, **settings), pretending(cell.gpu), record() as launches:
             # The trial that a pool on a GPU begins with.
             backend._launch_failure.__wrapped__(torch.device("cpu"))
             service(model)
@@ -237,28 +254,72 @@ def soak(name: str, gpu: str, pool: str) -> set[Specialisation]:
     return found
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is soaked at a time."""
-
-    model: str
-    gpu: str
-    pool: str
-
-
-CELLS = [Cell(name, gpu, pool) for name in MODELS for gpu in DEVICES for pool in POOLS]
+def take(cells: Iterable[Cell]) -> Census:
+    """Soaks."""
+    census: Census = {}
+    for cell in cells:
+        for key in soak(cell):
+            census.setdefault(key, set()).add(cell)
+    return census
 
 
-def read() -> dict[Specialisation, set[Cell]]:
-    """What is written down, and where it is launched."""
-    found = {}
+def read() -> Census:
+    """What is written down."""
+    census: Census = {}
     for line in WRITTEN.read_text().splitlines():
         row = json.loads(line)
-        key = Specialisation(
-            row["kernel"],
-            tuple(row["arguments"].items()),
-            tuple((name, json.dumps(value)) for name, value in row["constants"].items()),
-            tuple(row["options"].items()),
-        )
-        found[key] = {Cell(*place.rsplit(" ", 2)) for place in row["launched by"]}
-    return found
+        constants = tuple((name, json.dumps(value)) for name, value in row["constants"].items())
+        key = Specialisation(row["kernel"], tuple(row["arguments"].items()), constants, tuple(row["options"].items()))
+        census[key] = {Cell(model, *place.split()) for model, places in row["cells"].items() for place in places}
+    return census
+
+
+def write(census: Census) -> None:
+    """A line a specialisation, in an order that changes little from one census to the next."""
+    lines = []
+    for key in sorted(census):
+        cells: dict[str, list[str]] = {}
+        for cell in sorted(census[key]):
+            cells.setdefault(cell.model, []).append(f"{cell.gpu} {cell.pool}")
+        row = {
+            "kernel": key.kernel,
+            "constants": {name: json.loads(value) for name, value in key.constants},
+            "arguments": dict(key.arguments),
+            "options": dict(key.options),
+            "cells": cells,
+        }
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    WRITTEN.write_text("".join(lines))
+
+
+def differences(found: Census, written: Census, cells: Iterable[Cell]) -> list[str]:
+    """What is launched and not written down, or written down and not launched, for these cells."""
+    lines = []
+    for sign, some, others in (("launched, not written down", found, written), ("not launched", written, found)):
+        for key in sorted(some):
+            where = (some[key] & set(cells)) - others.get(key, set())
+            if where:
+                lines.append(f"{sign}: {', '.join(map(str, sorted(where)))}: {key}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the census down anew")
+    arguments = parser.parse_args()
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        parts = tqdm(pool.map(take, [[cell] for cell in CELLS]), total=len(CELLS), desc="soaks")
+        found: Census = {}
+        for part in parts:
+            for key, cells in part.items():
+                found.setdefault(key, set()).update(cells)
+    lines = differences(found, read() if WRITTEN.exists() else {}, CELLS)
+    print(*lines, f"{len(found)} specialisations, {len(lines)} differences", sep="\n")
+    if arguments.write:
+        write(found)
+    elif lines:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

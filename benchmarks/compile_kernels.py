@@ -78,10 +78,15 @@ def table(results: list[tuple[Specialisation, str, dict[str, Any]]], targets: li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=ALL_TARGETS, default=ALL_TARGETS)
+    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--out", type=Path, help="folder for the table")
     arguments = parser.parse_args()
-    pairs = todo(read(), arguments.target)
+    pairs = [
+        (key, target)
+        for key, target in todo(read(), arguments.target)
+        if any(part in key.name for part in arguments.only)
+    ]
     results, faults = [], []
     with ProcessPoolExecutor(arguments.jobs) as pool:
         measured = pool.map(try_to_measure, *zip(*pairs), chunksize=2)

@@ -167,28 +167,32 @@ def _computing(dtype: torch.dtype) -> cpu_layers.CPULayers:
 class _Again:
     """A recording without a device to record: the function, run again; its output stays where it was."""
 
-    def __init__(self, function: Callable[[], Tensor]) -> None:
+    def __init__(self, function: Callable[[], Tensor], replays: list[int]) -> None:
+        """`replays` grows by the rows of each."""
         self._function = function
+        self._replays = replays
         self.output = function()
 
     def replay(self) -> None:
+        self._replays.append(len(self.output))
         with torch.inference_mode():  # the output is a tensor of it
             self.output.copy_(self._function())
 
 
 @contextmanager
-def pretending(target: str) -> Iterator[None]:
-    """Within it, CPU tensors are served as those of such a GPU are."""
+def pretending(gpu: str) -> Iterator[list[int]]:
+    """Within it, tensors in the host's memory are served as those of such a GPU are: the rows of replayed steps."""
+    replays: list[int] = []
     with ExitStack() as stack:
         for owner, name, instead in (
-            (launch.Device, "of", staticmethod(lambda _: GPUS[target])),
+            (launch.Device, "of", staticmethod(lambda _: GPUS[gpu])),
             (launch, "is_interpreting", lambda: True),  # so that the Triton backend takes CPU tensors
             (fused_layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
-            (cuda_graph, "recorder", lambda _: _Again),
+            (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
             (nn.functional, "linear", _linear(nn.functional.linear)),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
-        yield
+        yield replays
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -235,16 +239,23 @@ SERVICES: tuple[tuple[dict[str, Any], Callable[[Any], None]], ...] = (
 CELLS = [Cell(name, gpu, pool) for name in MODELS for gpu in GPUS for pool in POOLS]
 
 
-def soak(cell: Cell) -> set[Specialisation]:
-    """What a model launches: with and without memory to spare, decoding in the shape of CUDA graphs and without."""
-    model = build(cell.model)
+def soak(cell: Cell, device: str = "cpu") -> set[Specialisation]:
+    """What a model launches: with and without memory to spare, decoding in the shape of CUDA graphs and without.
+
+    Args:
+        cell: What is soaked.
+        device: Where the tensors say they are. Their memory must be the host's.
+    """
+    model = build(cell.model, device)
     found: set[Specialisation] = set()
     for settings, service in SERVICES:
         settings = {"attention_backend": "triton", "kv_cache_dtype": cell.pool, "use_async_batching": True} | settings
-        with hf_paged.patched(model, **settings), pretending(cell.gpu), record() as launches:
+        with hf_paged.patched(model, **settings), pretending(cell.gpu) as replays, record() as launches:
             # The trial that a pool on a GPU begins with.
-            backend._launch_failure.__wrapped__(torch.device("cpu"))
+            backend._launch_failure.__wrapped__(torch.device(device))
             service(model)
+        if (256 in replays) != (service is serve):
+            raise RuntimeError(f"decode steps took another way than they were meant to: {sorted(set(replays))}")
         gc.collect()  # the pool
         found |= set(launches)
     return found

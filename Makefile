@@ -23,7 +23,7 @@ T ?= tests
 
 # What the oldest supported transformers is tested with: everything except what drives the package from outside
 # (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
-NOT_CORE := tests/test_cli.py tests/test_examples.py tests/test_benchmarks.py tests/test_soak.py tests/test_config.py \
+NOT_CORE := tests/test_cli.py tests/test_examples.py tests/test_benchmarks.py tests/test_gpu_runs.py tests/test_soak.py tests/test_config.py \
     $(wildcard tests/test_block_*.py tests/test_scheduler*.py) $(wildcard tests/test_kernels_*.py) tests/test_kv_cache.py \
     tests/test_swap_space.py tests/test_attention_metadata.py $(wildcard tests/test_demo*.py)
 
@@ -96,6 +96,20 @@ test: $(VENV)/.installed-dev ## all CPU tests
 test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not browser" $(PYTEST_ARGS) $(T)
 
+# A process that pretends to have a GPU does so for good: these tests run apart from the others.
+.PHONY: test-pretend
+test-pretend: $(VENV)/.installed-dev ## the CUDA path on a device that is pretended
+	$(TEST_ENV) $(PY) -m pytest $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),tests/pretend)
+
+# All architectures in all modes take an hour: tests that have passed with the same code are not run again.
+PRETEND_RECORD = .pretend/$(shell cat $(shell find hf_paged tests/pretend tests/pretend_cuda tests/models.py -name '*.py' -o -name '*.cpp' | sort) \
+    | sha256sum | cut -c1-16).jsonl
+.PHONY: pretend
+pretend: $(VENV)/.installed-dev ## the same for all architectures in all modes, an hour on two cores; goes on where it was
+	@mkdir -p .pretend
+	PYTHONPATH=tests $(TEST_ENV) $(PY) -m pytest -m "" -p gpu_plugin --record $(PRETEND_RECORD) --run-id $$$$ -n $$(nproc) \
+	    $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),tests/pretend) || [ $$$$? = 5 ] # nothing was left to run
+
 BROWSER_TESTS := $(shell grep -l mark.browser tests/test_*.py)
 
 .PHONY: test-browser
@@ -156,68 +170,39 @@ compile-kernels: $(VENV)/.installed-dev $(TRITON_OLD)/.installed ## compile that
 	PYTHONPATH=$(TRITON_OLD):. $(PY) benchmarks/compile_kernels.py --out $(RESULTS) $(ARGS)
 
 # For a machine with a GPU and a python3 that has torch, triton, transformers and pytest: no environment is made, nothing
-# is installed. Every step writes one file into RESULTS when it has succeeded, and only then: stopped anywhere, the same
-# command goes on where it was. A step that fails leaves its output in FILE.tmp and keeps no other from running. Each has
-# a target of its own, for machines that are lent for minutes:
+# is installed. benchmarks/GPU.md says what each step is, how long it takes and what to send back. Stopped anywhere, the
+# same command goes on where it was; it stops by itself after GPU_SECONDS, with an error while something is left to do.
 #
-#   make gpu-tests gpu-generate gpu-kernels gpu-preemption gpu-sanitizer
-GPU_CODE := $(shell find hf_paged tests -name '*.py' 2>/dev/null)
-# All that are marked; the other files need more than is there.
-GPU_TESTS := $(sort $(wildcard tests/test_gpu.py tests/test_kernels_triton.py) $(shell grep -l mark.gpu tests/test_*.py))
+#   make gpu GPU_PACK=/kept/gpu-state.tar.gz     the folder as one archive, for machines that forget it
+GPU_STATE ?= gpu-state
+GPU_SECONDS ?= 540
+GPU_PACK ?=
+GPU = python3 benchmarks/gpu.py --state $(GPU_STATE) --seconds $(GPU_SECONDS) $(GPU_PACK:%=--pack %) $(ARGS)
 
 .PHONY: gpu
-gpu: ## GPU tests and benchmarks, with the system's python3
-	$(MAKE) -j1 --keep-going gpu-tests gpu-generate gpu-kernels gpu-preemption gpu-sanitizer
+gpu: ## GPU tests and benchmarks in the order of what they tell, with the system's python3
+	$(GPU)
 
-.PHONY: gpu-tests gpu-generate gpu-kernels gpu-preemption gpu-sanitizer
-gpu-tests: $(RESULTS)/gpu-tests.txt
-gpu-generate: $(RESULTS)/gpu-generate.txt
-gpu-kernels: $(RESULTS)/gpu_kernels.txt
-gpu-preemption: $(RESULTS)/gpu-preemption.txt
-gpu-sanitizer: $(RESULTS)/gpu-sanitizer.txt
+.PHONY: gpu-smoke gpu-kernels gpu-generate gpu-tests gpu-sanitizer gpu-preemption
+gpu-smoke: ## one test a kernel and one step of a large model on a GPU, in some three minutes
+	$(GPU) --only smoke-tests smoke-step
+gpu-kernels:
+	$(GPU) --only kernels kernels-all
+gpu-generate:
+	$(GPU) --only generate generate-all
+gpu-tests:
+	$(GPU) --only tests
+gpu-sanitizer:
+	$(GPU) --only sanitizer-memcheck sanitizer-racecheck
+gpu-preemption:
+	$(GPU) --only preemption
 
-# pytest's 5 is "nothing selected"
-$(RESULTS)/gpu-tests.txt: $(GPU_CODE)
+.PHONY: gpu-results
+gpu-results: ## copy what a GPU measured to benchmarks/results, to be committed
+	@[ -d $(GPU_STATE) ] || { mkdir -p $(GPU_STATE) && tar -xzf gpu-state.tar.gz -C $(GPU_STATE) --strip-components 1; }
 	@mkdir -p $(RESULTS)
-	python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
-	$(OFFLINE) python3 -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS) $(GPU_TESTS) 2>&1 | tee $@.tmp \
-	    || { code=$$?; [ $$code = 5 ] || exit $$code; }
-	@mv $@.tmp $@
-
-# Pieces of some minutes; what a call of ten minutes leaves to do, the next one goes on with.
-$(RESULTS)/gpu-generate.txt: benchmarks/generate_gpu.py benchmarks/generate.py benchmarks/common.py $(GPU_CODE)
-	@mkdir -p $(RESULTS)
-	PYTHONPATH=. $(OFFLINE) python3 benchmarks/generate.py --device cuda --out $(RESULTS) $(ARGS) 2>&1 | tee $@.tmp
-	@mv $@.tmp $@
-
-# The program writes its own JSON, markdown and plot as it goes.
-$(RESULTS)/gpu_kernels.txt: benchmarks/gpu_kernels.py benchmarks/common.py $(GPU_CODE)
-	@mkdir -p $(RESULTS)
-	PYTHONPATH=. $(OFFLINE) python3 $< --out $(RESULTS) $(ARGS) 2>&1 | tee $@.tmp
-	@mv $@.tmp $@
-
-# The shape of Llama-3.1-8B
-$(RESULTS)/gpu-preemption.txt: benchmarks/preemption.py $(GPU_CODE)
-	@mkdir -p $(RESULTS)
-	PYTHONPATH=. $(OFFLINE) python3 $< --out $(RESULTS) --device cuda --dtype bfloat16 --layers 32 --hidden 4096 \
-	    --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 --lengths 16 64 256 1024 4096 16384 2>&1 | tee $@.tmp
-	@mv $@.tmp $@
-
-# Bad accesses and races in every kernel, on small shapes. Each tensor is an allocation of its own, so that what reads
-# past it is seen.
-SANITIZE := PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(OFFLINE) timeout 250
-$(RESULTS)/gpu-sanitizer.txt: benchmarks/gpu_kernels.py benchmarks/common.py $(GPU_CODE)
-	@mkdir -p $(RESULTS)
-	@tool=$$(PATH=$$PATH:/usr/local/cuda/bin command -v compute-sanitizer) \
-	    || { echo "compute-sanitizer is not on the PATH: nothing was checked" | tee $@; exit 0; }; \
-	out=$$(mktemp -d); \
-	{ status=0; \
-	for check in memcheck racecheck; do \
-	    echo "== $$check"; \
-	    $(SANITIZE) "$$tool" --tool $$check --error-exitcode 9 --print-limit 20 \
-	        python3 $< --quick --only sanitizer --in-process --out "$$out" 2>&1 || status=$$?; \
-	done; exit $$status; } | tee $@.tmp; \
-	mv $@.tmp $@
+	@for name in gpu_kernels generate-gpu preemption-cuda gpu-tests; do for kind in json md png txt; do \
+	    if [ -f $(GPU_STATE)/results/$$name.$$kind ]; then cp -v $(GPU_STATE)/results/$$name.$$kind $(RESULTS); fi; done; done
 
 .PHONY: clean
 clean: ## remove what the tools leave behind (not the environments)

@@ -8,17 +8,19 @@ import math
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import children
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 Row = dict[str, Any]
 
@@ -177,6 +179,7 @@ class Timer:
         """The calls as a graph; `None` if one of them can't be captured."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        is_recorded = True
         # Not torch.cuda.graph(): it collects garbage each time, and after one failure fails for good.
         with torch.cuda.stream(self._stream):
             try:
@@ -186,9 +189,21 @@ class Timer:
                 finally:
                     graph.capture_end()
             except Exception:  # whatever a library says when it can't
-                graph = None
+                is_recorded = False
+                _leave_capture(graph)
         torch.cuda.synchronize()
-        return graph
+        return graph if is_recorded else None
+
+
+def _leave_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """A capture that fails leaves torch's allocator and generator as if it still went on: later draws would raise."""
+    with suppress(Exception):  # private; where it is another, `_answers` finds out
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is empty
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="thread_local")
+        other.capture_end()
 
 
 def _each(call: Callable[[int], Any], num_calls: int) -> None:
@@ -207,6 +222,31 @@ class Report:
     def load(cls, path: Path) -> Report:
         return cls(path, json.loads(path.read_text()))
 
+    @classmethod
+    def resume(cls, path: Path, empty: dict[str, Any], again: bool = False) -> Report:
+        """The file's, if the same code wrote it, else an empty one; a file of other code is kept beside it.
+
+        Args:
+            path: The file.
+            empty: What a new one holds, with its `code` hash; what the two have besides `families` and `rows` is taken
+                from it.
+            again: Families that failed, or have a row that did, are measured anew.
+        """
+        if not path.exists():
+            return cls(path, empty)
+        report = cls.load(path)
+        if report.data.get("code") != empty["code"]:
+            path.replace(path.with_suffix(".before.json"))
+            return cls(path, empty)
+        report.data = report.data | {key: value for key, value in empty.items() if value or key not in report.data}
+        if again:
+            families, rows = report.data["families"], report.data["rows"]
+            bad = {row["family"] for row in rows if "error" in row}
+            bad |= {name for name, state in families.items() if state["status"].startswith("failed")}
+            report.data["families"] = {name: state for name, state in families.items() if name not in bad}
+            report.data["rows"] = [row for row in rows if row["family"] not in bad]
+        return report
+
     def save(self) -> None:
         """Replaces the file at once: who is killed meanwhile leaves the earlier one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,9 +254,25 @@ class Report:
         write.write_text(json.dumps(self.data, indent=1) + "\n")
         write.replace(self.path)
 
+    def log(self, what: str, lines: Sequence[str]) -> None:
+        """Appends to a file beside it, named `.log`, what is too long for a row: a traceback, last words."""
+        with self.path.with_suffix(".log").open("a") as file:
+            print(f"== {what}", *lines[-children.NUM_LINES :], sep="\n", file=file)
+
     def rows(self, family: str) -> list[Row]:
         """Of one family, those that hold a measurement."""
         return [row for row in self.data["rows"] if row["family"] == family and "error" not in row]
+
+    def is_due(self, family: str) -> bool:
+        """Whether something of it is still to be measured."""
+        status = self.data["families"].get(family, {}).get("status", "")
+        return status != "done" and not status.startswith("failed")
+
+    def exit_status(self, families: Sequence[str]) -> int:
+        """Of a program that had to measure these: 0, 1 if something failed, `children.UNFINISHED` if some are due."""
+        if any(map(self.is_due, families)):
+            return children.UNFINISHED
+        return int(any(self.data["families"][name]["status"] != "done" for name in families))
 
 
 # ----------------------------------------------------------------------------------------------------------- families
@@ -254,55 +310,87 @@ class DeviceLostError(Exception):
     """Nothing more can be measured in this process."""
 
 
+class OutOfTimeError(Exception):
+    """The rest is for the next run."""
+
+
+MAX_CRASHES = 3  # of a family, after which it is given up
+GRACE = 12.0  # seconds that a child is given to stop by itself
+LEAST = 20.0  # seconds under which none is started
+
+
 def run_family(family: Family, bench: Any, report: Report, deadline: float) -> bool:
-    """Measures a family, whatever happens in it; every row is saved at once.
+    """Measures what the report does not have of a family, whatever happens in it; every row is saved at once.
 
     Args:
         family: What to measure.
         bench: For its points.
-        report: Where rows go.
-        deadline: `time.monotonic()` after which the rest is skipped.
+        report: Where rows go. A point is a row: as many as there are of this family are done.
+        deadline: `time.monotonic()` after which the rest is left for the next run.
 
     Returns:
         Whether the device still answers.
     """
     started = time.monotonic()
-    state = report.data["families"][family.name] = {"status": "running"}
+    state = report.data["families"].setdefault(family.name, {})
+    state |= {"status": "running", "at": "check"}
     report.save()
     is_alive = True
     try:
         if started > deadline:
-            raise TimeoutError
-        if family.check:
+            raise OutOfTimeError
+        if family.check and "rms" not in state:
             state["rms"] = family.check(bench)
         _run_points(family, bench, report, deadline)
         state["status"] = "done"
-    except TimeoutError as error:
-        state["status"] = f"skipped: {str(error) or 'all'}, time limit"
+    except OutOfTimeError:
+        state["status"] = "stopped: time limit"
+    except DeviceLostError as error:
+        _note_crash(state, describe(error))
+        is_alive = False
     except Exception as error:  # the other families go on
+        report.log(f"{family.name}: {state['at']}", traceback.format_exc().splitlines())
         state["status"] = f"failed: {describe(error)}"
-        is_alive = not isinstance(error, DeviceLostError)
     is_alive = is_alive and _answers()
-    state["seconds"] = round(time.monotonic() - started, 1)
+    state["seconds"] = round(state.get("seconds", 0) + time.monotonic() - started, 1)
     report.save()
     print(f"{family.name}: {state['status']}, {state['seconds']} s", flush=True)
     return is_alive
 
 
 def _run_points(family: Family, bench: Any, report: Report, deadline: float) -> None:
-    points = list(family.points(bench))
-    for number, point in enumerate(tqdm(points, desc=family.name, leave=False, disable=not sys.stderr.isatty())):
+    rows = report.data["rows"]
+    num_done = sum(row["family"] == family.name for row in rows)
+    has_device = torch.cuda.is_available()
+    for number, point in enumerate(family.points(bench)):
+        if number < num_done:
+            continue
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(points) - number} of {len(points)} points")
+            raise OutOfTimeError
+        report.data["families"][family.name]["at"] = point.case
+        report.save()  # should it end the process, or hang
         row = {"family": family.name, "case": point.case} | point.labels
+        if has_device:
+            torch.cuda.reset_peak_memory_stats()
         try:
             row |= point.measure()
+            if has_device:
+                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         except Exception as error:  # too little shared memory, or a library's
+            report.log(f"{family.name}: {point.case}", traceback.format_exc().splitlines())
             row["error"] = describe(error)
-        report.data["rows"].append(row)
+        rows.append(row)
         report.save()
+        print(f"{family.name}: {', '.join(f'{k} {_cell(k, v)}' for k, v in row.items() if k != 'family')}", flush=True)
         if "error" in row and not _answers():
             raise DeviceLostError(f"the device stopped answering at {point.case}: {row['error']}")
+
+
+def _note_crash(state: dict[str, Any], reason: str) -> None:
+    """The next process goes on behind the point; a family in which that happens again and again is given up."""
+    state["crashes"] = state.get("crashes", 0) + 1
+    is_over = state["crashes"] >= MAX_CRASHES or state.get("at") == "check"
+    state["status"] = f"{'failed' if is_over else 'stopped'}: {reason}"
 
 
 def _answers() -> bool:
@@ -310,43 +398,57 @@ def _answers() -> bool:
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            torch.rand(1, device="cuda")  # raises after a failed capture that torch did not get over
             torch.cuda.empty_cache()
     except Exception:
         return False
     return True
 
 
-def describe(error: Exception) -> str:
-    """One line."""
-    lines = str(error).strip().splitlines() or [repr(error)]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+def describe(error: BaseException) -> str:
+    """One line: the first of its message, and of those of its causes, the last of which often says most."""
+    found: list[str] = []
+    following: BaseException | None = error
+    while following is not None and len(found) < 5:
+        lines = str(following).strip().splitlines() or [repr(following)]
+        found.append(f"{type(following).__name__}: {lines[0][:300]}")
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    return "; caused by ".join(found)
 
 
-def supervise(command: Sequence[str], report: Report, time_limit: float) -> None:
-    """Measures in a child process, and after a crash in another one, with the families that none has begun.
+def supervise(
+    command: Sequence[str], families: Sequence[str], report: Report, deadline: float, quiet: float | None = 240.0
+) -> None:
+    """Measures in child processes: one that crashes or hangs costs a point, and the next one goes on behind it.
 
     Args:
-        command: Measures what the report's file does not have yet.
+        command: Measures what the report's file does not have yet, given `--time-limit`.
+        families: That it measures.
         report: Loaded again from its file after each child.
-        time_limit: Seconds; each child is given what is left of them, as `--time-limit`.
+        deadline: `time.monotonic()` at which children have to end.
+        quiet: Seconds without a line of output after which a child is taken for hung.
     """
-    deadline = time.monotonic() + time_limit
-    begun = -1
-    while begun < len(report.data["families"]) and (left := deadline - time.monotonic()) > 0:
-        begun = len(report.data["families"])
-        try:
-            status = subprocess.run([*command, "--time-limit", str(left)], timeout=left + 45).returncode
-        except subprocess.TimeoutExpired:
-            print("the measuring process did not end in time and was killed", flush=True)
-            status = 0
+    report.save()
+    while any(map(report.is_due, families)) and (left := deadline - time.monotonic()) > LEAST:
+        before = json.dumps(report.data)
+        limit = ["--time-limit", str(left)]
+        ended = children.run([*command, *limit], seconds=left + GRACE, quiet=quiet)
         report.data = Report.load(report.path).data
-        for state in report.data["families"].values():
+        is_same = json.dumps(report.data) == before
+        for name, state in report.data["families"].items():
             if state["status"] == "running":
-                state["status"] = "failed: the process ended in it"
+                _note_crash(state, f"the process ended in it ({ended})")
+                if state["at"] != "check":
+                    row = {"family": name, "case": state["at"], "error": f"the process ended in it ({ended})"}
+                    report.data["rows"].append(row)
         report.save()
-        if status == 0:
+        if ended.status == 0:
             return
-        print(f"the measuring process ended with status {status}; going on with what is left", flush=True)
+        report.log(f"{' '.join(families)}: {ended}; its last lines", ended.lines)
+        if is_same:
+            print(f"the measuring process can't begin: {ended}", flush=True)
+            return
+        print(f"the measuring process ended: {ended}; going on with what is left", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -403,6 +505,8 @@ def _cell(name: str, value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return f"{len(value)} of them"
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if name.endswith("share"):

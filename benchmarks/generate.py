@@ -631,7 +631,7 @@ def main() -> None:
     if "--device" in sys.argv:
         import generate_gpu
 
-        return generate_gpu.main(sys.argv[1:])
+        sys.exit(generate_gpu.main(sys.argv[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D", "E", "F", "S"], choices=[*WORKLOADS, "S"])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)

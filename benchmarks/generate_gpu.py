@@ -8,8 +8,7 @@ one model and one of:
 
 - decode: milliseconds of a decode step at 1,024 tokens of context, batches of 1, 32, 128 and 256; as it is, with every
   row sampling by parameters of its own, without CUDA graphs, fused layers or overlapping steps, and stock `generate()`
-  (dynamic cache). The roofline is what this card takes, as measured here, to read the weights and the keys and values
-  once, or for the matrix products, whichever is more.
+  (dynamic cache).
 - compiled: the same with `compile_decode`, batches of 1 and the most; its first call compiles.
 - static: stock `generate()` with a static cache, which transformers compiles.
 - sharegpt, azure, bwb: seconds for requests whose lengths are drawn from the traces' quantiles, submitted at once.
@@ -18,49 +17,67 @@ one model and one of:
 - start: seconds from `patch()` to the first tokens; before the second one, graphs are recorded.
 - profile: where the time of decode steps goes, by kernel.
 
-Each piece is a process of its own, saved as soon as it is done; what is saved is not measured again, unless the
-package's code has changed since.
+- step: one decode step of the largest batch, to see that all of it runs (`8b_4layers-step`: an eighth of the 8B model's
+  layers, whose weights and graphs are made in seconds).
+
+Each piece is a process of its own. Each row is saved as it is measured, and not measured again unless the code of the
+package or of this program has changed since; a row of decode steps says how many sequences really were in them. The
+roofline is what this card takes, as measured here, operation by operation (`roofline.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
+import logging
+import os
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import children
+import common
 import torch
-from common import Report, describe, device_facts, markdown_table, versions
+from common import Family, Point, Report, Row
 from generate import QUANTILES, GenerateBatch, Request, Workload, _in_batches, _without_end
+from roofline import decode_operations, roofline_ms
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import hf_paged
 from hf_paged import fused_layers
 
+ROOT = Path(__file__).parent.parent
+# What figures depend on
+CODE = [ROOT / "hf_paged"]
+CODE += [ROOT / "benchmarks" / name for name in ("generate_gpu.py", "generate.py", "roofline.py", "common.py")]
+Points = Iterator[Point]
+
+
+def llama_8b(layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=16384,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+    )
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
-    "8b": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            hidden_size=4096,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            intermediate_size=14336,
-            vocab_size=128256,
-            max_position_embeddings=16384,
-            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-            tie_word_embeddings=False,
-        ),
-    ),
+    "8b": (LlamaForCausalLM, llama_8b(32)),
+    "8b_4layers": (LlamaForCausalLM, llama_8b(4)),
     "0.6b": (
         Qwen3ForCausalLM,
         Qwen3Config(
@@ -89,11 +106,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
         ),
     ),
 }
-PIECES = (
-    *("decode", "sharegpt", "stock", "generate_batch", "start", "profile", "compiled"),
-    *("azure", "bwb", "static"),
-)
-DEFAULT = [f"{model}-{piece}" for model in ("8b", "0.6b") for piece in PIECES]
 BATCHES = (1, 32, 128, 256)
 CONTEXT = 1024
 NUM_STEPS = 32
@@ -145,37 +157,53 @@ def measure_card(device: torch.device) -> dict[str, float]:
 
     return {
         "bytes_per_second": 2 * size / best(lambda: target.copy_(source)),
-        "flops": 2 * side**3 / best(lambda: torch.mm(a, b)),
+        "flops_per_second": 2 * side**3 / best(lambda: torch.mm(a, b)),
     }
 
 
-def roofline_ms(model: Any, batch: int, card: dict[str, float]) -> float:
-    """Of a decode step: every weight but the embedding's is read once, and so are all keys and values."""
-    config = model.config
-    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
-    if config.tie_word_embeddings:
-        weights += config.vocab_size * config.hidden_size
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    num_bytes = (weights + batch * CONTEXT * token) * model.dtype.itemsize
-    return 1e3 * max(num_bytes / card["bytes_per_second"], 2 * weights * batch / card["flops"])
+class WrongBatchError(Exception):
+    """Other sequences were in the steps than were to be measured."""
 
 
-def paged_step_ms(model: Any, batch: int, samples: bool = False) -> float:
-    """Median time between a request's tokens while `batch` of them decode."""
+def live_batch(model: Any, num_steps: int) -> int:
+    """Sequences that each of the last steps decoded.
+
+    Raises:
+        WrongBatchError: Not all steps had as many, or one had part of a prompt.
+    """
+    steps = [event for event in model.paged.snapshot()["events"] if event["kind"] == "step"][-num_steps:]
+    found = {(event["num_decode"], event["num_prefill_tokens"]) for event in steps}
+    if len(steps) < num_steps or len(found) != 1 or next(iter(found))[1]:
+        raise WrongBatchError(
+            f"the last {len(steps)} steps had (decoding sequences, tokens of prompts) {sorted(found)}"
+        )
+    return next(iter(found))[0]
+
+
+def paged_step(model: Any, batch: int, samples: bool = False) -> Row:
+    """Median milliseconds between a request's tokens while `batch` of them decode, and how many really did.
+
+    Raises:
+        WrongBatchError: Not in every step that was timed.
+    """
     draw = random.Random(batch)
     vocab = model.config.vocab_size
     prompts = [[draw.randrange(3, vocab) for _ in range(CONTEXT - NUM_STEPS // 2)] for _ in range(batch)]
     requests = []
-    for index, prompt in enumerate(prompts):
-        own: dict[str, Any] = GREEDY
-        if samples:
-            own = {
-                "do_sample": True,
-                "temperature": 0.5 + index / 500,
-                "top_p": 0.8 + index / 2000,
-                "top_k": 50 + index,
-            }
-        requests.append(model.paged.submit(prompt, max_new_tokens=4 * NUM_STEPS, **own))
+    model.paged.pause()  # else the first ones end before the last are there
+    try:
+        for index, prompt in enumerate(prompts):
+            own: dict[str, Any] = GREEDY
+            if samples:
+                own = {
+                    "do_sample": True,
+                    "temperature": 0.5 + index / 500,
+                    "top_p": 0.8 + index / 2000,
+                    "top_k": 50 + index,
+                }
+            requests.append(model.paged.submit(prompt, max_new_tokens=6 * NUM_STEPS, **own))
+    finally:
+        model.paged.resume()
     for request in requests:
         next(iter(request))  # all have been prefilled
     stamps = []
@@ -183,10 +211,15 @@ def paged_step_ms(model: Any, batch: int, samples: bool = False) -> float:
         stamps.append(time.perf_counter())
         if len(stamps) > 2 * NUM_STEPS:
             break
+    model.paged.pause()
+    found = live_batch(model, NUM_STEPS)
     for request in requests:
         request.cancel()
+    model.paged.resume()
+    if found != batch:
+        raise WrongBatchError(f"{found} sequences decoded, not {batch}")
     gaps = [b - a for a, b in itertools.pairwise(stamps)]
-    return 1e3 * statistics.median(gaps[NUM_STEPS // 2 :])
+    return {"step_ms": 1e3 * statistics.median(gaps[-NUM_STEPS:]), "live_batch": found}
 
 
 def stock_step_ms(model: Any, batch: int, device: torch.device, **options: Any) -> float:
@@ -212,76 +245,119 @@ def unfused() -> Iterator[None]:
         fused_layers.layer_kernels = original
 
 
+class Warnings(logging.Handler):
+    """The last one of hf_paged's own that is about CUDA graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "CUDA graphs" in record.getMessage():
+            self.said = record.getMessage()
+
+
 @contextmanager
-def patched(model: Any, **settings: Any) -> Iterator[Any]:
+def patched(model: Any, **settings: Any) -> Iterator[Warnings]:
+    heard = Warnings()
+    logger = logging.getLogger("hf_paged")
+    logger.addHandler(heard)
     hf_paged.patch(model, **SETTINGS | settings)
     try:
-        yield model
+        yield heard
     finally:
+        logger.removeHandler(heard)
         model.paged.release()
         hf_paged.unpatch(model)
 
 
-def decode(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[str, Any]:
-    model = make_model(name, device)
-    card = measure_card(device)
-    rows: list[dict[str, Any]] = []
-
-    def measure(variant: str, of_batch: Callable[[int], float]) -> None:
-        for batch in batches:
-            try:
-                milliseconds = of_batch(batch)
-            except torch.OutOfMemoryError as error:
-                rows.append({"engine": variant, "batch": batch, "error": describe(error)})
-                continue
-            floor = roofline_ms(model, batch, card)
-            rows.append(
-                {"engine": variant, "batch": batch, "step_ms": milliseconds, "roofline_ms": floor}
-                | {"of_roofline": floor / milliseconds, "tokens_per_second": 1e3 * batch / milliseconds}
-            )
-            print(rows[-1], flush=True)
-
-    with patched(model):
-        measure("hf_paged", lambda batch: paged_step_ms(model, batch))
-        measure("hf_paged, sampling", lambda batch: paged_step_ms(model, batch, samples=True))
-    with patched(model, use_async_batching=False):
-        measure("hf_paged, steps one by one", lambda batch: paged_step_ms(model, batch))
-    with unfused(), patched(model):
-        measure("hf_paged, nothing fused", lambda batch: paged_step_ms(model, batch))
-    with patched(model, cuda_graphs=False):
-        measure("hf_paged, no graphs", lambda batch: paged_step_ms(model, batch))
-    measure("stock", lambda batch: stock_step_ms(model, batch, device))
-    return {"card": card, "context": CONTEXT, "rows": rows}
+def how_it_ran(model: Any, heard: Warnings) -> Row:
+    """Layers that were fused, CUDA graphs that were recorded, and why none if it was said."""
+    engine = model.paged
+    graphs = engine._runner._graphs
+    recorded = len(graphs[1]._recordings or ()) if graphs else 0
+    reason = heard.said or ("" if recorded else "switched off" if engine.config.cuda_graphs is False else "none here")
+    return {"fused": len(engine._fused._calls or ()), "graphs": recorded, "no_graphs": reason}
 
 
-def compiled(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[str, Any]:
+class Bench:
+    """A model, and what is asked of it."""
+
+    def __init__(self, name: str, device: torch.device, batches: tuple[int, ...], limit: int) -> None:
+        self.name, self.device, self.batches, self.limit = name, device, batches, limit
+
+    @cached_property
+    def model(self) -> Any:
+        return make_model(self.name, self.device)
+
+    @cached_property
+    def card(self) -> dict[str, float]:
+        return measure_card(self.device)
+
+    @cached_property
+    def vocab(self) -> int:
+        return self.model.config.vocab_size
+
+    def beside_roofline(self, batch: int, milliseconds: float) -> Row:
+        operations = decode_operations(self.model.config, batch, CONTEXT, self.model.dtype.itemsize)
+        floor = roofline_ms(operations, **self.card)
+        return {"roofline_ms": floor, "of_roofline": floor / milliseconds} | {
+            "tokens_per_second": 1e3 * batch / milliseconds
+        }
+
+    def step(self, batch: int, heard: Warnings, samples: bool = False) -> Row:
+        row = paged_step(self.model, batch, samples)
+        return row | self.beside_roofline(batch, row["step_ms"]) | how_it_ran(self.model, heard)
+
+    def stock_step(self, batch: int) -> Row:
+        milliseconds = stock_step_ms(self.model, batch, self.device)
+        return {"step_ms": milliseconds, "live_batch": batch} | self.beside_roofline(batch, milliseconds)
+
+    def steps(self, variant: str, samples: bool = False, **settings: Any) -> Points:
+        with patched(self.model, **settings) as heard:
+            for batch in self.batches:
+                labels = {"engine": variant, "batch": batch}
+                yield Point(f"{variant}, {batch}", partial(self.step, batch, heard, samples), labels)
+
+
+def decode_points(bench: Bench) -> Points:
+    yield from bench.steps("hf_paged")
+    for batch in bench.batches:
+        yield Point(f"stock, {batch}", partial(bench.stock_step, batch), {"engine": "stock", "batch": batch})
+    yield from bench.steps("hf_paged, sampling", samples=True)
+    yield from bench.steps("hf_paged, steps one by one", use_async_batching=False)
+    with unfused():
+        yield from bench.steps("hf_paged, nothing fused")
+    yield from bench.steps("hf_paged, no graphs", cuda_graphs=False)
+
+
+def step_points(bench: Bench) -> Points:
+    bench.batches = bench.batches[-1:]
+    yield from bench.steps("hf_paged")
+
+
+def compiled_points(bench: Bench) -> Points:
     """On CPU, where there are no graphs to compile for, as it is."""
-    model = make_model(name, device)
-    card = measure_card(device)
-    rows = []
-    with patched(model, compile_decode=device.type == "cuda"):
-        started = time.perf_counter()
-        model.paged.submit(list(range(5, 69)), max_new_tokens=4, **GREEDY).result()
-        seconds = time.perf_counter() - started
-        for batch in sorted({batches[0], batches[-1]}):
-            milliseconds = paged_step_ms(model, batch)
-            rows.append(
-                {"batch": batch, "step_ms": milliseconds, "of_roofline": roofline_ms(model, batch, card) / milliseconds}
-                | {"first_call_seconds": seconds}
-            )
-    return {"rows": rows}
+    with patched(bench.model, compile_decode=bench.device.type == "cuda") as heard:
+
+        def first() -> Row:
+            started = time.perf_counter()
+            bench.model.paged.submit(list(range(5, 69)), max_new_tokens=4, **GREEDY).result()
+            return {"first_call_seconds": time.perf_counter() - started}
+
+        yield Point("the first call", first)
+        for batch in sorted({bench.batches[0], bench.batches[-1]}):
+            yield Point(f"compiled, {batch}", partial(bench.step, batch, heard), {"batch": batch})
 
 
-def static(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[str, Any]:
-    model = make_model(name, device)
-    rows = []
-    for batch in batches[:2]:
+def static_points(bench: Bench) -> Points:
+    def measure(batch: int) -> Row:
         started = time.perf_counter()
-        milliseconds = stock_step_ms(model, batch, device, cache_implementation="static")
-        rows.append(
-            {"batch": batch, "step_ms": milliseconds, "seconds_with_compilation": time.perf_counter() - started}
-        )
-    return {"rows": rows}
+        milliseconds = stock_step_ms(bench.model, batch, bench.device, cache_implementation="static")
+        return {"step_ms": milliseconds, "seconds_with_compilation": time.perf_counter() - started}
+
+    for batch in bench.batches[:2]:
+        yield Point(f"static, {batch}", partial(measure, batch), {"batch": batch})
 
 
 # ------------------------------------------------------------------------------------------------------------- offline
@@ -307,173 +383,211 @@ def throughput(requests: list[Request], seconds: float) -> dict[str, float]:
     }
 
 
-def offline(trace: str, name: str, device: torch.device, limit: int) -> dict[str, Any]:
-    model = make_model(name, device)
-    requests = draw_requests(trace, limit, model.config.vocab_size)
-    with patched(model):
-        for repetition in range(2):  # the first one warms up
-            started = time.perf_counter()
-            handles = [model.paged.submit(p, max_new_tokens=n, cache_salt=repetition, **GREEDY) for p, n in requests]
-            outputs = [handle.result() for handle in handles]
-            seconds = time.perf_counter() - started
-        stats = model.paged.stats()
-    assert [len(output.token_ids) for output in outputs] == [count for _, count in requests]
-    return throughput(requests, seconds) | {
-        "first_token_median": statistics.median(output.metrics.time_to_first_token for output in outputs),
-        "num_preemptions": stats.num_preemptions,
-        "peak_blocks_in_use": stats.peak_blocks_in_use,
-        "num_blocks": stats.num_blocks,
-    }
+def offline_points(trace: str, bench: Bench) -> Points:
+    def measure() -> Row:
+        model = bench.model
+        requests = draw_requests(trace, bench.limit, bench.vocab)
+        with patched(model) as heard:
+            for repetition in range(2):  # the first one warms up
+                salted = [
+                    (prompt, {"max_new_tokens": count, "cache_salt": repetition} | GREEDY) for prompt, count in requests
+                ]
+                started = time.perf_counter()
+                handles = [model.paged.submit(prompt, **options) for prompt, options in salted]
+                submitted = time.perf_counter() - started
+                outputs = [handle.result() for handle in handles]
+                seconds = time.perf_counter() - started
+            stats = model.paged.stats()
+            how = how_it_ran(model, heard)
+        assert [len(output.token_ids) for output in outputs] == [count for _, count in requests]
+        return (
+            throughput(requests, seconds)
+            | {
+                "seconds_to_submit": submitted,
+                "first_token_median": statistics.median(output.metrics.time_to_first_token for output in outputs),
+                "num_preemptions": stats.num_preemptions,
+                "peak_blocks_in_use": stats.peak_blocks_in_use,
+                "num_blocks": stats.num_blocks,
+            }
+            | how
+        )
+
+    yield Point(trace, measure)
 
 
-def stock(name: str, device: torch.device, limit: int) -> dict[str, Any]:
+def stock_points(bench: Bench) -> Points:
     """Of the first requests, every size; the larger ones may not fit."""
-    model = make_model(name, device)
-    requests = draw_requests("sharegpt", limit, model.config.vocab_size)[: max(4, limit // 4)]
-    rows = []
+    requests = draw_requests("sharegpt", bench.limit, bench.vocab)[: max(4, bench.limit // 4)]
+
+    def measure(size: int, is_sorted: bool) -> Row:
+        started = time.perf_counter()
+        _in_batches(bench.model, requests, dict(GREEDY), size, is_sorted)
+        return throughput(requests, time.perf_counter() - started)
+
     for is_sorted in (True, False):
         for size in (16, 32, 64):
-            started = time.perf_counter()
-            try:
-                _in_batches(model, requests, dict(GREEDY), size, is_sorted)
-            except torch.OutOfMemoryError as error:
-                rows.append({"batch_size": size, "is_sorted": is_sorted, "error": describe(error)})
-                torch.cuda.empty_cache()
-                continue
-            rows.append(
-                {"batch_size": size, "is_sorted": is_sorted} | throughput(requests, time.perf_counter() - started)
-            )
-            print(rows[-1], flush=True)
-    return {"rows": rows}
+            labels = {"batch_size": size, "is_sorted": is_sorted}
+            case = f"batches of {size}" + ", sorted" * is_sorted
+            yield Point(case, partial(measure, size, is_sorted), labels)
 
 
-def generate_batch(name: str, device: torch.device, limit: int) -> dict[str, Any]:
-    model = make_model(name, device)
-    requests = draw_requests("sharegpt", limit, model.config.vocab_size)
-    engine = GenerateBatch(Workload("G", lambda: model, requests, dict(GREEDY), (64,), 128))
-    engine.run(requests[:8])
-    started = time.perf_counter()
-    engine.run(requests)
-    return throughput(requests, time.perf_counter() - started)
+def generate_batch_points(bench: Bench) -> Points:
+    def measure() -> Row:
+        requests = draw_requests("sharegpt", bench.limit, bench.vocab)
+        engine = GenerateBatch(Workload("G", lambda: bench.model, requests, dict(GREEDY), (64,), 128))
+        engine.run(requests[:8])
+        started = time.perf_counter()
+        engine.run(requests)
+        return throughput(requests, time.perf_counter() - started)
+
+    yield Point("generate_batch", measure)
 
 
 # -------------------------------------------------------------------------------------------------- start-up, profile
 
 
-def start(name: str, device: torch.device) -> dict[str, Any]:
+def start_points(bench: Bench) -> Points:
     """A first call of one prompt, in a process that has run nothing yet."""
-    model = make_model(name, device)
-    synchronize(device)
-    started = time.perf_counter()
-    hf_paged.patch(model, **SETTINGS)
-    after_patch = time.perf_counter() - started
-    stamps = []
-    for _ in model.paged.submit(list(range(5, 69)), max_new_tokens=4, **GREEDY):
-        stamps.append(time.perf_counter() - started)
-    return {"patch": after_patch, "first_token": stamps[0], "second_token": stamps[1], "third_token": stamps[2]}
+
+    def measure() -> Row:
+        model = bench.model
+        synchronize(bench.device)
+        started = time.perf_counter()
+        with patched(model) as heard:
+            after_patch = time.perf_counter() - started
+            stamps = []
+            for _ in model.paged.submit(list(range(5, 69)), max_new_tokens=4, **GREEDY):
+                stamps.append(time.perf_counter() - started)
+            how = how_it_ran(model, heard)
+        return {
+            "patch": after_patch,
+            "first_token": stamps[0],
+            "second_token": stamps[1],
+            "third_token": stamps[2],
+        } | how
+
+    yield Point("one prompt of 64", measure)
 
 
-def profile(name: str, device: torch.device, batches: tuple[int, ...]) -> dict[str, Any]:
+def profile_points(bench: Bench) -> Points:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    model = make_model(name, device)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for batch in (batches[0], batches[-2]):
-        with patched(model):
-            paged_step_ms(model, batch)
-            with torch_profile(activities=activities) as found:
-                paged_step_ms(model, batch)
+    is_cuda = bench.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
+    key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+
+    def measure(batch: int, heard: Warnings) -> Row:
+        paged_step(bench.model, batch)
+        with torch_profile(activities=activities) as found:
+            row = paged_step(bench.model, batch)
         events = sorted(found.key_averages(), key=lambda event: -getattr(event, key))[:25]
-        tables[str(batch)] = [
-            {"name": event.key[:100], "calls": event.count, "ms": getattr(event, key) / 1e3} for event in events
-        ]
-    return {"whole_runs_by_batch": tables}
+        names = {event.key[:100]: {"calls": event.count, "ms": getattr(event, key) / 1e3} for event in events}
+        return row | how_it_ran(bench.model, heard) | {"by_kernel": names}
+
+    with patched(bench.model) as heard:
+        for batch in (bench.batches[0], bench.batches[-1]):
+            yield Point(f"whole runs of {batch}", partial(measure, batch, heard), {"batch": batch})
 
 
 # ------------------------------------------------------------------------------------------------------------- program
 
+PIECES: dict[str, Callable[[Bench], Points]] = {
+    "decode": decode_points,
+    "profile": profile_points,
+    "sharegpt": partial(offline_points, "sharegpt"),
+    "stock": stock_points,
+    "generate_batch": generate_batch_points,
+    "start": start_points,
+    "compiled": compiled_points,
+    "azure": partial(offline_points, "azure"),
+    "bwb": partial(offline_points, "bwb"),
+    "static": static_points,
+    "step": step_points,
+}
+# What says most first
+DEFAULT = ["8b-decode", "8b-profile", "8b-sharegpt", "0.6b-decode"]
+DEFAULT += [
+    name
+    for model in ("8b", "0.6b")
+    for piece in PIECES
+    if piece != "step" and (name := f"{model}-{piece}") not in DEFAULT
+]
 
-def run_piece(piece: str, device: torch.device, limit: int, batches: tuple[int, ...]) -> dict[str, Any]:
-    name, _, what = piece.partition("-")
-    if what in ("sharegpt", "azure", "bwb"):
-        return offline(what, name, device, limit)
-    if what in ("stock", "generate_batch"):
-        return (stock if what == "stock" else generate_batch)(name, device, limit)
-    if what == "start":
-        return start(name, device)
-    return {"decode": decode, "compiled": compiled, "static": static, "profile": profile}[what](name, device, batches)
+
+def piece_family(piece: str) -> Family:
+    """A piece's points; the bench is its model's."""
+    return Family(piece, PIECES[piece.partition("-")[2]])
 
 
-def summary(pieces: dict[str, Any]) -> str:
+def summary(report: Report) -> str:
     """What was measured, as tables."""
-    parts = []
-    for piece, result in pieces.items():
-        rows = result.get("rows") or [result]
-        flat = [{k: v for k, v in row.items() if isinstance(v, int | float | str | bool)} for row in rows]
-        columns = list(dict.fromkeys(name for row in flat for name in row))
-        cells = [[f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else str(v) for c in columns] for row in flat]
-        if columns:
-            parts.append(f"### {piece}\n\n{markdown_table(columns, cells)}")
+    facts = ", ".join(f"{name} {value}" for name, value in (report.data["device"] | report.data["versions"]).items())
+    parts = ["# Whole calls on a GPU", facts]
+    parts.append(common.render_families(map(piece_family, report.data["families"]), report))
+    for row in report.data["rows"]:
+        if "by_kernel" in row:
+            lines = [[name, str(own["calls"]), f"{own['ms']:.2f}"] for name, own in row["by_kernel"].items()]
+            parts.append(f"### {row['family']}, batch {row['batch']}, of all steps and prompts")
+            parts.append(common.markdown_table(["kernel", "calls", "ms"], lines))
     return "\n\n".join(parts) + "\n"
 
 
-def code_hash() -> str:
-    """Of the package's sources: figures of other code don't stand beside each other."""
-    folder = Path(hf_paged.__file__).parent
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
-
-
-def main(given: list[str]) -> None:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--only", nargs="+", default=DEFAULT, help="pieces, MODEL-PIECE")
+    parser.add_argument("--only", nargs="+", default=DEFAULT, help="pieces, MODEL-PIECE, in this order")
     parser.add_argument("--limit", type=int, default=256, help="requests of the offline pieces")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--time-limit", type=float, default=560, help="seconds for all pieces; the others stay to do")
-    parser.add_argument("--piece-limit", type=float, default=400, help="seconds for one piece")
-    parser.add_argument("--in-process", help=argparse.SUPPRESS)
+    parser.add_argument("--time-limit", type=float, default=540, help="seconds for all pieces; the others stay to do")
+    parser.add_argument("--again", action="store_true", help="measure pieces anew that failed or have a row that did")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, required=True, help="folder for generate-gpu.json and .md")
-    arguments = parser.parse_args(given)
-    batches = tuple(arguments.batches)
-    if arguments.in_process:
-        result = run_piece(arguments.in_process, arguments.device, arguments.limit, batches)
-        Report(arguments.out, result).save()
-        return
-    path = arguments.out / "generate-gpu.json"
-    report = Report.load(path) if path.exists() else Report(path, {"pieces": {}})
-    if report.data.get("code") != code_hash():
-        report.data["pieces"] = {}
-    report.data |= {"device": device_facts(arguments.device), "versions": versions(), "code": code_hash()}
-    ends = time.monotonic() + arguments.time_limit
-    for piece in arguments.only:
-        known = report.data["pieces"].get(piece)
-        left = min(arguments.piece_limit, ends - time.monotonic())
-        if (known and "error" not in known) or left < 30:
-            continue
-        print(f"== {piece}", flush=True)
-        file = arguments.out / f"generate-gpu-{piece}.part.json"
-        command = [sys.executable, __file__, *given, "--in-process", piece, "--out", str(file)]
-        try:
-            started = time.monotonic()
-            done = subprocess.run(command, timeout=left, stderr=subprocess.PIPE, text=True)
-            error = done.stderr.strip().splitlines()[-1:] if done.returncode else []
-        except subprocess.TimeoutExpired:
-            error = [f"not done after {left:.0f} seconds"]
-        result = {"error": error[0] if error else "no result"} if not file.exists() else json.loads(file.read_text())
-        file.unlink(missing_ok=True)
-        report.data["pieces"][piece] = result | {"took": time.monotonic() - started}
-        report.save()
-    text = summary(report.data["pieces"])
+    args = parser.parse_args(argv)
+    for piece in args.only:
+        model, _, what = piece.partition("-")
+        if model not in MODELS or what not in PIECES:
+            parser.error(f"{piece} is not MODEL-PIECE, of {', '.join(MODELS)} and {', '.join(PIECES)}")
+    return args
+
+
+def measure(piece: str, args: argparse.Namespace, report: Report) -> bool:
+    """Measures what the report does not have of a piece; False if the device is gone."""
+    deadline = time.monotonic() + args.time_limit
+    warnings.simplefilter("ignore")
+    bench = Bench(piece.partition("-")[0], args.device, tuple(args.batches), args.limit)
+    return common.run_family(piece_family(piece), bench, report, deadline)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0, 1 if something failed, or `children.UNFINISHED` if the time was up."""
+    ends = time.monotonic()
+    args = parse(argv)
+    ends += args.time_limit
+    path = args.out / "generate-gpu.json"
+    if args.child:
+        is_alive = measure(args.child, args, Report.load(path))
+        sys.stdout.flush()
+        os._exit(not is_alive)
+    data: dict[str, Any] = {
+        "code": children.code_hash(CODE),
+        "device": common.device_facts(args.device),
+        "versions": common.versions(),
+        "context": CONTEXT,
+    } | {"families": {}, "rows": []}
+    report = Report.resume(path, data, args.again)
+    passed_on = [argument for argument in argv if argument != "--again"]
+    for piece in args.only:
+        command = [sys.executable, __file__, *passed_on, "--child", piece]
+        common.supervise(command, [piece], report, ends)
+    text = summary(report)
     path.with_suffix(".md").write_text(text)
     print(text)
-    todo = [piece for piece in arguments.only if "error" in report.data["pieces"].get(piece, {"error": ""})]
+    todo = [piece for piece in args.only if report.is_due(piece)]
     if todo:
-        sys.exit(f"still to do: {' '.join(todo)}; the same command goes on there")
+        print(f"still to do: {' '.join(todo)}; the same command goes on there")
+    return report.exit_status(args.only)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """The Triton kernels on a GPU: times, the share of what the card's memory and matrix units can do, which settings win.
 
-    PYTHONPATH=. python benchmarks/gpu_kernels.py --out benchmarks/results          # all, some four minutes
+    PYTHONPATH=. python benchmarks/gpu_kernels.py --out benchmarks/results          # all that is not there yet
     PYTHONPATH=. python benchmarks/gpu_kernels.py --only decode prefill --quick     # one point a family
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu_kernels.py --quick --device cpu    # that it runs at all
 
@@ -10,7 +10,8 @@ and written), a large matrix product. A layer's attention is a call; calls in tu
 many sets of blocks as it takes for the L2 cache to be cold. Timed is a CUDA graph of many calls (`common.Timer`).
 
 Each family is first compared with the float64 reference, and left out if it is wrong. Measuring happens in a child
-process: a crash costs one family, and what was measured is in the JSON file at any moment.
+process: a crash costs one point. What was measured is in the JSON file at any moment, and is not measured again unless
+the kernels' code has changed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import children
 import common
 import numpy as np
 import torch
@@ -47,6 +49,10 @@ from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kv_cache import KVCache, KVGeometry
 
 MAX_RMS = 1e-2 if launch.is_interpreting() else 5e-3  # the interpreter cuts bfloat16 off instead of rounding it
+ROOT = Path(__file__).parent.parent
+# What figures depend on
+CODE = [ROOT / "hf_paged" / name for name in ("kernels", "attention_metadata.py", "kv_cache.py")]
+CODE += [ROOT / "benchmarks" / name for name in ("gpu_kernels.py", "common.py")]
 GIB = 2**30
 DTYPE = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
@@ -212,15 +218,31 @@ class Step:
         return ops.paged_attention(self.query, self.pool, layer, metadata, **self._options, **extra)
 
     def chosen_splits(self) -> int:
-        """Programs that a decoding sequence is split between if nobody says."""
+        """Items of the sequence that is split into most if nobody says."""
         with mock.patch.object(decode, "paged_decode", wraps=decode.paged_decode) as launcher:
             self(0)
-        return launcher.call_args.args[2]
+        return max(launcher.call_args.args[2][:, 3].tolist(), default=1)
+
+    def tiles(self) -> Row:
+        """What the kernels it takes would choose by themselves, before shared memory cuts stages."""
+        found: Row = {}
+
+        def noting(module: Any, name: str) -> Any:
+            def tiling(*args: Any, original: Any = module.tiling, **kwargs: Any) -> Any:
+                tile = original(*args, **kwargs)
+                found[name] = "x".join(map(str, tile))
+                return tile
+
+            return mock.patch.object(module, "tiling", tiling)
+
+        with noting(decode, "decode_tile"), noting(prefill, "prefill_tile"):
+            self(0)
+        return found
 
     def time(self, num_splits: int | None = None) -> Row:
         """Microseconds of a layer, and the bandwidth that its KV was read with."""
         times = self._bench.timer.time(lambda i: self(i, num_splits), self.kv_bytes)
-        return times.row() | self._bench.bandwidth(times.us, self.kv_bytes)
+        return times.row() | self._bench.bandwidth(times.us, self.kv_bytes) | self.tiles()
 
     def check(self, picked: Sequence[int], num_splits: int | None = None) -> float:
         """RMS ratio of the result to the float64 reference's, for the picked sequences.
@@ -389,7 +411,7 @@ def prefill_points(bench: Bench) -> Points:
     def measure(batch: int, new: int, before: int) -> Row:
         step = Step(bench, [new] * batch, [before + new] * batch)
         times = bench.timer.time(step, step.kv_bytes)
-        row = {"tokens": new, "before": before} | times.row() | {"tflop_s": step.flops / times.us / 1e6}
+        row = {"tokens": new, "before": before} | times.row() | {"tflop_s": step.flops / times.us / 1e6} | step.tiles()
         row |= time_sdpa(bench, batch, new, before + new, step.kv_bytes)
         if "sdpa_us" in row:
             row |= {"sdpa_tflop_s": step.flops / row["sdpa_us"] / 1e6, "times_sdpa": row["sdpa_us"] / row["us"]}
@@ -430,7 +452,7 @@ def with_tile(module: Any, tile: launch.Tiling | None, run: Callable[[], Any]) -
     if tile is None:
         return run()
     # `fit` takes stages away that the device has no shared memory for: here that is an error to be seen.
-    fit = mock.patch.object(launch.LayerAttention, "fit", lambda _, tiling: tiling, create=True)
+    fit = mock.patch.object(launch.Tiling, "fit", lambda tiling, *_: tiling)
     with fit, mock.patch.object(module, "tiling", lambda *_, **__: tile):
         return run()
 
@@ -693,17 +715,17 @@ def sanitizer_points(bench: Bench) -> Points:
 FAMILIES = (
     Family("limits", limit_points),
     Family("decode", decode_points, check_decode),
+    Family("layouts", layout_points, check_layouts, pivot=("layout", "case")),
+    Family("splits", split_points, check_decode, pivot=("splits", "case")),
     Family("prefill", prefill_points, check_prefill),
+    Family("tiles", tile_points, check_decode, pivot=("tile", "case")),
     Family("write", write_points, check_write),
     Family("copy", copy_points, check_copy),
     Family("ragged", ragged_points, check_ragged),
-    Family("splits", split_points, check_decode, pivot=("splits", "case")),
     Family("mixed", mixed_points, check_mixed),
     Family("fp8", fp8_points, check_fp8),
-    Family("layouts", layout_points, check_layouts, pivot=("layout", "case")),
     Family("swap", swap_points),
     Family("launch", launch_points, check_decode),
-    Family("tiles", tile_points, check_decode, pivot=("tile", "case")),
     Family("flex", flex_points),
     Family("sanitizer", sanitizer_points, is_default=False),
 )
@@ -795,7 +817,7 @@ def plot(report: Report, path: Path) -> str | None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> bool:
-    """Measures the families that the report does not have yet; False if the device is gone before the end."""
+    """Measures what the report does not have yet; False if the device is gone before the end."""
     deadline = time.monotonic() + args.time_limit
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(False)
@@ -805,11 +827,9 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
         scale = Sanitized
     bench = Bench(scale, device, report.data["limits"])
     report.data["device"] = common.device_facts(device)
-    for family in FAMILIES:
-        is_due = family.name in args.only and family.name not in report.data["families"]
-        if is_due and not common.run_family(family, bench, report, deadline):
-            return False
-    return True
+    families = {family.name: family for family in FAMILIES}
+    due = [families[name] for name in args.only if report.is_due(name)]
+    return all(common.run_family(family, bench, report, deadline) for family in due)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -817,16 +837,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of JSON, table and plot")
     parser.add_argument("--quick", action="store_true", help="one point a family, to gpu_kernels-quick.*")
-    parser.add_argument("--only", nargs="+", choices=names, help="these families, and the limits")
-    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds; what is left then is skipped")
+    parser.add_argument("--only", nargs="+", choices=names, help="these families in this order, and the limits")
+    parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; what is left then, another run does")
+    parser.add_argument("--again", action="store_true", help="measure families anew that failed or have a row that did")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--in-process", action="store_true", help="no child process: a crash ends it all")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.device == "cpu" and not (args.quick and launch.is_interpreting()):
         parser.error("--device cpu only shows that this program runs: with --quick and TRITON_INTERPRET=1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is there")
     args.only = args.only or [family.name for family in FAMILIES if family.is_default]
     if args.only != ["sanitizer"] and "limits" not in args.only:
         args.only = ["limits", *args.only]
@@ -834,8 +853,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 if something failed, or `children.UNFINISHED` if the time was up."""
+    started = time.monotonic()
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device is there")
     path = args.out / f"gpu_kernels{'-quick' if args.quick else ''}.json"
     if args.child:
         is_alive = measure(args, Report.load(path))
@@ -843,15 +866,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(not is_alive)  # a device that is gone can keep an ordinary exit waiting
     data: dict[str, Any] = {
         "what": "medians in microseconds; share: of the bandwidth that a copy has on this device, read and written",
-        "settings": {"quick": args.quick, "only": args.only, "time_limit_s": args.time_limit},
+        "code": children.code_hash(CODE),
         "versions": common.versions(),
     } | {"device": {}, "limits": {}, "families": {}, "rows": [], "bars": []}
-    report = Report(path, data)
+    report = Report.resume(path, data, args.again)
     report.save()
     if args.in_process:
         measure(args, report)
     else:
-        common.supervise([sys.executable, __file__, *argv, "--child"], report, args.time_limit)
+        passed_on = [argument for argument in argv if argument != "--again"]
+        command = [sys.executable, __file__, *passed_on, "--child"]
+        common.supervise(command, args.only, report, started + args.time_limit)
     report.data["bars"] = bars(report) if "limits" in args.only else []
     report.save()
     text = render(report)
@@ -863,12 +888,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = common.describe(error)
     if reason:
         print(f"no plot: {reason}")
-    states = {name: report.data["families"].get(name, {"status": "failed: never begun"}) for name in args.only}
-    failed = [f"{name} {state['status']}" for name, state in states.items() if state["status"].startswith("failed")]
+    states = {name: report.data["families"].get(name, {"status": "not begun"}) for name in args.only}
+    others = [f"{name} {state['status']}" for name, state in states.items() if state["status"] != "done"]
     checked = [row for row in report.data["rows"] if row["family"] == "sanitizer"]  # each of its points is a check
-    failed += [f"{row['case']} failed: {row['error']}" for row in checked if "error" in row]
-    print("\n".join(failed) or "nothing failed")
-    return 1 if failed else 0
+    failed = [f"{row['case']} failed: {row['error']}" for row in checked if "error" in row]
+    print("\n".join(others + failed) or "all done")
+    return 1 if failed else report.exit_status(args.only)
 
 
 if __name__ == "__main__":

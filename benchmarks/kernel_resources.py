@@ -125,8 +125,8 @@ def launches(case: Case, target: str) -> list[Specialisation]:
                 on_meta(1 << 20, dtype=torch.float32),
             )
             if case.kernel == "decode":
-                paged_decode.paged_decode(call, 64, 1)
-                paged_decode.paged_decode(call, 64, 8)
+                work = on_meta(96, 4, dtype=torch.int32)
+                paged_decode.paged_decode(call, work[:80], work[80:])
             else:
                 paged_prefill.paged_prefill(call, on_meta(64, 2, dtype=torch.int32), case.rows)
     return list(found)
@@ -243,10 +243,7 @@ def measure_case(case: Case, target: str) -> list[dict[str, Any]]:
     """A row for each launch of a case."""
     rows = []
     for key in launches(case, target):
-        name = key.name
-        if name == "decode" and ("IS_SPLIT", "true") in key.constants:
-            name = "decode, split"
-        row = asdict(case) | {"kernel": name, "target": target} | measure(key, target)
+        row = asdict(case) | {"kernel": key.name, "target": target} | measure(key, target)
         rows.append(row | {"fits": row["shared_memory"] <= SHARED_MEMORY_LIMIT[target]})
     return rows
 

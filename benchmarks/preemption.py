@@ -2,6 +2,8 @@
 
     python benchmarks/preemption.py --out benchmarks/results [--device cuda] [--layers 12 --hidden 768 ...]
 
+Each row is saved as it is measured, and not measured again unless the code or the settings have changed.
+
 A sequence of each length is put into the pool and preempted, once by dropping its blocks and once by moving them to CPU
 memory; timed is everything until its next token's logits are there again (for swap, the way out as well). The prefix
 cache is off: a recomputed sequence finds nothing. Medians. `preemption="auto"` makes the same comparison while it runs,
@@ -11,15 +13,16 @@ from running averages of its own prefills and copies (`hf_paged/preemption.py`):
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import torch
-import transformers
+from common import Report, device_facts, versions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_paged
@@ -67,9 +70,25 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(model: Any, block_size: int, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One row a length."""
-    rows = []
+def measure(
+    model: Any, block_size: int, lengths: list[int], repeats: int, rows: list[dict[str, Any]], save: Callable[[], bool]
+) -> bool:
+    """Appends a row a length, of those that have none yet.
+
+    Args:
+        model: Not patched.
+        block_size: Of its pool.
+        lengths: Tokens of the sequences.
+        repeats: Measurements that a median is of.
+        rows: Of the lengths that are done.
+        save: Called after each; whether there is time for another one.
+
+    Returns:
+        Whether all are done.
+    """
+    todo = [length for length in lengths if length not in {row["length"] for row in rows}]
+    if not todo:
+        return True
     with hf_paged.patched(
         model,
         block_size=block_size,
@@ -80,21 +99,27 @@ def measure(model: Any, block_size: int, lengths: list[int], repeats: int) -> li
     ):
         pool = model.paged._pool
         bring_back(model, lengths[0], swaps=True)  # allocates the swap space
-        for length in lengths:
-            seconds = {"recompute": [], "swap": []}
+        for length in todo:
+            seconds: dict[str, list[float]] = {"recompute": [], "swap": []}
             for _ in range(repeats):
                 for name, times in seconds.items():
                     times.append(bring_back(model, length, swaps=name == "swap"))
             recompute, swap = (statistics.median(times) for times in seconds.values())
             auto = "swap" if pool.cost.prefers_swap(length, -(-length // block_size)) else "recompute"
             row = {"length": length, "recompute_ms": recompute * 1e3, "swap_ms": swap * 1e3, "auto": auto}
+            if model.device.type == "cuda":
+                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             rows.append(row)
             times_text = f"recompute {row['recompute_ms']:8.2f} ms, swap {row['swap_ms']:8.2f} ms"
-            print(f"block {block_size:3}  {length:6} tokens: {times_text}, auto: {auto}")
-    return rows
+            print(f"block {block_size:3}  {length:6} tokens: {times_text}, auto: {auto}", flush=True)
+            if not save() and length != todo[-1]:
+                return False
+    return True
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0, or `children.UNFINISHED` if the time was up."""
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
     parser.add_argument("--device", default="cpu")
@@ -108,30 +133,39 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds; another run does the rest")
+    parser.add_argument("--again", action="store_true", help="what is there already as well")
+    args = parser.parse_args(argv)
+
+    folder = Path(__file__).parent
+    about_run = ("out", "time_limit", "again", "lengths", "block_sizes")
+    settings = {name: value for name, value in vars(args).items() if name not in about_run}
+    code = children.code_hash([folder.parent / "hf_paged", folder / "preemption.py"])
+    empty = {
+        "what": "milliseconds to bring a preempted sequence back, until its next logits; medians",
+        "code": f"{code} {sorted(settings.items())}",
+        "settings": settings,
+        "device": device_facts(torch.device(args.device)),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "results": {},
+    }
+    path = args.out / f"preemption-{args.device}.json"
+    report = Report(path, empty) if args.again else Report.resume(path, empty)
+
+    def save() -> bool:
+        report.save()
+        return time.monotonic() - started < args.time_limit
 
     model = build(args)
-    results = {}
     for block_size in args.block_sizes:
-        rows = results[str(block_size)] = measure(model, block_size, args.lengths, args.repeats)
+        rows = report.data["results"].setdefault(str(block_size), [])
+        if not (save() and measure(model, block_size, args.lengths, args.repeats, rows, save)):
+            return children.UNFINISHED
         faster = [row["length"] for row in rows if row["swap_ms"] < row["recompute_ms"]]
         print(f"block {block_size}: swapping is faster from {min(faster)} tokens on" if faster else "never faster")
-    report = {
-        "what": "seconds to bring a preempted sequence back, until its next logits; medians",
-        "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "hf_paged": hf_paged.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "results": results,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"preemption-{args.device}.json").write_text(json.dumps(report, indent=2) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

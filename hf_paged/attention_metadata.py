@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_paged.decode_work import DecodeWork, WorkKind, share_out
 from hf_paged.transfers import to_device
 
 
@@ -94,7 +95,6 @@ class AttentionMetadata:
         null_block: Index of a block of zeros that no sequence owns.
         num_decodes: Sequences with one new token each that the batch begins with.
         max_decode_len: Tokens of the longest of them; 0 if there is none.
-        num_decode_tokens: Tokens of all of them.
         max_query_len: New tokens of the sequence that has most.
         is_recorded: Whether its tensors are those of later steps, too.
     """
@@ -136,6 +136,7 @@ class AttentionMetadata:
         slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
         self.slot_mapping = self._to_device(slots)
         self._query_tiles: dict[int, Tensor] = {}
+        self._decode_work: dict[WorkKind, DecodeWork] = {}
 
     @classmethod
     def build(
@@ -181,11 +182,6 @@ class AttentionMetadata:
         return int(self._seq_lens[: self.num_decodes].max(initial=0))
 
     @cached_property
-    def num_decode_tokens(self) -> int:
-        """See the class."""
-        return int(self._seq_lens[: self.num_decodes].sum())
-
-    @cached_property
     def block_tables(self) -> Tensor:
         """See the class."""
         return self._to_device(self._tables.astype(np.int32))
@@ -199,6 +195,19 @@ class AttentionMetadata:
     def query_start_loc(self) -> Tensor:
         """See the class."""
         return self._to_device(self._start_loc.astype(np.int32))
+
+    @property
+    def work_kinds(self) -> list[WorkKind]:
+        """Of the lists that were asked for."""
+        return list(self._decode_work)
+
+    def decode_work(self, kind: WorkKind) -> DecodeWork:
+        """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them."""
+        if kind not in self._decode_work:
+            items, split = share_out(self._seq_lens[: self.num_decodes], kind)
+            both = self._to_device(np.concatenate([items, split]))  # one transfer
+            self._decode_work[kind] = DecodeWork(both[: len(items)], both[len(items) :], int(split[:, 3].sum()))
+        return self._decode_work[kind]
 
     def query_tiles(self, tile: int) -> Tensor:
         """The new tokens of all sequences behind the first `num_decodes`, cut into tiles.
@@ -243,7 +252,7 @@ class AttentionMetadata:
 class DecodeMetadata(AttentionMetadata):
     """Of decode steps of a fixed number of rows: what is written into its tensors is the next step.
 
-    `max_decode_len` is the longest that any step's sequences may be, and decides how they are split.
+    `max_decode_len` is the longest that any step's sequences may be.
     """
 
     is_recorded = True
@@ -256,8 +265,19 @@ class DecodeMetadata(AttentionMetadata):
         block_size: int,
         null_block: int,
         longest: int,
+        work: dict[WorkKind, DecodeWork] | None,
     ) -> None:
-        """Of tensors as in `AttentionMetadata`: `[B]`, `[B, N]` and `[B]`, one new token a sequence."""
+        """Of tensors as in `AttentionMetadata`: `[B]`, `[B, N]` and `[B]`, one new token a sequence.
+
+        Args:
+            slot_mapping: `[B]`.
+            block_tables: `[B, N]`.
+            seq_lens: `[B]`.
+            block_size: Tokens in a block.
+            null_block: Index of the block of zeros.
+            longest: Tokens of the longest sequence of any step.
+            work: Of all kinds that the layers ask for; `None`: they are to be found out, by one step of padding rows.
+        """
         rows = len(seq_lens)
         self.slot_mapping = slot_mapping
         self.block_tables = block_tables
@@ -268,7 +288,20 @@ class DecodeMetadata(AttentionMetadata):
         self.max_query_len = 1
         self.num_decodes = rows
         self.max_decode_len = longest
-        self.num_decode_tokens = rows * longest
+        self._device = seq_lens.device
+        self._seq_lens = np.ones(rows, dtype=np.int64)
+        self._decode_work = {} if work is None else work
+        self._is_complete = work is not None
+
+    def decode_work(self, kind: WorkKind) -> DecodeWork:
+        """As for any step.
+
+        Raises:
+            RuntimeError: No layer asked for this kind before steps were recorded, so none of them comes with it.
+        """
+        if self._is_complete and kind not in self._decode_work:
+            raise RuntimeError(f"a layer attends in another way than in the first step: {kind}")
+        return super().decode_work(kind)
 
 
 def _bucket(query_lens: np.ndarray, num_blocks: np.ndarray) -> list[np.ndarray]:

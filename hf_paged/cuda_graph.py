@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from hf_paged.attention_metadata import DecodeMetadata
 from hf_paged.block_manager import BlockManager
+from hf_paged.decode_work import DecodeWork, WorkKind, share_out
 from hf_paged.kv_cache import KVCache
 from hf_paged.scheduler import ScheduledChunk
 
@@ -88,30 +89,62 @@ class DecodeInputs:
         self.block_size, self.null_block = block_size, null_block
         self.max_rows, self.max_blocks = max_rows, max_blocks
         is_pinned = device.type == "cuda"
-        # Rows of int64: ids, positions, slots, places of ids among chosen tokens; the lengths as int32 in the last one.
-        self._staged = torch.zeros(5, max_rows, dtype=torch.int64, pin_memory=is_pinned)
-        self._host = self._staged.numpy()
-        self._host_lens = self._host[4].view(np.int32)[:max_rows]
-        self._numbers = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
         self._staged_tables = torch.empty(max_rows * max_blocks, dtype=torch.int32, pin_memory=is_pinned)
         self._tables = torch.full((max_rows, max_blocks), null_block, dtype=torch.int32, device=device)
-        self._seq_lens = self._numbers[4].view(torch.int32)[:max_rows]
         self._last_tables: np.ndarray | None = None
         self._sent = torch.cuda.Event() if is_pinned else None
-        self._fill_padding(0)
-        self._send()
+        self.hold([])
+
+    def hold(self, kinds: list[WorkKind]) -> None:
+        """From now on, steps come with work of these kinds; what `views` returned before is void."""
+        # Rows [., 4] of int32 for each list of work, then five of int64: ids, positions, slots, places of ids among
+        # chosen tokens; the lengths as int32 in the last one.
+        rows, device = self.max_rows, self._tables.device
+        lens = [kind.max_items(rows) + kind.max_split(rows) for kind in kinds]
+        num_work = 2 * sum(lens)  # numbers of int64
+        self._staged = torch.zeros(num_work + 5 * rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._sendable = torch.zeros_like(self._staged, device=device)
+
+        def parts(tensor: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            work = tensor[:num_work].view(torch.int32).view(-1, 4).split(lens) if kinds else ()
+            return tensor[num_work:].view(5, rows), work
+
+        staged, staged_work = parts(self._staged)
+        self._host = staged.numpy()
+        self._host_lens = self._host[4].view(np.int32)[:rows]
+        self._host_work = {kind: part.numpy() for kind, part in zip(kinds, staged_work, strict=True)}
+        self._numbers, work = parts(self._sendable)
+        self._seq_lens = self._numbers[4].view(torch.int32)[:rows]
+        self._work = dict(zip(kinds, work, strict=True))
+        self.clear(rows)
+
+    def trial(self) -> tuple[Tensor, Tensor, DecodeMetadata]:
+        """A step of padding rows, all that there can be, which notes the kinds of work that its layers ask for."""
+        return self._views(self.max_rows, None)
 
     def views(self, rows: int) -> tuple[Tensor, Tensor, DecodeMetadata]:
         """Ids `[rows]`, positions `[rows]` and metadata of a step of so many rows."""
+        work = {}
+        for kind, part in self._work.items():
+            split = part[kind.max_items(self.max_rows) :][: kind.max_split(rows)]
+            work[kind] = DecodeWork(part[: kind.max_items(rows)], split, kind.max_parts(rows))
+        return self._views(rows, work)
+
+    def _views(self, rows: int, work: dict[WorkKind, DecodeWork] | None) -> tuple[Tensor, Tensor, DecodeMetadata]:
         ids, positions, slots = (self._numbers[index, :rows] for index in range(3))
-        longest = self.max_blocks * self.block_size
-        metadata = DecodeMetadata(
-            slots, self._tables[:rows], self._seq_lens[:rows], self.block_size, self.null_block, longest
-        )
+        longest, tables = self.max_blocks * self.block_size, self._tables[:rows]
+        metadata = DecodeMetadata(slots, tables, self._seq_lens[:rows], self.block_size, self.null_block, longest, work)
         return ids, positions, metadata
+
+    def clear(self, size: int) -> None:
+        """Makes the next step one of `size` rows of padding."""
+        self._wait()
+        self._fill_rest(0, size)
+        self._send()
 
     def fill(
         self,
+        size: int,
         ids: np.ndarray,
         positions: np.ndarray,
         lens: np.ndarray,
@@ -121,6 +154,7 @@ class DecodeInputs:
         """Sets the next step's rows; all others become padding.
 
         Args:
+            size: Rows of the step, padding included: only `views` of so many are right for it.
             ids: `[B]` token ids.
             positions: `[B]` position ids.
             lens: `[B]` tokens of each sequence, the new one included.
@@ -128,15 +162,14 @@ class DecodeInputs:
             chosen: Ids that only the device knows, as in `TokenInputs`.
         """
         rows = len(ids)
-        if self._sent is not None:
-            self._sent.synchronize()  # the last step's transfer may still read what is written now; it never does
+        self._wait()
         last = lens - 1
         self._host[0, :rows] = ids
         self._host[1, :rows] = positions
         self._host[2, :rows] = tables[np.arange(rows), last // self.block_size].astype(np.int64) * self.block_size
         self._host[2, :rows] += last % self.block_size
         self._host_lens[:rows] = lens
-        self._fill_padding(rows)
+        self._fill_rest(rows, size)
         if chosen is not None:
             self._host[3, :rows] = chosen[1]
         self._send_tables(tables)
@@ -145,13 +178,26 @@ class DecodeInputs:
             own = self._numbers[0, :rows]
             own.copy_(fill_in(own, chosen[0], self._numbers[3, :rows]))
 
-    def _fill_padding(self, first: int) -> None:
+    def _fill_rest(self, first: int, size: int) -> None:
+        """Padding from row `first` on, and how a step of `size` rows is shared out."""
         self._host[:2, first:] = 0
         self._host[2, first:] = -1
         self._host_lens[first:] = 1
+        for kind, host in self._host_work.items():
+            items, split = share_out(self._host_lens[:size], kind)
+            num_items = kind.max_items(self.max_rows)
+            host[: len(items)] = items
+            host[len(items) : num_items, 1] = -1
+            host[num_items : num_items + len(split)] = split
+            host[num_items + len(split) :, 3] = 0
+
+    def _wait(self) -> None:
+        """The last step's transfer may still read what is written now; it never does."""
+        if self._sent is not None:
+            self._sent.synchronize()
 
     def _send(self) -> None:
-        self._numbers.copy_(self._staged, non_blocking=True)
+        self._sendable.copy_(self._staged, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
@@ -172,8 +218,8 @@ class DecodeInputs:
 class DecodeGraphs:
     """Decode steps over one KV tensor, replayed.
 
-    A step's rows are padded to the next recorded batch size. The recordings share their memory, their inputs and the
-    splits of their attention: any lengths are right for them.
+    A step's rows are padded to the next recorded batch size. The recordings share their memory and their inputs, and
+    the lists that share out the work of attention are among these: any lengths are right for them.
     """
 
     def __init__(
@@ -244,7 +290,7 @@ class DecodeGraphs:
         for row, table in enumerate(tables):  # lists become one array, as in AttentionMetadata.build
             padded[row, : len(table)] = table
         lens = np.fromiter((chunk.start + 1 for chunk in chunks), np.int64, rows)
-        self._inputs.fill(ids, positions, lens, padded, chosen)
+        self._inputs.fill(size, ids, positions, lens, padded, chosen)
         recording.replay()
         return recording.output[:rows]
 
@@ -253,7 +299,12 @@ class DecodeGraphs:
         recordings: dict[int, Recording] = {}
         sizes = tqdm(self._sizes[::-1], desc="hf_paged: recording CUDA graphs", delay=1, leave=False, disable=None)
         try:
+            ids, positions, metadata = self._inputs.trial()
+            self._forward(ids, positions, metadata)
+            with torch.inference_mode(False):
+                self._inputs.hold(metadata.work_kinds)
             for size in sizes:
+                self._inputs.clear(size)
                 ids, positions, metadata = self._inputs.views(size)
 
                 def step(

@@ -46,6 +46,8 @@ PATIENCE = 20.0  # seconds after which a thread, a process or a request that doe
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "core: the quick essential part, run on every supported transformers")
+    if not config.pluginmanager.has_plugin("timeout"):  # a machine with a GPU need not have pytest-timeout
+        config.addinivalue_line("markers", "timeout(seconds): not kept here")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -47,6 +47,8 @@ CONTENTS: dict[str, Range] = {
     "seq_lens": (0, LONGEST),
     "query_start_loc": (0, TOKENS),
     "query_tiles": (-1, TOKENS),
+    "items": (-1, LONGEST // 16),  # sequences, tiles of 16 tokens and more
+    "split": (0, LONGEST // 16),
 }
 NAME = re.compile(r"%[\w]+(?:#\d+)?")
 
@@ -263,8 +265,7 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
         query, query, pool, layer, tables, lens, starts, 0.1, window, 0.0, None, None, scales,
         on_meta(1 << 24, dtype=torch.float32),
     )  # fmt: skip
-    for num_splits in (1, 4):
-        paged_decode.paged_decode(call, ROWS, num_splits)
+    paged_decode.paged_decode(call, on_meta(2 * ROWS, 4), on_meta(ROWS, 4))
     paged_prefill.paged_prefill(call, on_meta(TOKENS // 32, 2), 128)
     if pool.is_contiguous():
         ids = on_meta(1000, dtype=torch.int64)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_paged.attention_metadata import AttentionGroup, AttentionMetadata, GatherView
+from hf_paged.attention_metadata import AttentionGroup, AttentionMetadata, DecodeMetadata, GatherView
+from hf_paged.decode_work import WorkKind
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -200,7 +201,6 @@ def test_query_tiles(num_decodes: int, shapes: list[tuple[int, int]], tile: int,
     decodes = list(itertools.takewhile(lambda shape: shape[0] == 1, shapes))
     assert metadata.num_decodes == len(decodes)
     assert metadata.max_decode_len == max((length for _, length in decodes), default=0)
-    assert metadata.num_decode_tokens == sum(length for _, length in decodes)
     assert metadata.max_query_len == max(query for query, _ in shapes)
 
     tiles = metadata.query_tiles(tile)
@@ -223,6 +223,32 @@ def test_query_tiles_by_hand() -> None:
     assert metadata.query_tiles(2).tolist() == [[2, 0], [1, 4], [1, 2], [1, 0], [3, 2], [3, 0]]
     assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (1, 9, 5)
     assert Batch([(1, 9), (1, 3)]).metadata.query_tiles(16).shape == (0, 2)
+
+
+def test_decode_work() -> None:
+    """Of the sequences that are decoded, made once for all layers of a kind, and only for who asks."""
+    metadata = Batch([(1, 4), (1, 60), (3, 90), (1, 7)]).metadata
+    assert metadata.work_kinds == []
+    full, sliding = WorkKind(tile=4, slots=4), WorkKind(tile=4, slots=4, window=8)
+    work = metadata.decode_work(full)
+    assert work.items.tolist() == [[0, 1, 0, 4], [0, 1, 4, 4], [0, 1, 8, 4], [0, 1, 12, 3], [0, 0, 0, 1]]
+    assert work.split.tolist() == [[0, 1, 0, 4]] and work.max_parts == 4
+    assert work.items.dtype == work.split.dtype == torch.int32 and work.items.device == CPU
+    assert metadata.decode_work(sliding).items.tolist() == [[0, 1, 13, 2], [0, 0, 0, 1]]
+    assert metadata.decode_work(full) is work and metadata.work_kinds == [full, sliding]
+
+
+def test_decode_work_of_recorded_steps() -> None:
+    """In a trial any kind is answered and noted; after it only kinds that every step's inputs come with."""
+    tensors = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    trial = DecodeMetadata(*tensors, 4, 9, 8, None)
+    kind = WorkKind(tile=16, slots=5)
+    assert trial.decode_work(kind).items.tolist() == [[0, row, 0, 1] for row in range(3)]
+    assert trial.work_kinds == [kind]
+    given = DecodeMetadata(*tensors, 4, 9, 8, {kind: trial.decode_work(kind)})
+    assert given.decode_work(kind) is trial.decode_work(kind)
+    with pytest.raises(RuntimeError, match=r"another way than in the first step: .*window=7"):
+        given.decode_work(kind._replace(window=7))
 
 
 def test_an_example_by_hand() -> None:

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import join
-from models import MODELS, build, random_ids
+from models import MODELS, build, ragged_batch, random_ids
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import hf_paged
 from hf_paged import PagedCache, cuda_graph
 from hf_paged.cuda_graph import DecodeInputs, capture_sizes
+from hf_paged.decode_work import WorkKind, share_out
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,6 +53,7 @@ class Recorder:
         self.replays: list[int] = []
         self.make: Callable[[Callable[[], Tensor]], Any] = Again
         self.recordings: list[weakref.ref[Any]] = []
+        self.running: int | None = None  # the size that is being replayed
 
     def __call__(self, function: Callable[[], Tensor]) -> Any:
         made = self.make(function)
@@ -61,7 +63,9 @@ class Recorder:
 
         def counted() -> None:
             self.replays.append(size)
+            self.running = size
             replay()
+            self.running = None
 
         made.replay = counted
         self.recordings.append(weakref.ref(made))
@@ -127,6 +131,9 @@ def test_inputs(device: str) -> None:
     """What the model reads is the step's, and beyond it padding, whatever the steps before were."""
     rng = np.random.default_rng(0)
     inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device(device))
+    kinds = [WorkKind(tile=2, slots=5), WorkKind(tile=2, slots=5, window=6)]
+    inputs.hold(kinds)
+    addresses: dict[int, list[int]] = {}
     for rows in (8, 3, 3, 5, 1, 8, 2):
         ids, positions = rng.integers(0, 99, rows), rng.integers(0, 99, rows)
         lens = rng.integers(1, 24, rows)
@@ -134,19 +141,49 @@ def test_inputs(device: str) -> None:
         tables = np.full((rows, width), 50, np.int32)
         for row, length in enumerate(lens):
             tables[row, : -(-length // 4)] = rng.permutation(50)[: -(-length // 4)]
-        for _ in range(2):  # the second time, tables are known
-            inputs.fill(ids, positions, lens, tables)
-            for size in (rows, 8):
-                got_ids, got_positions, metadata = inputs.views(size)
-                assert got_ids.tolist() == [*ids, *[0] * (size - rows)]
-                assert got_positions.tolist() == [*positions, *[0] * (size - rows)]
-                last = lens - 1
-                slots = tables[np.arange(rows), last // 4] * 4 + last % 4
-                assert metadata.slot_mapping.tolist() == [*slots, *[-1] * (size - rows)]
-                assert metadata.seq_lens.tolist() == [*lens, *[1] * (size - rows)]
-                assert metadata.block_tables[:rows, :width].tolist() == tables.tolist()
-                assert metadata.block_tables[rows:, 0].tolist() == [50] * (size - rows)
-                assert metadata.num_decodes == size and metadata.max_query_len == 1
+        for size in (rows, rows, 8):  # the second time, tables are known
+            inputs.fill(size, ids, positions, lens, tables)
+            got_ids, got_positions, metadata = inputs.views(size)
+            assert got_ids.tolist() == [*ids, *[0] * (size - rows)]
+            assert got_positions.tolist() == [*positions, *[0] * (size - rows)]
+            last = lens - 1
+            slots = tables[np.arange(rows), last // 4] * 4 + last % 4
+            assert metadata.slot_mapping.tolist() == [*slots, *[-1] * (size - rows)]
+            padded_lens = [*lens, *[1] * (size - rows)]
+            assert metadata.seq_lens.tolist() == padded_lens
+            assert metadata.block_tables[:rows, :width].tolist() == tables.tolist()
+            assert metadata.block_tables[rows:, 0].tolist() == [50] * (size - rows)
+            assert metadata.num_decodes == size and metadata.max_query_len == 1
+            found = [got_ids, got_positions, metadata.slot_mapping, metadata.seq_lens]
+            for kind in kinds:
+                work = metadata.decode_work(kind)
+                items, split = share_out(np.array(padded_lens), kind)
+                assert work.items[: len(items)].tolist() == items.tolist()
+                assert work.split[: len(split)].tolist() == split.tolist()
+                assert (work.items[len(items) :, 1] == -1).all() and (work.split[len(split) :, 3] == 0).all()
+                assert len(work.items) == kind.max_items(size) and len(work.split) == kind.max_split(size)
+                assert work.items.data_ptr() % 16 == work.split.data_ptr() % 16 == 0, "another kernel than elsewhere"
+                found += [work.items, work.split]
+            where = [tensor.data_ptr() for tensor in found]
+            assert addresses.setdefault(size, where) == where
+
+
+def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a list of work for each of several kinds of layers; tables go when they change."""
+    inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device("cpu"))
+    inputs.hold([WorkKind(16, 5), WorkKind(16, 5, window=8), WorkKind(16, 3)])
+    step = (4, np.arange(3), np.arange(3), np.array([3, 9, 20]), np.arange(15, dtype=np.int32).reshape(3, 5))
+    inputs.fill(*step)
+    copies: list[int] = []
+    copy = Tensor.copy_
+
+    def counted(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        copies.append(self.numel())
+        return copy(self, *arguments, **options)
+
+    monkeypatch.setattr(Tensor, "copy_", counted)
+    inputs.fill(*step)
+    assert len(copies) == 1
 
 
 # The same tokens
@@ -198,6 +235,51 @@ def test_tokens_of_all_modes(arguments: dict[str, Any], device: str, recorder: R
         assert torch.equal(results[0].sequences, results[1].sequences)
         torch.testing.assert_close(results[1].logits, results[0].logits, rtol=1e-4, atol=1e-5)
     assert recorder.steps or "prompt_lookup_num_tokens" in arguments
+
+
+class Grids:
+    """Stands in for a kernel; the grids that it is launched over in replays, by their size."""
+
+    def __init__(self, kernel: Any, recorder: Recorder) -> None:
+        self._kernel, self._recorder = kernel, recorder
+        self.of: dict[int, set[tuple[int, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        if self._recorder.running:
+            self.of.setdefault(self._recorder.running, set()).add(grid)
+        return self._kernel[grid]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_tokens_of_a_long_row_among_short_ones(
+    name: str, device: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the Triton kernels: the long row is split and the others are not, by launches that lengths don't change."""
+    decode = pytest.importorskip("hf_paged.kernels.paged_decode")  # Triton need not be there
+    if device == "cpu" and not pytest.importorskip("hf_paged.kernels.launch").is_interpreting():
+        pytest.skip("kernels are compiled here; TRITON_INTERPRET=1 runs them on CPU")
+    grids = {kernel: Grids(getattr(decode, kernel), recorder) for kernel in ("_decode_kernel", "_combine_kernel")}
+    for kernel, stand_in in grids.items():
+        monkeypatch.setattr(decode, kernel, stand_in)
+    shared_out: dict[WorkKind, list[list[int]]] = {}
+
+    def watched(lens: np.ndarray, kind: WorkKind) -> Any:
+        items, split = share_out(lens, kind)
+        shared_out.setdefault(kind, []).append(np.bincount(items[:, 1]).tolist())
+        return items, split
+
+    monkeypatch.setattr(cuda_graph, "share_out", watched)
+    prompts = {key: tensor.to(device) for key, tensor in ragged_batch((5, 60, 14)).items()}
+    arguments = GREEDY | prompts | {"max_new_tokens": 3}
+    found = patch(name, device, attention_backend="triton", max_num_seqs=3).generate(**arguments)
+    assert torch.equal(found, build(name).to(device).generate(**arguments))
+    assert recorder.steps == [3, 3]
+    kinds = {bool(kind.window): counts for kind, counts in shared_out.items()}
+    assert len(shared_out) == len(kinds) == (2 if name == "gemma2" else 1), "a list for each kind of layer"
+    assert kinds[False][-2:] == [[1, 2, 1]] * 2
+    for stand_in in grids.values() if device == "cpu" else []:
+        assert sorted(stand_in.of) == [1, 2, 3] and all(len(launched) == 1 for launched in stand_in.of.values())
 
 
 @pytest.mark.parametrize("device", DEVICES)

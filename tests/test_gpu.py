@@ -66,6 +66,7 @@ def test_pool_follows_the_model() -> None:
     assert model.paged.kv_cache.tensor.device.type == "cuda"
 
 
+@pytest.mark.own_process
 def test_pool_is_sized_from_free_memory() -> None:
     """Breaks if `num_blocks=None` ignores `memory_fraction` of the device."""
     model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=0.0001)
@@ -75,6 +76,7 @@ def test_pool_is_sized_from_free_memory() -> None:
     assert 0 < stats.num_blocks * model.paged.bytes_per_block <= 0.00011 * free
 
 
+@pytest.mark.own_process
 def test_pool_leaves_room_for_a_step() -> None:
     """Breaks if `memory_fraction=1` takes what a full step's own tensors need."""
     model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=1.0, block_size=4)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -43,6 +44,8 @@ triton = pytest.importorskip("triton")  # an extra, and not on every platform
 import triton.language as tl  # noqa: E402
 
 from hf_paged.attention_metadata import AttentionMetadata  # noqa: E402
+from hf_paged.cuda_graph import DecodeInputs  # noqa: E402
+from hf_paged.decode_work import WorkKind, share_out  # noqa: E402
 from hf_paged.kernels import backend, launch, ops, reference  # noqa: E402
 from hf_paged.kernels import copy_blocks as copy_kernel  # noqa: E402
 from hf_paged.kernels import paged_decode as decode  # noqa: E402
@@ -124,7 +127,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "block edges, several new",
         "tile edges",
         "shared blocks",
-        "empty splits",
+        "fewer tiles than splits",
         "one token behind others",
     ),
 }
@@ -166,7 +169,7 @@ def shapes_of(mix: str, block_size: int) -> list[Shape]:
             (3, num_shared + 3),
             (5, num_shared + size // 2 + 5),
         ],
-        "empty splits": [(1, 1), (1, 3), (1, 300), (1, 40)],
+        "fewer tiles than splits": [(1, 1), (1, 3), (1, 300), (1, 40)],
         "one token behind others": [(7, 40), (1, 33), (1, 1), (2, 2)],
     }[mix]
 
@@ -230,6 +233,12 @@ def nan_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if dtype in FP8:
         return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)
     return torch.full(shape, NAN, dtype=dtype)
+
+
+def plan_of(batch: Batch) -> tuple[launch.Tiling, int]:
+    query, pool = batch.query, batch.pool
+    sizes = query.element_size(), pool.element_size()
+    return decode.plan(query.shape[1], pool.shape[3], pool.shape[5], *sizes, launch.Device.of(batch.device))
 
 
 def as_given(tensor: Tensor, device: torch.device) -> Tensor:
@@ -410,7 +419,7 @@ def test_long_sequences(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize(("dtype", "group"), [(torch.float32, 20), (torch.float32, 40), (torch.float16, 71)])
 def test_groups_of_several_programs(dtype: torch.dtype, group: int, num_splits: int, device: torch.device) -> None:
     """Breaks if the last program of a kv head, whose tile is not full, takes the next one's query heads as well."""
-    batch = Batch(Case(dtype, group=group, num_splits=num_splits, has_sinks=True), device, [(1, 40), (3, 20)])
+    batch = Batch(Case(dtype, group=group, num_splits=num_splits, has_sinks=True), device, [(1, 140), (3, 20)])
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[dtype]
 
 
@@ -428,7 +437,8 @@ PLAIN = {"sliding_window": None, "softcap": None, "sinks": None, "alibi_slopes":
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_each_feature_matters(extra: str, num_splits: int, device: torch.device) -> None:
     """Breaks if the grid's settings could be ignored and the errors still be small."""
-    batch = Batch(Case(torch.float16, num_splits=num_splits, **EXTRAS[extra]), device)
+    shapes = [(1, 2 * MAX_TILE + 9), (1, 3), (5, 40), (9, 9)]  # the first has several tiles of any size
+    batch = Batch(Case(torch.float16, num_splits=num_splits, **EXTRAS[extra]), device, shapes)
     found = batch.attend()
     assert batch.error(found, batch.expected()) <= TOLERANCE[torch.float16]
     assert batch.error(found, batch.expected(**PLAIN)) > 20 * TOLERANCE[torch.float16]
@@ -546,7 +556,10 @@ def test_huge_scores(dtype: torch.dtype, num_splits: int, device: torch.device) 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_padding_rows(num_splits: int, has_sinks: bool, device: torch.device) -> None:
-    """A CUDA graph is recorded for more sequences than a step has: the others have length 0, and 0 comes out."""
+    """A CUDA graph is recorded for more sequences than a step has, and for as many items as there can be.
+
+    Of a sequence of length 0, 0 comes out; where there is no item, nothing is done.
+    """
     batch = Batch(Case(torch.float16, num_kv_heads=1, has_sinks=has_sinks), device, [(1, 200), (1, 3), (1, 33)])
     given = attention_arguments(batch)
     rows = torch.tensor([0, 2, 4], device=device)  # of seven
@@ -556,14 +569,21 @@ def test_padding_rows(num_splits: int, has_sinks: bool, device: torch.device) ->
         filled[rows] = tensor
         return filled
 
-    size = decode.partials_size(7, batch.query.shape[1], batch.query.shape[2], num_splits)
+    seq_lens = spread(given["seq_lens"], 0)
+    kind = WorkKind(plan_of(batch)[0].tokens, 9, num_splits=num_splits)
+    items, split = (torch.from_numpy(array).to(device) for array in share_out(seq_lens.cpu().numpy(), kind))
+    assert num_splits == 1 or int(split[:, 3].max()) > 1
+    none = torch.tensor([[0, -1, 0, 0]], dtype=torch.int32, device=device)
+    max_parts = 7 * num_splits
+    size = decode.partials_size(max_parts, batch.query.shape[1], batch.query.shape[2])
     changes = {
         "query": spread(batch.query, 5.0),
         "block_tables": spread(given["block_tables"], batch.null_block),
-        "seq_lens": spread(given["seq_lens"], 0),
+        "seq_lens": seq_lens,
         "query_start_loc": torch.arange(8, dtype=torch.int32, device=device),
-        "num_decodes": 7,
-        "num_splits": num_splits,
+        "decode_items": torch.cat([items, none, none]),
+        "split": torch.cat([split, torch.zeros_like(none)]),
+        "max_parts": max_parts,
         "partials": torch.full((size,), NAN, device=device),
     }
     with poisoned_outputs():
@@ -610,8 +630,8 @@ def test_kernels_work_in_any_grad_mode(make: Callable[[], Any], device: torch.de
 # How the work is shared out
 
 
-def shared_out(shapes: list[Shape], device: torch.device, **changes: Any) -> tuple[int, int]:
-    """What `ops.paged_attention` gives the decode kernel to do: sequences, and the splits it has chosen for them."""
+def shared_out(shapes: list[Shape], device: torch.device, **changes: Any) -> dict[int, int]:
+    """Items of each sequence that `ops.paged_attention` gives the decode kernel."""
     query_lens, seq_lens = zip(*shapes)
     tables = [[0] * -(-seq_len // 16) for seq_len in seq_lens]
     metadata = AttentionMetadata.build(tables, query_lens, seq_lens, 16, 1, device)
@@ -619,24 +639,17 @@ def shared_out(shapes: list[Shape], device: torch.device, **changes: Any) -> tup
     pool = torch.zeros(2, 1, 2, 1, 16, 16, device=device)
     with mock.patch.object(decode, "paged_decode") as spy, mock.patch.object(prefill, "paged_prefill"):
         ops.paged_attention(query, pool, 0, metadata, 0.25, partials=ops.Partials(), **changes)
-    return spy.call_args[0][1:] if spy.called else (0, 0)
+    return Counter(spy.call_args[0][1][:, 1].tolist()) if spy.called else {}
 
 
-def test_splits_follow_from_the_lengths(device: torch.device) -> None:
-    def chosen(shapes: list[Shape], **changes: Any) -> int:
-        num_sequences, num_splits = shared_out(shapes, device, **changes)
-        assert num_sequences == len(shapes)
-        return num_splits
-
-    assert chosen([(1, 4096)]) > 4
-    assert chosen([(1, 1)] * 40) == 1
-    assert chosen([(1, 4096)], sliding_window=33) == 1, "a window of three tiles was split"
-    assert chosen([(1, 4096)], num_splits=7) == 7
-    assert chosen([(1, 4096)]) == chosen([(1, 2100)]), "another launch for each length"
-    # Short sequences keep few processors busy, so the long one is split; the scratch is bounded all the same.
-    assert chosen([(1, 4096)] + [(1, 1)] * 20) > 1
-    assert 1 < chosen([(1, 4096)] + [(1, 1)] * 800) <= decode.MAX_SPLIT_PROGRAMS // 801
-    assert chosen([(1, 4096)] + [(1, 1)] * decode.MAX_SPLIT_PROGRAMS) == 1
+def test_items_follow_from_the_lengths(device: torch.device) -> None:
+    """`test_decode_work.py` has the rule; here, that the kernel is given what it says."""
+    assert shared_out([(1, 4096)], device)[0] > 4
+    assert shared_out([(1, 1)] * 40, device) == dict.fromkeys(range(40), 1)
+    assert shared_out([(1, 4096)], device, sliding_window=33)[0] <= 2, "a window of three tiles was cut up"
+    assert shared_out([(1, 4096)], device, num_splits=7) == {0: 7}
+    beside = shared_out([(1, 1)] * 20 + [(1, 4096)] + [(1, 1)] * 20, device)
+    assert beside.pop(20) > 4 and set(beside.values()) == {1} and len(beside) == 40
 
 
 @pytest.mark.parametrize(
@@ -648,55 +661,9 @@ def test_splits_follow_from_the_lengths(device: torch.device) -> None:
     ],
 )
 def test_which_sequences_are_decoded(shapes: list[Shape], expected: int, device: torch.device) -> None:
-    assert shared_out(shapes, device)[0] == expected
+    assert sorted(shared_out(shapes, device)) == list(range(expected))
     batch = Batch(Case(), device, shapes)
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[torch.float32]
-
-
-def test_choose_num_splits() -> None:
-    """By its rule, for anything; by loops, since a machine with a GPU need not have hypothesis."""
-    chosen = set()
-    for num_processors in (1, 16, 132):
-        for num_programs in (*range(1, 40), *range(40, 140, 7)):
-            for num_tiles in (1, 4, 5, 6, 7, 16, 31, 64, 100, 127, 128, 129, 5000):
-                found = decode.choose_num_splits(num_programs, num_tiles, num_processors)
-                where = (num_programs, num_tiles, num_processors, found)
-                if num_programs >= 0.8 * num_processors or num_tiles <= 4:
-                    assert found == 1, where
-                    continue
-                most = min(num_tiles, decode.MAX_SPLITS, 4 * num_processors // num_programs)
-                assert 1 <= found <= most, where
-
-                def fullness(num_splits: int, num_programs: int = num_programs, of: int = num_processors) -> float:
-                    """Share of the processors that all waves of programs keep busy on average."""
-                    return num_programs * num_splits / (of * math.ceil(num_programs * num_splits / of))
-
-                def tiles(num_splits: int, of: int = num_tiles) -> int:
-                    return math.ceil(of / num_splits)
-
-                useful = [n for n in range(1, most + 1) if n == 1 or tiles(n) < tiles(n - 1)]
-                enough = 0.85 * max(fullness(number) for number in useful)
-                assert found in useful and fullness(found) >= enough, where
-                assert all(fullness(fewer) < enough for fewer in useful if fewer < found), where
-                chosen.add(found)
-    assert len(chosen) > 20, "hardly anything was split"
-
-
-@pytest.mark.parametrize(
-    ("num_programs", "num_tiles", "num_processors", "expected"),
-    [
-        (1, 100, 16, 13),  # 8 tiles each, as 14 splits would read; 15 and 16 read 7
-        (8, 100, 16, 2),
-        (12, 100, 16, 4),  # three waves, all full; 2 would leave a quarter idle, 3 as much as 1
-        (13, 100, 16, 1),
-        (1, 4, 16, 1),
-        (1, 9, 132, 9),  # a tile each; 5 to 8 would all read 2
-        (8, 16, 132, 16),
-        (1, 1000, 132, 112),  # of 128 at most
-    ],
-)
-def test_choose_num_splits_by_hand(num_programs: int, num_tiles: int, num_processors: int, expected: int) -> None:
-    assert decode.choose_num_splits(num_programs, num_tiles, num_processors) == expected
 
 
 class Launches:
@@ -721,7 +688,8 @@ def counted(module: Any, name: str) -> Iterator[Launches]:
     [
         ([(1, 5), (1, 9), (1, 70)], 1, (1, 0, 0)),
         ([(1, 5), (1, 9), (1, 70)], 2, (1, 1, 0)),
-        ([(1, 5), (1, 9), (2, 7), (9, 30), (1, 4)], 2, (1, 1, 1)),
+        ([(1, 5), (1, 70), (2, 7), (9, 30), (1, 4)], 2, (1, 1, 1)),
+        ([(1, 5), (1, 9), (2, 7)], 2, (1, 0, 1)),  # a tile each
         ([(2, 7), (9, 30)], 2, (0, 0, 1)),
     ],
 )
@@ -736,6 +704,52 @@ def test_launches_do_not_grow_with_the_batch(
     ):
         batch.attend()
     assert (decodes.count, combinations.count, prefills.count) == expected
+
+
+class Specialisations:
+    """Stands in for a kernel and runs nothing; what Triton would compile at each launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        if launch.is_interpreting():
+            kernel = triton.JITFunction(kernel.fn, **kernel.kwargs)
+        self._kernel, self.found = kernel, set()  # type: ignore[var-annotated]
+
+    def __getitem__(self, grid: Any) -> Any:
+        def take_down(*values: Any, **named: Any) -> None:
+            parameters = {parameter.name: parameter for parameter in self._kernel.params}
+            arguments = dict(zip(parameters, values)) | named
+            self.found.add(tuple(self._of(parameters.get(name), value) for name, value in arguments.items()))
+
+        return take_down
+
+    @staticmethod
+    def _of(parameter: Any, value: Any) -> Any:
+        if parameter is None or parameter.is_constexpr or value is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        if isinstance(value, float):
+            return float
+        return abs(value) < 2**31, None if parameter.do_not_specialize else (value == 1, value % 16 == 0)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_decoding_is_compiled_once(window: int | None, device: torch.device) -> None:
+    """Breaks if a batch size, a length or a number of items means another kernel, which a running server waits for."""
+    case = Case(torch.float16, window=window)
+    steps = [[(1, 1)], [(1, 300)], [(1, 16)] * 16, [(1, 700), (1, 3), (5, 9)], [(1, 900)] + [(1, 40)] * 30]
+    batches = [Batch(case, device, shapes) for shapes in steps]
+    kernels = {name: Specialisations(getattr(decode, name)) for name in ("_decode_kernel", "_combine_kernel")}
+    with mock.patch.multiple(decode, **kernels), mock.patch.object(prefill, "paged_prefill"):
+        for batch in batches:
+            for num_splits in (None, 1, 3):
+                batch.attend(num_splits=num_splits)
+        for rows in (1, 3, 31):  # in the shape of a CUDA graph
+            inputs = DecodeInputs(31, 60, 16, batches[-1].null_block, device)
+            inputs.hold([WorkKind(plan_of(batches[-1])[0].tokens, plan_of(batches[-1])[1], window or 0)])
+            metadata = inputs.views(rows)[-1]
+            batches[-1].attend(query=batches[-1].query[:rows], metadata=metadata, num_splits=None)
+    assert [len(kernel.found) for kernel in kernels.values()] == [1, 1]
 
 
 def test_partials_are_kept_and_grow(device: torch.device) -> None:
@@ -1263,7 +1277,7 @@ def test_bad_scales(scales: Tensor, message: str) -> None:
 def test_bad_attention(device: torch.device) -> None:
     batch = Batch(Case(num_splits=2), device)
     query = batch.query
-    needed = 2 * 4 * 2 * (64 + 2)  # sequences, heads, splits
+    needed = 2 * 4 * (64 + 4)  # items of the one sequence that has more than a tile, heads
     for changes, message in (
         ({"kv_cache": batch.pool[0]}, r"kv_cache must be \[num_blocks, "),
         ({"kv_cache": torch.zeros(4, 2, 2, 2, 16, 512, device=device)}, "head dims up to 256, got 512"),

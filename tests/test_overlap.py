@@ -336,9 +336,9 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     given: list[bool] = []
     fill = cuda_graph.DecodeInputs.fill
 
-    def watched_fill(self: Any, ids: Any, positions: Any, lens: Any, tables: Any, chosen: Any = None) -> None:
-        given.append(chosen is not None)
-        fill(self, ids, positions, lens, tables, chosen)
+    def watched_fill(self: Any, size: int, *arguments: Any) -> None:
+        given.append(arguments[-1] is not None)
+        fill(self, size, *arguments)
 
     monkeypatch.setattr(cuda_graph.DecodeInputs, "fill", watched_fill)
     prompts = [random_ids(1, 3 + 5 * i % 11, seed=i).to(device) for i in range(8)]

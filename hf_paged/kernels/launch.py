@@ -29,6 +29,23 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def fit(self, padded_dim: int, itemsize: int, pool_itemsize: int, device: Device) -> Tiling:
+        """The same tile with fewer stages, then with fewer tokens, until the device has the shared memory for it.
+
+        Args:
+            padded_dim: Head dim, up to the next power of two.
+            itemsize: Bytes of a query element.
+            pool_itemsize: Bytes of an element of the pool.
+            device: Where it runs.
+        """
+        tokens, num_stages = self.tokens, self.num_stages
+        limit = device.shared_memory - 8192  # for the scores, and for what changes its layout on the way
+        query_bytes = self.rows * padded_dim * itemsize
+        token_bytes = 2 * padded_dim * pool_itemsize
+        while query_bytes + (num_stages - 1) * tokens * token_bytes > limit and (num_stages > 2 or tokens > 16):
+            num_stages, tokens = (num_stages - 1, tokens) if num_stages > 2 else (num_stages, tokens // 2)
+        return self._replace(tokens=tokens, num_stages=num_stages)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -139,14 +156,8 @@ class LayerAttention:
         return device_of(self.kv_cache.device)
 
     def fit(self, tiling: Tiling) -> Tiling:
-        """The same tile with fewer stages, then with fewer tokens, until the device has the shared memory for it."""
-        tokens, num_stages = tiling.tokens, tiling.num_stages
-        limit = self.device.shared_memory - 8192  # for the scores, and for what changes its layout on the way
-        query_bytes = tiling.rows * self.padded_dim * self.query.element_size()
-        token_bytes = 2 * self.padded_dim * self.kv_cache.element_size()
-        while query_bytes + (num_stages - 1) * tokens * token_bytes > limit and (num_stages > 2 or tokens > 16):
-            num_stages, tokens = (num_stages - 1, tokens) if num_stages > 2 else (num_stages, tokens // 2)
-        return tiling._replace(tokens=tokens, num_stages=num_stages)
+        """The same tile as this device can have it."""
+        return tiling.fit(self.padded_dim, self.query.element_size(), self.kv_cache.element_size(), self.device)
 
     @property
     def pool(self) -> Tensor:

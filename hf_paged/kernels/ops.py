@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention_metadata import AttentionMetadata
+from hf_paged.decode_work import DecodeWork, WorkKind
 from hf_paged.kernels import copy_blocks as copy_kernel
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
@@ -28,8 +29,9 @@ _LIBRARY.define(
 _LIBRARY.define("copy_blocks(Tensor(a!) kv_cache, Tensor sources, Tensor destinations) -> ()")
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
-    "Tensor query_start_loc, Tensor? query_tiles, int num_decodes, int num_splits, int query_rows, float scale, "
-    "int window, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? kv_scales, Tensor(a!) partials) -> Tensor"
+    "Tensor query_start_loc, Tensor? decode_items, Tensor? split, int max_parts, Tensor? query_tiles, int query_rows, "
+    "float scale, int window, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? kv_scales, "
+    "Tensor(a!) partials) -> Tensor"
 )
 
 
@@ -61,9 +63,10 @@ def _paged_attention(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
+    decode_items: Tensor | None,
+    split: Tensor | None,
+    max_parts: int,
     query_tiles: Tensor | None,
-    num_decodes: int,
-    num_splits: int,
     query_rows: int,
     scale: float,
     window: int,
@@ -86,7 +89,7 @@ def _paged_attention(
         raise ValueError(
             f"scale must be above 0, softcap and window at least 0 (none), got {scale}, {softcap}, {window}"
         )
-    needed = decode.partials_size(num_decodes, query.shape[1], head_dim, num_splits)
+    needed = decode.partials_size(max_parts, query.shape[1], head_dim)
     if partials.numel() < needed or partials.dtype != torch.float32:
         raise ValueError(f"partials must hold {needed} float32 numbers, got {partials.numel()} of {partials.dtype}")
     if query.stride(2) != 1:
@@ -108,8 +111,8 @@ def _paged_attention(
         kv_scales,
         partials,
     )
-    if num_decodes:
-        decode.paged_decode(call, num_decodes, num_splits)
+    if decode_items is not None and split is not None:
+        decode.paged_decode(call, decode_items.contiguous(), split.contiguous())
     if query_tiles is not None and query_tiles.shape[0]:
         prefill.paged_prefill(call, query_tiles.contiguous(), query_rows)
     return output
@@ -250,9 +253,7 @@ def paged_attention(
         alibi_slopes: `[num_heads]` slopes.
         kv_scales: `[num_layers, 2, num_kv_heads]` float32, what fp8 keys and values are multiplied by.
         partials: Scratch, the same at every call.
-        num_splits: Programs a decoding sequence is split between; any number is right for any lengths, so that a
-            launch recorded in a CUDA graph serves other steps, too. `None`: chosen from the lengths, the longest of
-            them rounded up to a power of two.
+        num_splits: Items that a decoding sequence is split into, where it has the tiles; `None`: as lengths say.
 
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype.
@@ -262,28 +263,16 @@ def paged_attention(
     """
     num_heads, num_kv_heads = query.shape[1], kv_cache.shape[3]
     head_dim = kv_cache.shape[5]
-    padded_dim = next_power_of_two(max(16, head_dim))
-    group = num_heads // num_kv_heads
-    num_decodes = metadata.num_decodes
-    if num_splits is None:
-        num_splits = 1
-        if num_decodes:
-            longest = next_power_of_two(metadata.max_decode_len)
-            if sliding_window is not None:
-                longest = min(longest, sliding_window)
-            # Sequences shorter than the longest leave processors idle, so they count as the parts of it that they are.
-            num_full = min(num_decodes, -(-metadata.num_decode_tokens // longest))
-            shape = decode.tiling(query.element_size(), padded_dim, group)
-            num_programs = num_kv_heads * -(-group // shape.rows)
-            num_tiles = -(-longest // shape.tokens)
-            num_splits = decode.choose_num_splits(
-                num_full * num_programs, num_tiles, device_of(query.device).num_processors
-            )
-            num_splits = max(1, min(num_splits, decode.MAX_SPLIT_PROGRAMS // (num_decodes * num_programs)))
-    size = decode.partials_size(num_decodes, num_heads, head_dim, num_splits)
+    device, num_decodes = device_of(query.device), metadata.num_decodes
+    work: DecodeWork | None = None
+    if num_decodes:
+        itemsize, pool_itemsize = query.element_size(), kv_cache.element_size()
+        shape, slots = decode.plan(num_heads, num_kv_heads, head_dim, itemsize, pool_itemsize, device)
+        work = metadata.decode_work(WorkKind(shape.tokens, slots, sliding_window or 0, num_splits or 0))
+    max_parts = work.max_parts if work else 0
     query_tiles, rows = None, 0
     if num_decodes < metadata.seq_lens.shape[0]:
-        device = device_of(query.device)
+        padded_dim, group = next_power_of_two(max(16, head_dim)), num_heads // num_kv_heads
         is_fp8 = kv_cache.dtype in FP8_FORMATS
         rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len, device, is_fp8).rows
         query_tiles = metadata.query_tiles(prefill.query_tiling(group, rows)[0])
@@ -294,9 +283,10 @@ def paged_attention(
         metadata.block_tables,
         metadata.seq_lens,
         metadata.query_start_loc,
+        work.items if work else None,
+        work.split if work else None,
+        max_parts,
         query_tiles,
-        num_decodes,
-        num_splits,
         rows,
         scale,
         sliding_window or 0,
@@ -304,5 +294,5 @@ def paged_attention(
         sinks,
         alibi_slopes,
         kv_scales,
-        partials.get(size, query.device),
+        partials.get(decode.partials_size(max_parts, num_heads, head_dim), query.device),
     )

@@ -1,36 +1,39 @@
 """Paged attention of sequences with one new token each: split-KV, with a kv head's query heads packed into one tile.
 
 Decoding reads every key and value once and computes little, so what counts is that all processors read at once. A
-program takes one (sequence, kv head, split): all query heads of that kv head share its reads, as the rows of one matrix
-tile, and where sequences and heads are fewer than processors, a sequence's tokens are split between several programs.
-Each then leaves `(acc, m, l)` of `online_softmax.py`, and a second kernel combines them:
+program takes one (item of `decode_work.py`, kv head): some tiles of one sequence, whose reads all query heads of that
+kv head share, as the rows of one matrix tile. Where the item is all that the sequence has, its output is written; else
+each of the sequence's items leaves `(acc, m, l)` of `online_softmax.py`, and a second kernel combines them:
 
-    m = max_s m_s        o = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s
+    m = max_i m_i        o = sum_i 2^(m_i - m) acc_i / sum_i 2^(m_i - m) l_i
+
+Nothing is compiled for a batch size, a length or a number of items.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hf_paged.kernels.launch import LayerAttention, Tiling, next_power_of_two
+from hf_paged.kernels.launch import Device, LayerAttention, Tiling, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.tile_ops import LOG2_E
 
-MAX_SPLITS = 128
-MAX_SPLIT_PROGRAMS = 8192  # bounds the partial results, and so what is kept for them
+PROGRAMS_A_PROCESSOR = 2  # that run at once: two or three, as registers and shared memory allow
+STATS = tl.constexpr(4)  # float32 numbers behind a partial result: m, l, and two that keep the next one aligned
+COMBINED_AT_ONCE = 16  # parts
 
 
 @triton.jit(do_not_specialize=["layer", "window", "stride_table"])
 def _decode_kernel(
     output,  # [T, H, HEAD_DIM], contiguous
-    partials,  # [S, H, splits, HEAD_DIM] float32, then [S, H, splits, 2]: m and l
+    partials,  # [parts, H, HEAD_DIM + STATS] float32: acc, m, l
     query,  # [T, H, HEAD_DIM]
     kv_cache,  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, HEAD_DIM]
     block_tables,  # [S, N] int32
     seq_lens,  # [S] int32; 0: padding
+    items,  # [I, 4] int32: table group, sequence, first tile, tiles; a sequence below 0: nothing to do
     sinks,  # [H] or None
     slopes,  # [H] or None
     kv_scales,  # [layers, 2, kv_heads] float32 or None
@@ -58,14 +61,15 @@ def _decode_kernel(
     NATIVE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
 ):
-    sequence = tl.program_id(0)
     num_group_tiles: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
-    kv_head = tl.program_id(1) // num_group_tiles
-    group_tile = tl.program_id(1) % num_group_tiles
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
+    # An item's programs are next to each other: they read the same blocks.
+    item = tl.program_id(0) // (NUM_KV_HEADS * num_group_tiles)
+    sequence = tl.load(items + item * 4 + 1)
+    if sequence < 0:
+        return
+    kv_head = tl.program_id(0) // num_group_tiles % NUM_KV_HEADS
+    group_tile = tl.program_id(0) % num_group_tiles
 
     rows = tl.arange(0, M)
     in_group = (rows < GROUP_TILE) & (group_tile * GROUP_TILE + rows < GROUP)
@@ -74,20 +78,17 @@ def _decode_kernel(
     stored = in_group[:, None] & (columns[None, :] < HEAD_DIM)
 
     seq_len = tl.load(seq_lens + sequence)
-    first_token = tl.maximum(seq_len - window, 0) if HAS_WINDOW else 0
-    first_tile = first_token // TILE
-    last_tile = tl.cdiv(seq_len, TILE)
-    if IS_SPLIT:
-        per_split = tl.cdiv(last_tile - first_tile, num_splits)
-        first_tile = first_tile + split * per_split
-        last_tile = tl.minimum(first_tile + per_split, last_tile)
+    first_tile = tl.load(items + item * 4 + 2)
+    last_tile = first_tile + tl.load(items + item * 4 + 3)
+    # From the first tile that is seen to the last one: all of the sequence.
+    is_first = first_tile == (tl.maximum(seq_len - window, 0) // TILE if HAS_WINDOW else 0)
+    is_whole = is_first & (last_tile * TILE >= seq_len)
 
     query_rows = sequence.to(tl.int64) * stride_query_token + heads.to(tl.int64) * stride_query_head
     q = tl.load(query + query_rows[:, None] + columns[None, :], mask=stored, other=0.0)
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
-    if sinks is not None:  # counted once
-        row_max = tl.where(split == 0, row_max, float("-inf"))
-        row_sum = tl.where(split == 0, row_sum, 0.0)
+    if sinks is not None:  # counted once: what has maximum -inf is worth nothing beside the first tile
+        row_max = tl.where(is_first, row_max, float("-inf"))
     row_slopes = tl.zeros([M], tl.float32)
     if slopes is not None:
         row_slopes = tl.load(slopes + heads).to(tl.float32) * LOG2_E
@@ -129,54 +130,55 @@ def _decode_kernel(
         True,
     )
 
-    if IS_SPLIT:
-        num_rows = tl.num_programs(0) * NUM_HEADS * num_splits
-        partial_rows = (sequence * NUM_HEADS + heads) * num_splits + split
-        stats = partials + num_rows * HEAD_DIM + partial_rows * 2
-        tl.store(stats, row_max, mask=in_group)
-        tl.store(stats + 1, row_sum, mask=in_group)
-        if (first_tile < last_tile) | (split == 0):  # of other splits that are empty no acc is read
-            pointers = partials + partial_rows[:, None] * HEAD_DIM + columns[None, :]
-            tl.store(pointers, acc, mask=stored)
-    else:
+    if is_whole:
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         output_rows = (sequence.to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
         tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
+    else:
+        partial_rows = (item.to(tl.int64) * NUM_HEADS + heads) * (HEAD_DIM + STATS)
+        tl.store(partials + partial_rows[:, None] + columns[None, :], acc, mask=stored)
+        tl.store(partials + partial_rows + HEAD_DIM, row_max, mask=in_group)
+        tl.store(partials + partial_rows + HEAD_DIM + 1, row_sum, mask=in_group)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
 def _combine_kernel(
     output,  # [T, H, HEAD_DIM], contiguous
-    partials,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
+    partials,  # [parts, H, HEAD_DIM + STATS] float32
+    split,  # [S, 4] int32: table group, sequence, its first item, items; 0 items: nothing to do
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,  # num_splits up to the next power of two
-    CHUNK: tl.constexpr,  # splits added at once
+    CHUNK: tl.constexpr,  # parts added at once
 ):
-    row = tl.program_id(0) * NUM_HEADS + tl.program_id(1)
-    first = row * num_splits
-    stats = partials + tl.num_programs(0) * NUM_HEADS * num_splits * HEAD_DIM + first * 2
-    splits = tl.arange(0, SPLITS)
-    split_max = tl.load(stats + splits * 2, mask=splits < num_splits, other=float("-inf"))
-    split_sum = tl.load(stats + splits * 2 + 1, mask=splits < num_splits, other=0.0)
-    top = tl.max(split_max, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(split_max - top) * split_sum, 0)
+    num_parts = tl.load(split + tl.program_id(0) * 4 + 3)
+    if num_parts == 0:
+        return
+    sequence = tl.load(split + tl.program_id(0) * 4 + 1).to(tl.int64)
+    first = tl.load(split + tl.program_id(0) * 4 + 2)
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
 
     columns = tl.arange(0, D)
     acc = tl.zeros([D], tl.float32)
-    for start in tl.range(0, num_splits, CHUNK):
-        chunk = start + tl.arange(0, CHUNK)
-        present = chunk < num_splits
-        weight = tl.exp2(tl.load(stats + chunk * 2, mask=present, other=float("-inf")) - top)
-        length = tl.load(stats + chunk * 2 + 1, mask=present, other=0.0)
-        pointers = partials + (first + chunk)[:, None] * HEAD_DIM + columns[None, :]
-        mask = (present & ((length > 0.0) | (chunk == 0)))[:, None] & (columns[None, :] < HEAD_DIM)
-        acc += tl.sum(tl.load(pointers, mask=mask, other=0.0) * weight[:, None], 0)
+    top = float("-inf")
+    total = 0.0
+    for start in tl.range(0, num_parts, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        present = part < num_parts
+        rows = ((first + part).to(tl.int64) * num_heads + head) * (HEAD_DIM + STATS)
+        part_max = tl.load(partials + rows + HEAD_DIM, mask=present, other=float("-inf"))
+        part_sum = tl.load(partials + rows + HEAD_DIM + 1, mask=present, other=0.0)
+        mask = present[:, None] & (columns[None, :] < HEAD_DIM)
+        part_acc = tl.load(partials + rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+        new_top = tl.maximum(top, tl.max(part_max, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(part_max - shift)
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weight * part_sum, 0)
+        acc = acc * decay + tl.sum(part_acc * weight[:, None], 0)
+        top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)
-    pointers = output + row.to(tl.int64) * HEAD_DIM + columns
+    pointers = output + (sequence * num_heads + head) * HEAD_DIM + columns
     tl.store(pointers, acc.to(output.dtype.element_ty), mask=columns < HEAD_DIM)
 
 
@@ -198,50 +200,45 @@ def tiling(itemsize: int, padded_dim: int, group: int) -> Tiling:
     return Tiling(rows, tokens, num_warps=8 if rows > 32 else 4, num_stages=3)
 
 
-@lru_cache(maxsize=4096)
-def choose_num_splits(num_programs: int, num_tiles: int, num_processors: int) -> int:
-    """Programs to split each sequence between.
-
-    None where the programs nearly fill the processors already or there is little to split; else, of the counts that
-    leave each split fewer tiles than one split less would, the smallest that keeps processors within 85 % as busy as
-    the best of them (FlashAttention's rule).
+def plan(
+    num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, pool_itemsize: int, device: Device
+) -> tuple[Tiling, int]:
+    """Shape of a program's tile as this device can have it, and the items that it works on at once.
 
     Args:
-        num_programs: Without splitting; sequences much shorter than the longest count as fractions.
-        num_tiles: KV tiles of the longest sequence.
-        num_processors: Of the device.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads.
+        head_dim: Elements of a head.
+        itemsize: Bytes of a query element.
+        pool_itemsize: Bytes of an element of the pool.
+        device: Where the kernels run.
     """
-    if num_programs >= 0.8 * num_processors or num_tiles <= 4:
-        return 1
-    most = max(1, min(num_tiles, MAX_SPLITS, 4 * num_processors // num_programs))
-
-    def efficiency(num_splits: int) -> float:
-        waves = num_programs * num_splits / num_processors
-        return waves / -(-num_programs * num_splits // num_processors)
-
-    counts = [n for n in range(1, most + 1) if n == 1 or -(-num_tiles // n) < -(-num_tiles // (n - 1))]
-    best = max(efficiency(num_splits) for num_splits in counts)
-    return next(n for n in counts if efficiency(n) >= 0.85 * best)
+    padded_dim, group = next_power_of_two(max(16, head_dim)), num_heads // num_kv_heads
+    shape = tiling(itemsize, padded_dim, group).fit(padded_dim, itemsize, pool_itemsize, device)
+    programs = num_kv_heads * -(-group // min(group, shape.rows))
+    return shape, -(-PROGRAMS_A_PROCESSOR * device.num_processors // programs)
 
 
-def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> None:
-    """Attends for the first `num_sequences` sequences, which have one new token each.
+def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
+    """Attends for the sequences that `items` lists, which have one new token each.
 
     Args:
         call: Where everything is.
-        num_sequences: Also those with `seq_lens` 0, whose output is 0.
-        num_splits: Programs a sequence is split between; 1: no second kernel is launched.
+        items: `[I, 4]` int32, of `decode_work.WorkList`, in tiles of `plan`'s shape.
+        split: `[S, 4]` int32, of the same; where it is empty, no second kernel is launched.
     """
-    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, call.group))
+    itemsize, pool_itemsize = call.query.element_size(), call.kv_cache.element_size()
+    shape, _ = plan(call.num_heads, call.num_kv_heads, call.head_dim, itemsize, pool_itemsize, call.device)
     group_tile = min(call.group, shape.rows)
     num_group_tiles = -(-call.group // group_tile)
-    _decode_kernel[(num_sequences, call.num_kv_heads * num_group_tiles, num_splits)](
+    _decode_kernel[(items.shape[0] * call.num_kv_heads * num_group_tiles,)](
         call.output,
-        call.partials if num_splits > 1 else None,
+        call.partials,
         call.query,
         call.pool,
         call.block_tables,
         call.seq_lens,
+        items,
         call.sinks,
         call.alibi_slopes,
         call.kv_scales,
@@ -263,24 +260,26 @@ def paged_decode(call: LayerAttention, num_sequences: int, num_splits: int) -> N
         NATIVE=call.device.has_native_fp8,
         HAS_WINDOW=call.window > 0,
         HAS_SOFTCAP=call.softcap > 0,
-        IS_SPLIT=num_splits > 1,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    if num_splits > 1:
-        _combine_kernel[(num_sequences, call.num_heads)](
+    if split.shape[0]:
+        _combine_kernel[(split.shape[0], call.num_heads)](
             call.output,
             call.partials,
-            num_splits,
-            NUM_HEADS=call.num_heads,
+            split,
             HEAD_DIM=call.head_dim,
             D=call.padded_dim,
-            SPLITS=next_power_of_two(num_splits),
-            CHUNK=min(16, next_power_of_two(num_splits)),
+            CHUNK=COMBINED_AT_ONCE,
             num_warps=4,
         )
 
 
-def partials_size(num_sequences: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """Float32 numbers that the partial results of a launch take."""
-    return num_sequences * num_heads * num_splits * (head_dim + 2) if num_splits > 1 else 0
+def partials_size(num_parts: int, num_heads: int, head_dim: int) -> int:
+    """Float32 numbers that so many partial results take.
+
+    Where lengths decide, there are `4/3` of `plan`'s items at most, whatever the batch: with `p` programs at once on
+    the device, of `g` query heads each, some `4/3 * p * g * (head_dim + 4) * 4` bytes. That is 0.7 MB for 264 programs,
+    4 heads each and a head dim of 128.
+    """
+    return num_parts * num_heads * (head_dim + STATS.value)

@@ -1,0 +1,174 @@
+"""Every mode of every architecture on the pretended device: stock's tokens, and nothing that makes a step wait.
+
+The essential part runs by default; `-m ""` is the full product.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same, join
+from models import MODELS, VOCAB, build, ragged_batch, random_ids
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import hf_paged
+
+from .conftest import watched
+
+NEW = 6
+
+
+# Made once, by the stock model's call: to bring them to the device waits.
+@cache
+def ragged() -> dict[str, Tensor]:
+    return {name: value.to("cuda") for name, value in ragged_batch((9, 6, 2)).items()}
+
+
+@cache
+def prompts(rows: int, length: int) -> Tensor:
+    return random_ids(rows, length, seed=length).to("cuda")
+
+
+class Shift(LogitsProcessor):
+    """A user's own: what it adds depends on the tokens so far."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(1, dims=-1) + (input_ids[:, -1:] % 5) * torch.arange(VOCAB, device=scores.device) / VOCAB
+
+
+def _generate(model: Any, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(**ragged(), max_new_tokens=NEW, **arguments)
+
+
+def _one(model: Any, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(prompts(1, 9), max_new_tokens=NEW, **arguments)
+
+
+def _user_processor(model: Any) -> Any:
+    return _generate(model, logits_processor=LogitsProcessorList([Shift()]))
+
+
+def _twice(model: Any) -> Any:
+    return [model.generate(prompts(2, 9), max_new_tokens=NEW, eos_token_id=None) for _ in range(2)]
+
+
+def _crowd(model: Any) -> Any:
+    return model.generate(prompts(6, 9), max_new_tokens=10, eos_token_id=None)
+
+
+def _threads(model: Any) -> Any:
+    results: list[Any] = [None] * 3
+
+    def call(index: int) -> None:
+        results[index] = model.generate(prompts(1, 5 + index), max_new_tokens=NEW)
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    join(*threads, seconds=100)
+    return results
+
+
+def _submit(model: Any) -> Any:
+    given = [prompts(1, 5 + index) for index in range(3)]
+    if not hasattr(model, "paged"):
+        return [model.generate(ids, max_new_tokens=NEW)[0, ids.shape[1] :].tolist() for ids in given]
+    requests = [model.paged.submit(ids[0], max_new_tokens=NEW) for ids in given]
+    return [request.result(100).token_ids for request in requests]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to call a model.
+
+    Attributes:
+        call: Calls a stock or a patched model.
+        settings: Of the patched one.
+        entries: Calls of `generate()` and `submit()` in it; each may wait for the device once. `None`: transformers'
+            own loop runs, and waits as it does.
+        reached: A counter of `stats()` that must have moved.
+        is_exact: Whether stock's tokens are expected.
+    """
+
+    call: Callable[[Any], Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    entries: int | None = 1
+    reached: str = "num_steps"
+    is_exact: bool = True
+
+
+FEW = {"num_blocks": 12, "enable_prefix_caching": False}
+SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+MODES = {
+    "greedy": Mode(_generate),
+    "steps_in_turn": Mode(_generate, {"use_async_batching": False}),
+    "sampling": Mode(lambda model: _generate(model, do_sample=True, top_k=20, top_p=0.9, temperature=1.3)),
+    "samples": Mode(lambda model: _one(model, do_sample=True, num_return_sequences=3)),
+    "beams": Mode(lambda model: _generate(model, num_beams=3, num_return_sequences=2), entries=None),
+    "processors": Mode(lambda model: _generate(model, repetition_penalty=1.3, no_repeat_ngram_size=2)),
+    "user_processor": Mode(_user_processor, entries=None),
+    "scores": Mode(lambda model: _generate(model, **SCORES), entries=None),
+    "prompt_lookup": Mode(lambda model: _one(model, prompt_lookup_num_tokens=3), entries=None),
+    "fp8_pool": Mode(_generate, {"kv_cache_dtype": "fp8_e5m2"}, is_exact=False),
+    "swap": Mode(_crowd, FEW | {"preemption": "swap", "swap_space_gib": 0.01}, reached="num_preemptions"),
+    "recompute": Mode(_crowd, FEW | {"preemption": "recompute"}, reached="num_preemptions"),
+    "prefix_hits": Mode(_twice, entries=2, reached="num_prefix_hit_tokens"),
+    "threads": Mode(_threads, entries=3),
+    "submit": Mode(_submit, entries=3),
+}
+READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss")  # mixtures of experts in float32: no graph can hold them
+FLAT = [name for name, model in MODELS.items() if model.runs_flat]
+
+
+def _is_essential(name: str, mode: str, graphs: bool) -> bool:
+    if graphs:
+        return (name, mode) in (("llama", "greedy"), ("gpt2", "sampling"))
+    return name == "llama" or mode == "greedy"
+
+
+CASES = [
+    pytest.param(name, mode, graphs, marks=() if _is_essential(name, mode, graphs) else pytest.mark.slow)
+    for name in FLAT
+    for graphs in (False, True)
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "graphs"), CASES)
+def test_as_stock_and_without_waiting(name: str, mode: str, graphs: bool) -> None:
+    """Would break: a tensor of a step made on the host, a launch that reads from the device, memory of a graph that an
+    earlier replay left, an asynchronous copy that is read too early."""
+    own = MODES[mode]
+    stock = build(name).to("cuda")
+    settings = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "cuda_graphs": graphs} | own.settings
+    paged = hf_paged.patch(copy.deepcopy(stock), **settings)
+    expected = own.call(stock)
+    # The first steps find out which layers can be fused; the process's first launch of a kernel compiles it.
+    paged.generate(random_ids(1, 5).to("cuda"), max_new_tokens=2, eos_token_id=None)
+    before = paged.paged.stats()
+    with watched() as seen:
+        found = own.call(paged)
+    after = paged.paged.stats()
+    if own.is_exact:
+        assert_same(expected, found)
+    else:  # rounded numbers: most of the tokens, and all of the prompt
+        assert found.shape == expected.shape and (found == expected).float().mean() > 0.5
+    assert getattr(after, own.reached) > getattr(before, own.reached)
+    assert paged.paged.kv_cache.backend.name == "triton"
+    assert bool(seen.seen.of("replay")) == (graphs and name not in READS_ON_THE_HOST)
+    seen.assert_clean(own.entries)
+    paged.paged.check_invariants()
+    del found  # scores come with a cache
+    gc.collect()
+    assert paged.paged.stats().num_free_blocks == after.num_blocks

@@ -1,0 +1,440 @@
+"""A CUDA device that isn't there: `install()`, and everything that says `cuda:0` runs on the CPU and is watched.
+
+Tensors, dispatch, memory, pinned copies, streams, events, generators and graphs are `device.cpp`'s; here is what torch
+does in Python (`torch.cuda`), how Triton's interpreter is given device tensors, and the ledger of what was seen:
+
+    with watch() as seen:
+        model.generate(ids.to("cuda"))
+    assert not seen.waits
+
+It is a process's own: install it before anything asks whether there is a GPU, and in no process that tests the CPU.
+Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but the one set in `memory`, and
+order: what streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or
+overwritten before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("device.cpp")
+BLOCKING = frozenset({"sync", "pageable"})
+
+
+# ------------------------------------------------------------------------------------------------------ what was seen
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something the device was asked.
+
+    Attributes:
+        kind: As in `device.cpp`: "sync", "wait", "pageable", "copy", "draw", "race", "record_stream"; and "launch" and
+            "compile" of Triton kernels, "capture" and "replay" of graphs.
+        detail: The operation.
+        stream: Number of the stream whose work is meant; -1: of all.
+        thread: Name of the thread.
+        site: `file:line` of the innermost frames of this project and of transformers.
+    """
+
+    kind: str
+    detail: str
+    stream: int
+    thread: str
+    site: str
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen within `watch()`.
+
+    Attributes:
+        events: In order.
+        notify: Called with each, on its thread.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    notify: Callable[[Event], None] = lambda event: None
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Those of some kinds."""
+        return [event for event in self.events if event.kind in kinds]
+
+    @property
+    def waits(self) -> list[Event]:
+        """Where the host waited for the device, or might have."""
+        return self.of(*BLOCKING)
+
+    def where(self, *kinds: str) -> Counter[str]:
+        """How often at which place."""
+        return Counter(f"{event.kind} {event.detail} at {event.site}" for event in self.of(*kinds))
+
+
+_watchers: list[Seen] = []
+_sync_debug = threading.local()
+
+
+@contextmanager
+def watch() -> Iterator[Seen]:
+    """Within it, what happens on any thread is written down."""
+    seen = Seen()
+    _watchers.append(seen)
+    try:
+        yield seen
+    finally:
+        _watchers.remove(seen)
+
+
+def _site() -> str:
+    places = []
+    frame = sys._getframe(2)
+    while frame is not None and len(places) < 2:
+        name = frame.f_code.co_filename
+        for package in ("/hf_paged/", "/transformers/", "/tests/"):
+            if package in name and not name.startswith(str(SOURCE.parent)):
+                places.append(f"{name[name.rindex(package) + 1 :]}:{frame.f_lineno}")
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(places)
+
+
+def note(kind: str, detail: str = "", stream: int | None = None) -> None:
+    """Writes an event down."""
+    if _watchers:
+        number = torch.cuda.current_stream().stream_id if stream is None else stream
+        event = Event(kind, detail, number, threading.current_thread().name, _site())
+        for seen in _watchers:
+            seen.events.append(event)
+            seen.notify(event)
+
+
+def _told(kind: bytes, detail: bytes, stream: int) -> int:
+    note(kind.decode(), detail.decode(), stream)
+    mode = torch.cuda.get_sync_debug_mode()
+    if mode and kind in (b"sync", b"pageable"):
+        if mode == 2:
+            return 1
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    return 0
+
+
+_callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)(_told)
+
+
+# ------------------------------------------------------------------------------------------------------------- library
+
+
+def _library() -> Path:
+    """The compiled `device.cpp`, made once for each text and torch."""
+    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_paged"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"pretend_cuda-{key}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        from torch.utils import cpp_extension
+
+        with tempfile.TemporaryDirectory(dir=folder) as build:
+            made = Path(build, path.name)
+            subprocess.run(
+                [
+                    *("g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w"),
+                    *(f"-I{include}" for include in cpp_extension.include_paths()),
+                    *(str(SOURCE), "-o", str(made)),
+                    *(f"-L{folder}" for folder in cpp_extension.library_paths()),
+                    *("-ltorch_cpu", "-lc10"),
+                ],
+                check=True,
+            )
+            made.replace(path)
+    return path
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+@dataclass
+class Memory:
+    """What `torch.cuda` says of the device's memory, in bytes. Nothing is held to it.
+
+    Attributes:
+        total: Of the device.
+        free: Now.
+    """
+
+    total: int = 2**31
+    free: int = 2**30
+
+
+memory = Memory()
+
+
+# -------------------------------------------------------------------------------------------------------------- graphs
+
+
+class Graph:
+    """In the place of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._number: int | None = None
+        self._launches: list[tuple[int, Callable[[], None]]] = []  # of Triton kernels, and how many operations before
+        self._pool: Any = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if torch.cuda.current_stream().stream_id == 0:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        self._number = torch.ops.pretend_cuda.capture_begin()
+        self._pool = pool
+        _graphs_by_pool.setdefault(pool, set()).add(self._number)
+        _captured.graph = self
+        note("capture", capture_error_mode)
+
+    def capture_end(self) -> None:
+        _captured.graph = None
+        try:
+            torch.ops.pretend_cuda.capture_end()
+        except RuntimeError:
+            _open_pools.add(self._pool)  # torch raises before it ends the allocation
+            raise
+
+    def replay(self) -> None:
+        note("replay")
+        if torch.ops.pretend_cuda.is_capturing():
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing: a replay")
+        own = torch.ops.pretend_cuda
+        own.graph_check(self._number)
+        for number in _graphs_by_pool[self._pool]:
+            own.graph_poison(number)
+        begin = 0
+        for end, launch in self._launches:
+            own.graph_replay(self._number, begin, end)
+            launch()
+            begin = end
+        own.graph_replay(self._number, begin, own.graph_size(self._number))
+
+    def add_launch(self, launch: Callable[[], None]) -> None:
+        """Has a Triton kernel launched again behind what was recorded so far."""
+        self._launches.append((torch.ops.pretend_cuda.graph_size(self._number), launch))
+
+    def reset(self) -> None:
+        if self._number is not None:
+            _graphs_by_pool[self._pool].discard(self._number)
+            torch.ops.pretend_cuda.graph_drop(self._number)
+            self._number = None
+
+    def pool(self) -> Any:
+        return self._pool
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+class _Captured(threading.local):
+    graph: Graph | None = None
+
+
+_captured = _Captured()
+_graphs_by_pool: dict[Any, set[int]] = {}
+_open_pools: set[Any] = set()  # to which a thread still allocates, after a capture that failed
+
+
+def is_allocating_to_a_pool() -> bool:
+    """Whether a failed capture has left its thread's memory going to a graph's pool."""
+    return bool(_open_pools)
+
+
+# -------------------------------------------------------------------------------------------------------------- Triton
+
+_compiled: set[Any] = set()
+
+
+def _take_device_tensors() -> None:
+    """Has Triton's interpreter take tensors of this device, and no others."""
+    from triton.runtime import interpreter
+
+    own_call = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **named: Any) -> None:
+        given = [*args, *named.values()]
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        if not any(tensor.is_cuda for tensor in tensors):
+            return own_call(self, *args, **named)
+        if not all(tensor.is_cuda for tensor in tensors):
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        name = self.fn.__name__
+        key = (name, *(value.dtype if isinstance(value, Tensor) else type(value) for value in args), *_constants(named))
+        if key not in _compiled:
+            note("compile", name)
+            if torch.ops.pretend_cuda.capture_fails():
+                raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name} is compiled")
+            _compiled.add(key)
+        note("launch", name)
+        host = torch.ops.pretend_cuda.host
+        own_args = [host(value) if isinstance(value, Tensor) else value for value in args]
+        own_named = {key: host(value) if isinstance(value, Tensor) else value for key, value in named.items()}
+
+        def launch() -> None:
+            own_call(self, *own_args, **own_named)
+
+        launch()
+        if _captured.graph is not None:
+            _captured.graph.add_launch(launch)
+
+    interpreter.GridExecutor.__call__ = call
+
+
+def _constants(named: dict[str, Any]) -> Iterator[Any]:
+    for name, value in sorted(named.items()):
+        yield name, value.dtype if isinstance(value, Tensor) else value
+
+
+# ---------------------------------------------------------------------------------------------------------- torch.cuda
+
+
+class Stream(torch.Stream):
+    """In the place of `torch.cuda.Stream`."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+        if "stream_id" in kwargs:
+            return super().__new__(cls, **kwargs)
+        return super().__new__(cls, device="cuda:0")
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+
+def _stream(stream: Any) -> Stream:
+    return Stream(stream_id=stream.stream_id, device_index=0, device_type=1)
+
+
+class _StreamContext:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._before = torch.cuda.current_stream()
+            torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._before)
+
+
+def _event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    return torch.Event(device="cuda:0", enable_timing=enable_timing, blocking=blocking)
+
+
+class _OnDevice(nullcontext[None]):
+    """In the place of `torch.cuda.device`: there is one."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
+_installed = False
+
+
+def install() -> None:
+    """Makes this process one with a CUDA device. It stays so.
+
+    Raises:
+        RuntimeError: Torch has CUDA of its own here.
+    """
+    global _installed
+    if _installed:
+        return
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        raise RuntimeError("this build of torch has a device of its own; the pretended one needs a build for CPU")
+    torch.ops.load_library(str(_library()))
+    torch.ops.pretend_cuda.watch(ctypes.cast(_callback, ctypes.c_void_p).value)
+    generator = torch.ops.pretend_cuda.default_generator()
+    properties = SimpleNamespace(
+        name="pretended",
+        major=9,
+        minor=0,
+        multi_processor_count=8,  # of which kernels start a program each, at least
+        total_memory=memory.total,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 * 2**20,
+    )
+    replaced: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": _OnDevice,
+        "device_of": _OnDevice,
+        "default_generators": (generator,),
+        "Stream": Stream,
+        "Event": _event,
+        "stream": _StreamContext,
+        "StreamContext": _StreamContext,
+        "set_stream": torch.accelerator.set_stream,
+        "current_stream": lambda device=None: _stream(torch.accelerator.current_stream("cuda:0")),
+        "default_stream": lambda device=None: Stream(stream_id=0, device_index=0, device_type=1),
+        "synchronize": lambda device=None: torch.accelerator.synchronize("cuda:0"),
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: (0, next(_pools)),
+        "is_current_stream_capturing": lambda: torch.ops.pretend_cuda.is_capturing(),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "pretended",
+        "mem_get_info": lambda device=None: (memory.free, memory.total),
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "set_sync_debug_mode": _set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: _sync_mode[0],
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "set_rng_state": lambda state, device="cuda": generator.set_state(state),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+    }
+    for module in (torch.cuda, torch.cuda.random):  # which has imported some
+        for name, value in replaced.items():
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, value)
+    own_clone = torch.UntypedStorage.clone
+    torch.UntypedStorage.clone = lambda storage: _clone(storage) if storage.is_cuda else own_clone(storage)  # type: ignore
+    torch._C._cuda_endAllocateToPool = lambda device, pool: _open_pools.discard(pool)  # type: ignore[attr-defined]
+    _take_device_tensors()
+    _installed = True
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A CPU build can't make a CUDA storage but through a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).clone().untyped_storage()
+
+
+_pools = iter(range(1, 2**31))
+_sync_mode = [0]
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    _sync_mode[0] = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)  # type: ignore[assignment,arg-type]

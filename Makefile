@@ -15,6 +15,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
 VENV_OLD ?= .venv-5.17
+TRITON_OLD ?= .venv-triton-3.6
 ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -67,6 +68,11 @@ $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV_OLD)/.installed-test: pyproject.toml constraints-5.17.txt | $(VENV_OLD)/bin/python
 	@echo "installing hf_paged with its tests and transformers 5.17 into $(VENV_OLD) (once)"
 	$(VENV_OLD)/bin/python $(PIP_INSTALL) -c constraints-5.17.txt -e '.[test]'
+	@touch $@
+
+# Not an environment but one package, the oldest supported Triton, to lie on the path before the environment's own.
+$(TRITON_OLD)/.installed: | $(VENV)/.installed-dev
+	$(PY) $(PIP_INSTALL) --target $(TRITON_OLD) triton==3.6.0
 	@touch $@
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -153,6 +159,16 @@ bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them
 	PYTHONPATH=. $(PY) benchmarks/kernel_resources.py --out $(RESULTS) $(ARGS)
 
+# Which specialisations of the kernels serving launches: found by a soak in minutes, written to a file that is reviewed.
+.PHONY: kernel-census
+kernel-census: $(VENV)/.installed-dev ## write benchmarks/kernel_census.jsonl anew: all that serving launches on a GPU
+	PYTHONPATH=. $(TEST_ENV) $(PY) benchmarks/kernel_soak.py --write
+
+.PHONY: compile-kernels
+compile-kernels: $(VENV)/.installed-dev $(TRITON_OLD)/.installed ## compile that census for three GPUs, by two releases of Triton
+	PYTHONPATH=. $(PY) benchmarks/compile_kernels.py --out $(RESULTS) $(ARGS)
+	PYTHONPATH=$(TRITON_OLD):. $(PY) benchmarks/compile_kernels.py --out $(RESULTS) $(ARGS)
+
 # For a machine with a GPU and a python3 that has torch, triton, transformers and pytest: no environment is made, nothing
 # is installed. benchmarks/GPU.md says what each step is, how long it takes and what to send back. Stopped anywhere, the
 # same command goes on where it was; it stops by itself after GPU_SECONDS, with an error while something is left to do.
@@ -195,7 +211,7 @@ clean: ## remove what the tools leave behind (not the environments)
 
 .PHONY: distclean
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VENV_OLD)
+	rm -rf $(VENV) $(VENV_OLD) $(TRITON_OLD)
 
 .PHONY: help
 help: ## this list

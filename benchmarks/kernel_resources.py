@@ -22,13 +22,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
+from kernel_keys import Specialisation, record
 from torch import Tensor
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from hf_paged.kernels import copy_blocks, launch, paged_decode, paged_prefill, reshape_and_cache, triton_layers
 
@@ -43,26 +44,8 @@ TARGETS = {
 SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POOLS = DTYPES | {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.uint8: "*u8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 NUM_BLOCKS = 4096
 MOST = ("registers", "shared_memory", "spilled_bytes", "spills_in_loops")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with the arguments of a launch."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -84,45 +67,6 @@ class Case:
         return " ".join([*parts, f"m{self.rows}"] + ([self.features] if self.features else []))
 
 
-class Recorder:
-    """Stands in for a kernel and takes down what it is launched with."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.launches: list[Launch] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def take_down(*values: Any, **named: Any) -> None:
-            options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
-            names = [parameter.name for parameter in self.kernel.params]
-            self.launches.append(Launch(self.kernel, dict(zip(names, values)) | named, options))
-
-        return take_down
-
-
-def specialised(launch_: Launch) -> tuple[ASTSource, dict[str, int]]:
-    """What Triton would compile at this launch: which arguments are constants, which are known multiples of 16."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(launch_.kernel.params):
-        value = launch_.arguments[parameter.name]
-        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or is_one:
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(launch_.kernel, signature, constants, attributes), launch_.options
-
-
 def on_meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -137,29 +81,12 @@ def device_of(target: str) -> launch.Device:
     )
 
 
-def launches(case: Case, target: str) -> list[Launch]:
-    """The launches that this case makes."""
-    recorders = {
-        (module, name): Recorder(getattr(module, name))
-        for module, name in (
-            (paged_decode, "_decode_kernel"),
-            (paged_decode, "_combine_kernel"),
-            (paged_prefill, "_prefill_kernel"),
-            (reshape_and_cache, "_reshape_and_cache_kernel"),
-            (copy_blocks, "_copy_blocks_kernel"),
-            (triton_layers, "_rms_norm_kernel"),
-            (triton_layers, "_gate_kernel"),
-            (triton_layers, "_rotary_kernel"),
-        )
-    }
+def launches(case: Case, target: str) -> list[Specialisation]:
+    """What this case launches."""
     dtype, kv_heads = DTYPES[case.dtype], 8
     pool = on_meta(NUM_BLOCKS, 32, 2, kv_heads, case.block_size, case.head_dim, dtype=POOLS[case.pool])
     device = device_of(target)
-    original = launch.Device.of
-    try:
-        for (module, name), recorder in recorders.items():
-            setattr(module, name, recorder)
-        launch.Device.of = staticmethod(lambda _: device)  # type: ignore[method-assign,assignment]
+    with mock.patch.object(launch.Device, "of", staticmethod(lambda _: device)), record() as found:
         if case.kernel == "copy":
             ids = on_meta(16, dtype=torch.int64)
             copy_blocks.copy_blocks(pool, ids, ids)
@@ -202,11 +129,7 @@ def launches(case: Case, target: str) -> list[Launch]:
                 paged_decode.paged_decode(call, work[:80], work[80:])
             else:
                 paged_prefill.paged_prefill(call, on_meta(64, 2, dtype=torch.int32), case.rows)
-    finally:
-        launch.Device.of = original  # type: ignore[method-assign]
-        for (module, name), recorder in recorders.items():
-            setattr(module, name, recorder.kernel)
-    return [one for recorder in recorders.values() for one in recorder.launches]
+    return list(found)
 
 
 def cases(target: str) -> Iterator[Case]:
@@ -295,8 +218,9 @@ def instructions(compiled: Any) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def measure(launch_: Launch, target: str) -> dict[str, Any]:
-    source, options = specialised(launch_)
+def measure(key: Specialisation, target: str) -> dict[str, Any]:
+    """What a kernel takes on a target."""
+    source, options = key.source(TARGETS[target])
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     result: dict[str, Any] = {"shared_memory": compiled.metadata.shared}
     if target.startswith("sm_"):
@@ -318,9 +242,8 @@ def measure(launch_: Launch, target: str) -> dict[str, Any]:
 def measure_case(case: Case, target: str) -> list[dict[str, Any]]:
     """A row for each launch of a case."""
     rows = []
-    for launch_ in launches(case, target):
-        name = launch_.kernel.__name__.strip("_").removesuffix("_kernel")
-        row = asdict(case) | {"kernel": name, "target": target} | measure(launch_, target)
+    for key in launches(case, target):
+        row = asdict(case) | {"kernel": key.name, "target": target} | measure(key, target)
         rows.append(row | {"fits": row["shared_memory"] <= SHARED_MEMORY_LIMIT[target]})
     return rows
 

@@ -49,6 +49,28 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [dict(zip(report["columns"], row)) for row in report["kernels"]]
 
 
+def test_compiled_kernels_are_found_again_in_any_order() -> None:
+    """Would break: a kernel that is compiled anew in each process that launches another one first."""
+    program = """
+import itertools, os
+from hf_paged.kernels import paged_decode, paged_prefill, reshape_and_cache
+kernels = paged_decode._decode_kernel, paged_prefill._prefill_kernel, reshape_and_cache._reshape_and_cache_kernel
+for order in itertools.permutations(range(3)):
+    if os.fork() == 0:
+        keys = {place: kernels[place].cache_key for place in order}
+        print(sorted(keys.items()), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 6 and len(set(result.stdout.splitlines())) == 1
+
+
 def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> None:
     """Would break: a kernel that only the interpreter understands."""
     names = {"decode", "combine", "prefill", "reshape_and_cache", "copy_blocks"}

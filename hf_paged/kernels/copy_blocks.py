@@ -14,7 +14,8 @@ from torch import Tensor
 PART = 4096  # words of a program
 
 
-@triton.jit
+# The destinations lie behind the sources in one tensor: whether they are aligned depends on how many pairs there are.
+@triton.jit(do_not_specialize_on_alignment=["sources", "destinations"])
 def _copy_blocks_kernel(
     blocks,  # [num_blocks, words]
     sources,  # [P] int64

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, load_states, tanh
+from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, hash_now, load_states, tanh
 
 
 @triton.jit
@@ -116,3 +116,6 @@ def start_rows(rows_head, sinks, HAS_SINKS: tl.constexpr, M: tl.constexpr, D: tl
         row_max = tl.full([M], float("-inf"), tl.float32)
         row_sum = tl.zeros([M], tl.float32)
     return acc, row_max, row_sum
+
+
+hash_now(attend_tiles, start_rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -107,3 +109,17 @@ def load_states(pointers, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYP
     if FORMAT != "":
         states = decode_fp8(states, FORMAT, NATIVE)
     return states.to(DTYPE)
+
+
+def hash_now(*functions: Any) -> None:
+    """Has Triton hash functions that kernels call, each before those that call it.
+
+    What a kernel is called in Triton's cache depends on which of its functions were hashed before it (3.6 and 3.7 miss
+    the constants of others), so on which kernel a process launches first: it would not find what another compiled.
+    """
+    for function in functions:
+        if hasattr(function, "cache_key"):  # the interpreter's have none
+            function.cache_key  # noqa: B018
+
+
+hash_now(dot, dot_add, tanh, decode_fp8, encode_fp8, load_states)

@@ -1,0 +1,282 @@
+"""Finds every specialisation of the Triton kernels that serving some models launches: a soak, of the keys alone.
+
+The models have their real shapes but for layers, vocabulary and experts, and weights that take no memory; what a
+kernel or a matrix product would compute is left out, since only the keys of the launches count. So 256 rows, or a
+prompt of 20,000 tokens, take a moment on any CPU.
+
+    python benchmarks/kernel_soak.py             # says what differs from the written census
+    python benchmarks/kernel_soak.py --write     # and writes it anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers as hf
+from kernel_census import WRITTEN, Cell, Census, differences, read, write
+from kernel_keys import Specialisation, record
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import hf_paged
+from hf_paged import cuda_graph, fused_layers
+from hf_paged.kernels import backend, cpu_layers, launch
+from hf_paged.kernels.triton_layers import TritonLayers
+
+# What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
+GPUS = {
+    "sm_80": launch.Device(108, has_native_fp8=False, shared_memory=166_912, reads_shared_factors=False),
+    "sm_90": launch.Device(132, has_native_fp8=True, shared_memory=232_448, reads_shared_factors=True),
+}
+POOLS = ("auto", "fp8_e4m3")
+
+_FEW = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
+    "Llama-3.1-8B": lambda: hf.LlamaConfig(
+        **_FEW,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    ),
+    "Qwen3-0.6B": lambda: hf.Qwen3Config(
+        **_FEW,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+    ),
+    "Qwen3-30B-A3B": lambda: hf.Qwen3MoeConfig(
+        **_FEW,
+        **_EXPERTS,
+        hidden_size=2048,
+        moe_intermediate_size=16,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+    ),
+    "gemma-2-9b": lambda: hf.Gemma2Config(
+        **_FEW,
+        hidden_size=3584,
+        intermediate_size=14336,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        sliding_window=4096,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=32768,  # of twice the real one's, for sequences of one length in all models
+    ),
+    "gpt-oss-20b": lambda: hf.GptOssConfig(
+        **_FEW,
+        **_EXPERTS,
+        hidden_size=2880,
+        intermediate_size=16,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        sliding_window=128,
+        max_position_embeddings=131072,
+    ),
+}
+
+
+def build(name: str, device: str = "cpu") -> hf.PreTrainedModel:
+    """A model of the table in bfloat16, each of whose matrices is one zero, repeated."""
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).eval()
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            fill = torch.ones if parameter.ndim == 1 else torch.zeros  # experts are few and small
+            is_large = parameter.ndim == 2
+            numbers = fill(() if is_large else parameter.shape, dtype=parameter.dtype, device=device)
+            numbers = numbers.expand(parameter.shape)
+            setattr(module, key, nn.Parameter(numbers, requires_grad=False))
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(key, torch.ones(buffer.shape, dtype=buffer.dtype, device=device), persistent=False)
+    model.generation_config.update(eos_token_id=None, pad_token_id=0)
+    return model
+
+
+@cache
+@torch.inference_mode(False)
+def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Enough for what a layer computes in any step, made once: most of a soak's time would go into them."""
+    return torch.zeros(2048 * 28672, dtype=dtype, device=device)
+
+
+def _linear(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.stride() != (0, 0):
+            return own(states, weight, bias)
+        shape = *states.shape[:-1], weight.shape[0]
+        if weight.shape[0] == _FEW["vocab_size"]:  # logits are written to
+            return states.new_zeros(shape)
+        return _zeros(states.dtype, states.device)[: math.prod(shape)].view(shape)
+
+    return linear
+
+
+class _Layers(TritonLayers):
+    """The launchers, and numbers where it is tried out which layers can be fused: few rows."""
+
+    FEW = 8
+
+    def _rms_norm(self, states: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+        output = super()._rms_norm(states, weight, *settings)
+        if states.numel() <= self.FEW * weight.numel():
+            output.copy_(_computing(self.dtype)._rms_norm(states, weight, *settings))
+        return output
+
+    def _gate(self, gate: Tensor, up: Tensor, *settings: Any) -> Tensor:
+        output = super()._gate(gate, up, *settings)
+        if gate.numel() <= self.FEW * gate.shape[-1]:
+            output.copy_(_computing(self.dtype)._gate(gate, up, *settings))
+        return output
+
+    def _rotary(self, query: Tensor, key: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        outputs = super()._rotary(query, key, *settings)
+        if query.shape[2] <= self.FEW:
+            for output, numbers in zip(outputs, _computing(self.dtype)._rotary(query, key, *settings)):
+                output.copy_(numbers)
+        return outputs
+
+
+def _computing(dtype: torch.dtype) -> cpu_layers.CPULayers:
+    kernels = cpu_layers.load(dtype)
+    if isinstance(kernels, str):
+        raise RuntimeError(f"the census needs the layer kernels in C, which {kernels}")
+    return kernels
+
+
+class _Again:
+    """A recording without a device to record: the function, run again; its output stays where it was."""
+
+    def __init__(self, function: Callable[[], Tensor], replays: list[int]) -> None:
+        """`replays` grows by the rows of each."""
+        self._function = function
+        self._replays = replays
+        self.output = function()
+
+    def replay(self) -> None:
+        self._replays.append(len(self.output))
+        with torch.inference_mode():  # the output is a tensor of it
+            self.output.copy_(self._function())
+
+
+@contextmanager
+def pretending(gpu: str) -> Iterator[list[int]]:
+    """Within it, tensors in the host's memory are served as those of such a GPU are: the rows of replayed steps."""
+    replays: list[int] = []
+    with ExitStack() as stack:
+        for owner, name, instead in (
+            (launch.Device, "of", staticmethod(lambda _: GPUS[gpu])),
+            (launch, "is_interpreting", lambda: True),  # so that the Triton backend takes CPU tensors
+            (fused_layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
+            (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
+            (nn.functional, "linear", _linear(nn.functional.linear)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield replays
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Token ids, the first of which differ."""
+    return [[1 + (7 * row + column) % 500 for column in range(length)] for row, length in enumerate(lengths)]
+
+
+def together(model: Any, lengths: Iterable[int], **settings: Any) -> None:
+    """Serves requests of these lengths; those that fit into a step begin in one."""
+    model.paged.pause()  # else the first would be on its way when the next comes
+    requests = [model.paged.submit(ids, **{"max_new_tokens": 2} | settings) for ids in prompts(*lengths)]
+    model.paged.resume()
+    for request in requests:
+        request.result(timeout=600)
+
+
+def serve(model: Any) -> None:
+    """All that requests make the engine do, over lengths from 1 to 20,000 and batches of 1 to 256 rows."""
+    ids = torch.tensor(prompts(37, 37, 37))
+    for length in (1, 2, 4, 8, 32, 128, 20_000):
+        together(model, [length])
+    together(model, [20_000])  # behind what the prefix cache has of it
+    together(model, range(1, 41), max_new_tokens=4)
+    together(model, [3] * 256)
+    together(model, [5] * 17, max_new_tokens=30)  # into the next block
+    together(model, [5, 17, 16, 33, 700], do_sample=True, top_k=20, temperature=0.7, max_new_tokens=5)
+    model.generate(ids, num_beams=4, num_return_sequences=2, max_new_tokens=20)
+    model.generate(ids, do_sample=True, num_return_sequences=5, max_new_tokens=6)
+    model.generate(ids[:1, :1], max_new_tokens=3)
+
+
+def serve_short_of_memory(model: Any) -> None:
+    """Rows that the pool has no room for: swapped out and in."""
+    ids = torch.tensor(prompts(30, 30, 30))
+    together(model, [20] * 30, max_new_tokens=40)
+    assert model.paged.stats().num_preemptions > 0
+    model.generate(ids, num_beams=3, max_new_tokens=20)
+
+
+SERVICES: tuple[tuple[dict[str, Any], Callable[[Any], None]], ...] = (
+    ({"num_blocks": 4000}, serve),
+    ({"num_blocks": 64, "preemption": "swap", "cuda_graphs": False, "max_num_seqs": 32}, serve_short_of_memory),
+)
+CELLS = [Cell(name, gpu, pool) for name in MODELS for gpu in GPUS for pool in POOLS]
+
+
+def soak(cell: Cell, device: str = "cpu") -> set[Specialisation]:
+    """What a model launches: with and without memory to spare, decoding in the shape of CUDA graphs and without.
+
+    Args:
+        cell: What is soaked.
+        device: Where the tensors say they are. Their memory must be the host's.
+    """
+    model = build(cell.model, device)
+    found: set[Specialisation] = set()
+    for settings, service in SERVICES:
+        settings = {"attention_backend": "triton", "kv_cache_dtype": cell.pool, "use_async_batching": True} | settings
+        with hf_paged.patched(model, **settings), pretending(cell.gpu) as replays, record() as launches:
+            # The trial that a pool on a GPU begins with.
+            backend._launch_failure.__wrapped__(torch.device(device))
+            service(model)
+        if (256 in replays) != (service is serve):
+            raise RuntimeError(f"decode steps took another way than they were meant to: {sorted(set(replays))}")
+        gc.collect()  # the pool
+        found |= set(launches)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the census anew")
+    arguments = parser.parse_args()
+    found: Census = {}
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for cell, keys in zip(CELLS, tqdm(pool.map(soak, CELLS), total=len(CELLS), desc="soaks", mininterval=5)):
+            for key in keys:
+                found.setdefault(key, set()).add(cell)
+    lines = differences(found, read() if WRITTEN.exists() else {}, CELLS)
+    print(*lines, f"{len(found)} specialisations; {len(lines)} differ from what is written", sep="\n")
+    if arguments.write:
+        write(found)
+    elif lines:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,7 @@ GPUS = {
     "sm_80": launch.Device(108, has_native_fp8=False, shared_memory=166_912, reads_shared_factors=False),
     "sm_90": launch.Device(132, has_native_fp8=True, shared_memory=232_448, reads_shared_factors=True),
 }
+_trial_launch = backend._launch_failure.__wrapped__
 POOLS = ("auto", "fp8_e4m3")
 
 _FEW = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
@@ -140,21 +141,27 @@ class _Layers(TritonLayers):
     def _rms_norm(self, states: Tensor, weight: Tensor, *settings: Any) -> Tensor:
         output = super()._rms_norm(states, weight, *settings)
         if states.numel() <= self.FEW * weight.numel():
-            output.copy_(_computing(self.dtype)._rms_norm(states, weight, *settings))
+            on_host(output).copy_(_computing(self.dtype)._rms_norm(on_host(states), on_host(weight), *settings))
         return output
 
     def _gate(self, gate: Tensor, up: Tensor, *settings: Any) -> Tensor:
         output = super()._gate(gate, up, *settings)
         if gate.numel() <= self.FEW * gate.shape[-1]:
-            output.copy_(_computing(self.dtype)._gate(gate, up, *settings))
+            on_host(output).copy_(_computing(self.dtype)._gate(on_host(gate), on_host(up), *settings))
         return output
 
     def _rotary(self, query: Tensor, key: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
         outputs = super()._rotary(query, key, *settings)
         if query.shape[2] <= self.FEW:
-            for output, numbers in zip(outputs, _computing(self.dtype)._rotary(query, key, *settings)):
-                output.copy_(numbers)
+            given = [on_host(value) if isinstance(value, Tensor) else value for value in (query, key, *settings)]
+            for output, numbers in zip(outputs, _computing(self.dtype)._rotary(*given)):
+                on_host(output).copy_(numbers)
         return outputs
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor; of one on a pretended device, what it is in the host's memory."""
+    return tensor if tensor.device.type == "cpu" else torch.ops.pretend_cuda.host(tensor)
 
 
 def _computing(dtype: torch.dtype) -> cpu_layers.CPULayers:
@@ -187,6 +194,7 @@ def pretending(gpu: str) -> Iterator[list[int]]:
         for owner, name, instead in (
             (launch.Device, "of", staticmethod(lambda _: GPUS[gpu])),
             (launch, "is_interpreting", lambda: True),  # so that the Triton backend takes CPU tensors
+            (backend, "_launch_failure", lambda _: None),  # nothing is computed that could be right
             (fused_layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
             (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
             (nn.functional, "linear", _linear(nn.functional.linear)),
@@ -252,7 +260,7 @@ def soak(cell: Cell, device: str = "cpu") -> set[Specialisation]:
         settings = {"attention_backend": "triton", "kv_cache_dtype": cell.pool, "use_async_batching": True} | settings
         with hf_paged.patched(model, **settings), pretending(cell.gpu) as replays, record() as launches:
             # The trial that a pool on a GPU begins with.
-            backend._launch_failure.__wrapped__(torch.device(device))
+            _trial_launch(torch.device(device))
             service(model)
         if (256 in replays) != (service is serve):
             raise RuntimeError(f"decode steps took another way than they were meant to: {sorted(set(replays))}")

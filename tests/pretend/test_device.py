@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pretend_cuda
 import pytest
@@ -17,6 +18,13 @@ from torch import Tensor
 
 def on_device(*numbers: float) -> Tensor:
     return torch.tensor(numbers, device="cuda")
+
+
+@cache
+def experts(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, the matrices of two experts, and where each one's rows end."""
+    ends = torch.tensor([2, 4], dtype=torch.int32, device="cuda")
+    return torch.ones(4, 16, dtype=dtype, device="cuda"), torch.ones(2, 16, 16, dtype=dtype, device="cuda"), ends
 
 
 WAITS: dict[str, Callable[[Tensor], object]] = {
@@ -34,6 +42,7 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
     "unique": lambda x: x.unique(),
     "stream": lambda x: torch.cuda.current_stream().synchronize(),
     "device": lambda x: torch.cuda.synchronize(),
+    "grouped_float32": lambda x: torch._grouped_mm(*experts(torch.float32)),
     "not_pinned": lambda x: torch.ones(3).to("cuda", non_blocking=True),
     "not_pinned_back": lambda x: torch.empty(3).copy_(x, non_blocking=True),
 }
@@ -46,6 +55,7 @@ GOES_ON: dict[str, Callable[[Tensor], object]] = {
     "number": lambda x: x[0].fill_(2.0),
     "number_into_a_mask": lambda x: x.masked_fill_(x > 1, 2.0).index_put_((x > 1,), x[0]),
     "indices": lambda x: x[torch.arange(2, device="cuda")],
+    "grouped_bfloat16": lambda x: torch._grouped_mm(*experts(torch.bfloat16)),
     "pinned": lambda x: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
     "pinned_back": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
     "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 3, 1)] * 3),
@@ -56,6 +66,7 @@ GOES_ON: dict[str, Callable[[Tensor], object]] = {
 def test_what_waits_is_seen(name: str) -> None:
     """Would break: a wait inside a step goes unnoticed."""
     x = on_device(3.0, 1.0, 2.0)
+    experts(torch.float32)
     with pretend_cuda.watch() as seen:
         WAITS[name](x)
     assert len(seen.waits) == 1, seen.events
@@ -66,6 +77,7 @@ def test_what_waits_is_seen(name: str) -> None:
 def test_what_does_not_wait_is_none(name: str) -> None:
     """Would break: false alarms."""
     x = on_device(3.0, 1.0, 2.0)
+    experts(torch.bfloat16)
     with pretend_cuda.watch() as seen:
         result = GOES_ON[name](x)
     assert seen.waits == [] and isinstance(result, Tensor)

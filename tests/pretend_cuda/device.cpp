@@ -734,11 +734,11 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
                                            dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
 
-// Composite operations that look their kernel up by the device's type: taken whole.
+// Composite operations that look their kernel up by the device's type, or of which a GPU has its own: taken whole.
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("record_stream", [](Tensor&, c10::Stream stream) { tell("record_stream", "", stream.id()); });
-  for (const char* name : {"copy_", "scaled_dot_product_attention"})
+  for (const char* name : {"copy_", "scaled_dot_product_attention", "_grouped_mm"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }

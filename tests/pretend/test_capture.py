@@ -13,6 +13,7 @@ from typing import Any
 import pretend_cuda
 import pytest
 import torch
+from conftest import join
 from models import build, random_ids
 from torch import Tensor
 
@@ -197,6 +198,39 @@ def test_sampling_is_submitted_while_steps_are_recorded() -> None:
     assert requests[0].result().token_ids == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("what", ["record", "look for waits"])
+def test_two_threads_at_once(what: str, scratch: Tensor) -> None:
+    """Of two models on one device: the stream that graphs are recorded on, and torch's warnings, are the process's."""
+    entered, results = threading.Event(), []
+    shown, stream = warnings.showwarning, capture_stream(CUDA)
+
+    def slowly() -> Tensor:
+        entered.set()
+        time.sleep(0.2)
+        return scratch + 1
+
+    def run(number: int) -> None:
+        if what == "record":
+            results.append(CUDARecording(slowly, stream))
+        else:
+            results.append(first_wait(slowly if number == 0 else lambda: (slowly(), scratch.sum().item())))
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+        assert entered.wait(20)
+    join(*threads)
+    assert torch.cuda.get_sync_debug_mode() == 0 and warnings.showwarning is shown
+    assert len(results) == 2
+    if what == "record":
+        for recording in results:
+            recording.output.zero_()
+            recording.replay()
+            assert recording.output.tolist() == [1.0] * 4
+    else:
+        assert results[0] is None and "test_capture.py" in results[1]
+
+
 def test_one_stream() -> None:
     """cuBLAS keeps memory for each stream that it was used on."""
     stock, model = patched(max_num_seqs=2)
@@ -221,15 +255,22 @@ def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
     largest = graphs._recordings[3].num_bytes
     model.paged.release()
     attempts: list[int] = []
+    in_use: list[int] = []
     original = cuda_graph.CUDARecording
 
     def limited(*args: Any) -> Any:
         attempts.append(1)
+        in_use.append(torch.cuda.memory_allocated())
         with pretend_cuda.memory_limit(int(share * largest)):
             return original(*args)
 
+    def empty_cache() -> None:
+        """What the failed step computed is free by then."""
+        assert torch.cuda.memory_allocated() <= in_use[-1]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graph, "CUDARecording", limited)
+        patch.setattr(torch.cuda, "empty_cache", empty_cache)
         for rows in (3, 2, 3):
             assert_same_tokens(stock, model, rows)
     assert len(attempts) == 3

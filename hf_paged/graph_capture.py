@@ -45,7 +45,7 @@ class CUDARecording:
         Args:
             function: Launches kernels only, and reads nothing back from the device.
             stream: Where it is recorded: the same for all recordings, since cuBLAS keeps memory for each stream.
-            other: Whose memory it uses, too: they never run at once. Not a handle of the memory, which torch refuses for
+            other: Whose memory it uses, too: they never run at once. Not a handle of that memory: torch refuses one for
                 ever once the last recording with it is gone.
 
         Raises:

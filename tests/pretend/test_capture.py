@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 import warnings
@@ -143,11 +144,15 @@ FAILING = [
 @pytest.mark.parametrize(("function", "cause"), [*FAILING, (_swallows, "during capture")])
 def test_a_failure_leaves_the_process_sound(function: Callable[[Tensor], Any], cause: str, scratch: Tensor) -> None:
     """Its cause is what is raised; then others draw, allocate and record as before."""
-    stream = capture_stream(CUDA)
+    gc.collect()
+    stream, num_pools = capture_stream(CUDA), pretend_cuda.num_pools()
     with pytest.raises((RuntimeError, KeyError), match=cause) as raised:
         CUDARecording(lambda: function(scratch), stream)
     if function is not _swallows:
         assert f"in {function.__name__}" in str(graph_capture.raised_at(raised.value))
+    del raised
+    gc.collect()
+    assert pretend_cuda.num_pools() == num_pools
     assert not pretend_cuda.is_allocating_to_a_pool()
     assert not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream() != stream
     assert torch.rand(2, device=CUDA).isfinite().all()

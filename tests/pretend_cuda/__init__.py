@@ -291,6 +291,11 @@ def _release_pool(device: int, pool: Any) -> None:
     _uses_of_pool[pool] -= 1
 
 
+def num_pools() -> int:
+    """Pools of which some graph, or a capture that failed, keeps the memory."""
+    return sum(uses > 0 for uses in _uses_of_pool.values())
+
+
 def is_allocating_to_a_pool() -> bool:
     """Whether a failed capture has left its thread's memory going to a graph's pool."""
     return bool(_open_pools)

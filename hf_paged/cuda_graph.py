@@ -352,12 +352,9 @@ class DecodeGraphs:
                 with suppress(torch.OutOfMemoryError):
                     recordings[size] = self._record_size(size, batch.first(size), is_first=not recordings)
                     continue
-                # Now that the error is gone, and with it what the failed step had computed.
                 too_large.append(size)
                 if not recordings:
                     self._logits = None  # of this size
-                if self._device.type == "cuda":
-                    torch.cuda.empty_cache()
         except Exception as error:  # a model that reads something back, makes tensors on the host, ...
             recordings.clear()
             self._logits = None

@@ -55,13 +55,15 @@ class CUDARecording:
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Pool = torch.cuda.graph_pool_handle() if other is None else other._pool
         with _LOCK:
+            if other is None:  # what torch keeps of freed memory it can't use, or give back, for what is recorded
+                torch.cuda.empty_cache()
             self._record(function, stream)
 
     def _record(self, function: Callable[[], Any], stream: torch.cuda.Stream) -> None:
         outer = torch.cuda.current_stream()
         before = torch.cuda.memory_reserved()
         stream.wait_stream(outer)
-        # Not `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each recording.
+        # Not `torch.cuda.graph`, which collects garbage and waits for the whole device before each recording.
         with torch.cuda.stream(stream):
             try:
                 self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -348,14 +349,12 @@ class DecodeGraphs:
         sizes = tqdm(self._sizes[::-1], desc="hf_paged: recording CUDA graphs", delay=1, leave=False, disable=None)
         try:
             for size in sizes:
-                try:
+                with suppress(torch.OutOfMemoryError):
                     recordings[size] = self._record_size(size, batch.first(size), is_first=not recordings)
-                except torch.OutOfMemoryError:
-                    too_large.append(size)
-                    if not recordings:
-                        self._logits = None  # of this size
-                    if self._device.type == "cuda":
-                        torch.cuda.empty_cache()
+                    continue
+                too_large.append(size)
+                if not recordings:
+                    self._logits = None  # of this size
         except Exception as error:  # a model that reads something back, makes tensors on the host, ...
             recordings.clear()
             self._logits = None
@@ -424,5 +423,11 @@ def recorder(kv_cache: KVCache) -> Callable[[Callable[[], Tensor]], Recording] |
         return f"need a CUDA device, the model is on {device}"
     if kv_cache.backend.name != "triton":
         return f"need the Triton kernels, this pool is served by {kv_cache.backend.name!r}"
-    stream, pool = capture_stream(device), torch.cuda.graph_pool_handle()
-    return lambda function: CUDARecording(function, stream, pool)
+    stream, made = capture_stream(device), weakref.WeakSet[CUDARecording]()
+
+    def record(function: Callable[[], Tensor]) -> CUDARecording:
+        recording = CUDARecording(function, stream, next(iter(made), None))
+        made.add(recording)
+        return recording
+
+    return record

@@ -299,8 +299,11 @@ class Engine:
 
         Raises:
             RuntimeError: This thread is inside a step (in a hook of the model).
+            UnsupportedModelError: The weights have been shared out between processes since `patch`.
             ValueError: `cuda_graphs=True`, and there can be none here.
         """
+        with self.transaction():
+            self._model_state.key()  # weights and code as they are now: what is recorded of others is recorded again
         return warm_up(self._pool, self._runner, self._worker, self.runs_flat())
 
     # Step by step

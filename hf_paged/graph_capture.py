@@ -25,6 +25,9 @@ _TORCH = str(Path(torch.__file__).parent)
 
 Pool: TypeAlias = Any  # torch's handle of memory that only graphs allocate from
 
+# One thread at a time: all models of a device are recorded on one stream, and torch's warnings are the process's.
+_LOCK = threading.Lock()
+
 
 class CUDARecording:
     """A CUDA graph.
@@ -34,31 +37,40 @@ class CUDARecording:
         num_bytes: Device memory taken by the recording.
     """
 
-    def __init__(self, function: Callable[[], Any], stream: torch.cuda.Stream, pool: Pool | None = None) -> None:
-        """Records what the function launches.
+    def __init__(
+        self, function: Callable[[], Any], stream: torch.cuda.Stream, other: CUDARecording | None = None
+    ) -> None:
+        """Records what the function launches, when no other thread records.
 
         Args:
             function: Launches kernels only, and reads nothing back from the device.
             stream: Where it is recorded: the same for all recordings, since cuBLAS keeps memory for each stream.
-            pool: What graphs that never run at once allocate from; `None`: this one's own.
+            other: Whose memory it uses, too: they never run at once. Not a handle of that memory: torch refuses one for
+                ever once the last recording with it is gone.
 
         Raises:
             Exception: What the function raised, or that something it did can't be recorded. Later work on the device
                 is none the worse for it.
         """
         self._graph = torch.cuda.CUDAGraph()
-        pool = pool or torch.cuda.graph_pool_handle()
+        self._pool: Pool = torch.cuda.graph_pool_handle() if other is None else other._pool
+        with _LOCK:
+            if other is None:  # what torch keeps of freed memory it can't use, or give back, for what is recorded
+                torch.cuda.empty_cache()
+            self._record(function, stream)
+
+    def _record(self, function: Callable[[], Any], stream: torch.cuda.Stream) -> None:
         outer = torch.cuda.current_stream()
         before = torch.cuda.memory_reserved()
         stream.wait_stream(outer)
-        # Not `torch.cuda.graph`, which collects garbage and empties the allocator's cache before each recording.
+        # Not `torch.cuda.graph`, which collects garbage and waits for the whole device before each recording.
         with torch.cuda.stream(stream):
             try:
-                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 self.output: Any = function()
                 self._graph.capture_end()
             except BaseException:
-                _recover(self._graph, pool)
+                _recover(self._graph, self._pool)
                 raise
         outer.wait_stream(stream)
         self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
@@ -110,8 +122,8 @@ def first_wait(function: Callable[[], Any]) -> str | None:
         "file:line, in function", or `None`.
     """
     own, places = threading.get_ident(), list[str]()
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
+    with _LOCK, warnings.catch_warnings():
+        mode = torch.cuda.get_sync_debug_mode()
         show_other = warnings.showwarning
 
         def show(message: Any, category: Any, filename: str, lineno: int, *args: Any, **kwargs: Any) -> None:

@@ -169,15 +169,12 @@ class KVCache:
         return ToHost(values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32))
 
     @contextmanager
-    def filled_null_block(self) -> Iterator[None]:
-        """Within it the null block holds numbers from -1 to 1, as if a sequence had been there. No step may run."""
-        block = self.tensor[self.null_block]
-        numbers = torch.linspace(-20, 20, block.numel(), device=block.device).sin()
+    def lent_null_block(self) -> Iterator[None]:
+        """Within it tokens may be written into the null block, which holds zeros afterwards. No step may run."""
         try:
-            block.copy_(numbers.view(block.shape))
             yield
         finally:
-            elements(block).zero_()
+            elements(self.tensor[self.null_block]).zero_()
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks about to be filled, where the backend needs it.

@@ -67,7 +67,7 @@ def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bo
         device = kv_cache.tensor.device
         with among_steps(device), torch.autocast(device.type, enabled=False):
             if runs_flat:
-                with _counting(kv_cache) as kernels, kv_cache.filled_null_block():
+                with _counting(kv_cache) as kernels, kv_cache.lent_null_block():
                     _run(pool, runner, kv_cache)
                     graphs = runner.record_graphs(manager, kv_cache)
                 num_kernels = len(kernels)

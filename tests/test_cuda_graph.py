@@ -31,6 +31,8 @@ FLAT = [name for name in MODELS if hf_paged.is_supported(build(name)).traits.run
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SMALL = {"num_blocks": 128, "block_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Of experts in float32, torch reads on the host how many rows each has: on a GPU, such steps can't be recorded.
+READ_BACK = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 class Again:
@@ -205,9 +207,12 @@ def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> Non
         plain_tokens([prompt], name, device, max_new_tokens=4 + 2 * index)[0] for index, prompt in enumerate(prompts)
     ]
     assert tokens == expected
+    model.paged.check_invariants()
+    if device == "cuda" and name in READ_BACK:
+        assert not recorder.sizes and "waits for the device" in model.paged._runner._graphs[1].reason
+        return
     assert recorder.sizes == capture_sizes(12)[::-1], "all sizes, once"
     assert len(recorder.steps) >= 13 and set(recorder.steps) > {1, 2, 4}
-    model.paged.check_invariants()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -583,5 +588,6 @@ def test_out_of_memory_while_recording(
 def no_warnings(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever is recorded agrees with what is not, and no step fell back in silence."""
     yield
-    if not any(name in request.node.name for name in ("cannot_be_recorded", "out_of_memory")):
+    unrecordable = ("cannot_be_recorded", "out_of_memory", *(f"{name}-cuda" for name in READ_BACK))
+    if not any(name in request.node.name for name in unrecordable):
         assert not [record for record in caplog.records if "CUDA graphs" in record.getMessage()]

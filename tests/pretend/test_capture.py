@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import pretend_cuda
 import pytest
 import torch
+from conftest import join
 from models import build, random_ids
 from torch import Tensor
 
@@ -142,11 +144,15 @@ FAILING = [
 @pytest.mark.parametrize(("function", "cause"), [*FAILING, (_swallows, "during capture")])
 def test_a_failure_leaves_the_process_sound(function: Callable[[Tensor], Any], cause: str, scratch: Tensor) -> None:
     """Its cause is what is raised; then others draw, allocate and record as before."""
-    stream = capture_stream(CUDA)
+    gc.collect()
+    stream, num_pools = capture_stream(CUDA), pretend_cuda.num_pools()
     with pytest.raises((RuntimeError, KeyError), match=cause) as raised:
         CUDARecording(lambda: function(scratch), stream)
     if function is not _swallows:
         assert f"in {function.__name__}" in str(graph_capture.raised_at(raised.value))
+    del raised
+    gc.collect()
+    assert pretend_cuda.num_pools() == num_pools
     assert not pretend_cuda.is_allocating_to_a_pool()
     assert not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream() != stream
     assert torch.rand(2, device=CUDA).isfinite().all()
@@ -197,6 +203,39 @@ def test_sampling_is_submitted_while_steps_are_recorded() -> None:
     assert requests[0].result().token_ids == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("what", ["record", "look for waits"])
+def test_two_threads_at_once(what: str, scratch: Tensor) -> None:
+    """Of two models on one device: the stream that graphs are recorded on, and torch's warnings, are the process's."""
+    entered, results = threading.Event(), []
+    shown, stream = warnings.showwarning, capture_stream(CUDA)
+
+    def slowly() -> Tensor:
+        entered.set()
+        time.sleep(0.2)
+        return scratch + 1
+
+    def run(number: int) -> None:
+        if what == "record":
+            results.append(CUDARecording(slowly, stream))
+        else:
+            results.append(first_wait(slowly if number == 0 else lambda: (slowly(), scratch.sum().item())))
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+        assert entered.wait(20)
+    join(*threads)
+    assert torch.cuda.get_sync_debug_mode() == 0 and warnings.showwarning is shown
+    assert len(results) == 2
+    if what == "record":
+        for recording in results:
+            recording.output.zero_()
+            recording.replay()
+            assert recording.output.tolist() == [1.0] * 4
+    else:
+        assert results[0] is None and "test_capture.py" in results[1]
+
+
 def test_one_stream() -> None:
     """cuBLAS keeps memory for each stream that it was used on."""
     stock, model = patched(max_num_seqs=2)
@@ -221,18 +260,21 @@ def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
     largest = graphs._recordings[3].num_bytes
     model.paged.release()
     attempts: list[int] = []
+    emptied: list[int] = []  # before which attempt
     original = cuda_graph.CUDARecording
 
     def limited(*args: Any) -> Any:
-        attempts.append(1)
+        attempts.append(torch.cuda.memory_allocated())
         with pretend_cuda.memory_limit(int(share * largest)):
             return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graph, "CUDARecording", limited)
+        patch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(attempts)))
         for rows in (3, 2, 3):
             assert_same_tokens(stock, model, rows)
-    assert len(attempts) == 3
+    assert len(attempts) == 3 and attempts[1] <= attempts[0], "what the failed one computed is free"
+    assert emptied == ([1, 2, 3] if share == 0 else [1, 2]), "until one has memory that the others share"
     said = warnings_of(caplog)
     assert len(said) == 1 and "no memory left" in said[0]
     graphs = model.paged._runner._graphs[1]

@@ -236,8 +236,8 @@ ILLEGAL: dict[str, Callable[[Tensor], object]] = {
 def test_what_a_capture_must_not_do(name: str) -> None:
     """And what it leaves: torch raises before it has ended the allocation, and the default generator stays flagged."""
     x = torch.ones(4, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    graph.capture_begin(pool=pool)
     with pytest.raises(RuntimeError):
         ILLEGAL[name](x)
     with pytest.raises(RuntimeError, match="previous error"):
@@ -245,10 +245,28 @@ def test_what_a_capture_must_not_do(name: str) -> None:
     assert pretend_cuda.is_allocating_to_a_pool()
     with pytest.raises(RuntimeError, match="outside graph capture"):
         torch.rand(2, device="cuda")
-    torch._C._cuda_endAllocateToPool(0, None)  # type: ignore[attr-defined]
+    torch._C._cuda_endAllocateToPool(0, pool)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="not currently recording"):
+        torch._C._cuda_endAllocateToPool(0, pool)  # type: ignore[attr-defined]
     capture(lambda: x + 1)
     assert not pretend_cuda.is_allocating_to_a_pool()
     torch.rand(2, device="cuda")
+
+
+@pytest.mark.usefixtures("stream")
+def test_a_pool_ends_with_its_last_graph() -> None:
+    """As torch's does: graphs share one as long as there is one, and its handle can't be used again afterwards."""
+    x, pool = torch.ones(4, device="cuda"), torch.cuda.graph_pool_handle()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+    for graph in graphs[:2]:
+        graph.capture_begin(pool=pool)
+        x.add_(1)
+        graph.capture_end()
+    for graph in graphs[:2]:
+        graph.reset()
+    with pytest.raises(RuntimeError, match="INTERNAL ASSERT"):
+        graphs[2].capture_begin(pool=pool)
+    assert not pretend_cuda.is_allocating_to_a_pool()
 
 
 @pytest.mark.usefixtures("stream")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pretend_cuda
 import pytest
@@ -66,6 +67,10 @@ def test_the_steps(cuda_graphs: bool | None, monkeypatch: pytest.MonkeyPatch) ->
     reserved = model.paged._runner.reserved_bytes(64, 4)
     assert 0 <= 2**20 - reserved - pool < model.paged.bytes_per_block
     if cuda_graphs is None:  # whose memory is not used twice on this device
+        runner = model.paged._runner
+        monkeypatch.setattr(runner, "_config", replace(runner._config, cuda_graphs=False))
+        own = graph_bytes(runner.activation_bytes(4), 4, 2048, 4, -(-runner.max_context // 4))
+        assert reserved - runner.reserved_bytes(64, 4) == own > 0
         return
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -106,3 +106,30 @@ def test_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
     assert not seen.where("compile", "capture")
     done = model.paged.warm_up()
     assert done.num_graphs == 0 and done.no_graphs is not None and "waits for the device" in done.no_graphs
+
+
+def test_of_weights_that_have_moved() -> None:
+    """What it records is what the next request replays, also if the weights lay elsewhere at the last one."""
+    model = hf_paged.patch(build("llama", layers=1).to(CUDA), **SETTINGS | {"max_num_seqs": 1})
+    ids, config = random_ids(1, 5).to(CUDA), {"max_new_tokens": 2, "eos_token_id": None}
+    model.generate(ids, **config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    with pretend_cuda.watch() as seen:
+        assert model.paged.warm_up().num_graphs == len(seen.of("capture")) == 1
+    with pretend_cuda.watch() as seen:
+        model.generate(ids, **config)
+    assert seen.of("replay") and not seen.of("capture")
+
+
+def test_in_any_mode() -> None:
+    """What it makes is for calls of all threads, whatever mode this one is in."""
+    model = hf_paged.patch(build("llama", layers=1).to(CUDA), **SETTINGS | {"max_num_seqs": 1})
+    with torch.inference_mode(), torch.device(CUDA), torch.autocast("cuda", dtype=torch.bfloat16):
+        done = model.paged.warm_up()
+    assert done.num_graphs == 1
+    tensors = [model.paged.kv_cache.tensor, model.paged._runner._graphs[1]._logits]
+    assert not any(tensor.is_inference() for tensor in tensors) and tensors[1].dtype == torch.float32
+    with pretend_cuda.watch() as seen:
+        model.generate(random_ids(1, 5).to(CUDA), max_new_tokens=2, eos_token_id=None)
+    assert seen.of("replay") and not seen.of("compile", "capture")

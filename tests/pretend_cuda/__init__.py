@@ -206,23 +206,34 @@ class Graph:
         self._number: int | None = None
         self._launches: list[tuple[int, Callable[[], None]]] = []  # of Triton kernels, and how many operations before
         self._pool: Any = None
+        self._stream = 0
+        self._is_ended = False
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        if torch.cuda.current_stream().stream_id == 0:
+        stream = torch.cuda.current_stream().stream_id
+        if stream == 0:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        pool = pool or torch.cuda.graph_pool_handle()
+        if _uses_of_pool.get(pool) == 0:  # a handle whose last graph is gone is of no use any more
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp")
+        _uses_of_pool[pool] = _uses_of_pool.get(pool, 0) + 1
+        _open_pools.add(pool)
+        if stream in _capturing_streams:
+            raise RuntimeError("CUDA error: operation not permitted: another thread captures this stream")
         self._number = torch.ops.pretend_cuda.capture_begin()
-        self._pool = pool
+        self._pool, self._stream = pool, stream
+        _capturing_streams.add(stream)
         _graphs_by_pool.setdefault(pool, set()).add(self._number)
         _captured.graph = self
         note("capture", capture_error_mode)
 
     def capture_end(self) -> None:
+        if _captured.graph is self:
+            _capturing_streams.discard(self._stream)
         _captured.graph = None
-        try:
-            torch.ops.pretend_cuda.capture_end()
-        except RuntimeError:
-            _open_pools.add(self._pool)  # torch raises before it ends the allocation
-            raise
+        torch.ops.pretend_cuda.capture_end()
+        _open_pools.discard(self._pool)  # which torch does not come to where that raises
+        self._is_ended = True
 
     def replay(self) -> None:
         note("replay")
@@ -248,6 +259,8 @@ class Graph:
             _graphs_by_pool[self._pool].discard(self._number)
             torch.ops.pretend_cuda.graph_drop(self._number)
             self._number = None
+            if self._is_ended:
+                _release_pool(0, self._pool)
 
     def pool(self) -> Any:
         return self._pool
@@ -262,7 +275,25 @@ class _Captured(threading.local):
 
 _captured = _Captured()
 _graphs_by_pool: dict[Any, set[int]] = {}
-_open_pools: set[Any] = set()  # to which a thread still allocates, after a capture that failed
+_uses_of_pool: dict[Any, int] = {}  # by graphs, and by captures that failed until somebody releases it
+_capturing_streams: set[int] = set()
+_open_pools: set[Any] = set()  # to which a thread allocates, also after a capture that failed
+
+
+def _end_allocate_to_pool(device: int, pool: Any) -> None:
+    if pool not in _open_pools:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    _open_pools.discard(pool)
+
+
+def _release_pool(device: int, pool: Any) -> None:
+    assert _uses_of_pool[pool] > 0, "released more often than used"
+    _uses_of_pool[pool] -= 1
+
+
+def num_pools() -> int:
+    """Pools of which some graph, or a capture that failed, keeps the memory."""
+    return sum(uses > 0 for uses in _uses_of_pool.values())
 
 
 def is_allocating_to_a_pool() -> bool:
@@ -434,8 +465,8 @@ def install() -> None:
                 setattr(module, name, value)
     own_clone = torch.UntypedStorage.clone
     torch.UntypedStorage.clone = lambda storage: _clone(storage) if storage.is_cuda else own_clone(storage)  # type: ignore
-    torch._C._cuda_endAllocateToPool = lambda device, pool: _open_pools.discard(pool)  # type: ignore[attr-defined]
-    torch._C._cuda_releasePool = lambda device, pool: None  # type: ignore[attr-defined]
+    torch._C._cuda_endAllocateToPool = _end_allocate_to_pool  # type: ignore[attr-defined]
+    torch._C._cuda_releasePool = _release_pool  # type: ignore[attr-defined]
     _take_device_tensors()
     _installed = True
 

@@ -250,6 +250,15 @@ def test_a_models_own_preparation_sees_the_device(models: Models) -> None:
     assert paged.paged.submit([1, 2, 3], **SHORT).result(100).token_ids
 
 
+def test_patching_draws_nothing(models: Models) -> None:
+    """Would break: weights of a probe that are seeded on all devices."""
+    model = copy.deepcopy(models.stock)
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    hf_paged.patch(model)
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(torch.cuda.get_rng_state(), before[1])
+
+
 def test_right_padding_is_warned_of(models: Models) -> None:
     """Would break: a preparation that doesn't look at the mask."""
     given = {name: value.to("cuda") for name, value in ragged_batch((9, 6), side="right").items()}

@@ -19,6 +19,7 @@ from models import build, ragged_batch, random_ids, tiny_tokenizer
 from pretend_cuda import Event
 from torch import Tensor
 from transformers import (
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     SequenceBiasLogitsProcessor,
@@ -241,13 +242,40 @@ class Prepares(type(build("llama"))):  # type: ignore[misc]
         return super()._prepare_attention_mask_for_generation(inputs_tensor, *args, **kwargs)
 
 
-def test_a_models_own_preparation_sees_the_device(models: Models) -> None:
+class Expands(type(build("llama"))):  # type: ignore[misc]
+    """The same of what transformers 5.17 has as a static method."""
+
+    def _expand_inputs_for_generation(self, *args: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        assert input_ids.is_cuda
+        return super()._expand_inputs_for_generation(*args, input_ids=input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Prepares, Expands])
+def test_a_models_own_preparation_sees_the_device(models: Models, kind: type) -> None:
     model = copy.deepcopy(models.stock)
-    model.__class__ = Prepares
+    model.__class__ = kind
     paged = hf_paged.patch(model, block_size=4, num_blocks=32, cuda_graphs=False)
     expected = models.stock.generate(models.ids, **SHORT)
     assert torch.equal(paged.generate(models.ids, **SHORT), expected)
     assert paged.paged.submit([1, 2, 3], **SHORT).result(100).token_ids
+
+
+class Packed(torch.nn.Linear):
+    """As quantized layers keep their weights: not as a matrix."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self.weight.view(self.out_features, -1))
+
+
+def test_a_head_with_packed_weights(models: Models) -> None:
+    """Would break: a table of biased tokens that is as long as the head's weights."""
+    model = copy.deepcopy(models.stock)
+    head = Packed(model.lm_head.in_features, model.lm_head.out_features, bias=False, device="cuda")
+    head.weight = torch.nn.Parameter(model.lm_head.weight.detach().reshape(-1, 1))
+    model.lm_head = head
+    paged = hf_paged.patch(model, block_size=4, num_blocks=32, cuda_graphs=False)
+    arguments = SHORT | {"bad_words_ids": [[7], [8, 9]]}
+    assert torch.equal(paged.generate(models.ids, **arguments), models.stock.generate(models.ids, **arguments))
 
 
 def test_patching_draws_nothing(models: Models) -> None:
@@ -317,3 +345,17 @@ def test_order_of_streams(models: Models, way: str) -> None:
     assert way == "inner" or len(order) == len(expected), order
     if way not in ("generate", "submit"):  # what comes from the steps is used on the caller's stream
         assert side.stream_id in {event.stream for event in seen.of("record_stream")}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_beams": 2, "num_beam_groups": 2}, {"penalty_alpha": 0.5, "top_k": 4}, {"dola_layers": "low"}]
+)
+def test_a_loop_from_elsewhere_sees_the_device(
+    models: Models, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(model: Any, inputs: Tensor, **kwargs: Any) -> Tensor:
+        return inputs + 1
+
+    monkeypatch.setattr(GenerationMixin, "load_custom_generate", lambda self, *args, **kwargs: loop)
+    result = models.paged.generate(models.ids, trust_remote_code=True, max_new_tokens=2, **arguments)
+    assert torch.equal(result, models.ids + 1) and result.is_cuda

@@ -25,6 +25,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
+from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.executor import StepExecutor
@@ -260,6 +261,22 @@ def test_a_models_own_preparation_sees_the_device(models: Models, kind: type) ->
     assert paged.paged.submit([1, 2, 3], **SHORT).result(100).token_ids
 
 
+class Samples(type(build("llama"))):  # type: ignore[misc]
+    """A model with a loop of its own, which takes its arguments as transformers gives them."""
+
+    def _sample(self, input_ids: Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
+        assert input_ids.is_cuda and generation_config._pad_token_tensor.is_cuda
+        return super()._sample(input_ids, generation_config=generation_config, **kwargs)
+
+
+def test_a_models_own_loop_sees_the_device(models: Models) -> None:
+    model = copy.deepcopy(models.stock)
+    model.__class__ = Samples
+    expected = model.generate(models.ids, **SHORT, pad_token_id=0)
+    paged = hf_paged.patch(model, block_size=4, num_blocks=32, cuda_graphs=False)
+    assert torch.equal(paged.generate(models.ids, **SHORT, pad_token_id=0), expected)
+
+
 class Packed(torch.nn.Linear):
     """As quantized layers keep their weights: not as a matrix."""
 
@@ -359,3 +376,21 @@ def test_a_loop_from_elsewhere_sees_the_device(
     monkeypatch.setattr(GenerationMixin, "load_custom_generate", lambda self, *args, **kwargs: loop)
     result = models.paged.generate(models.ids, trust_remote_code=True, max_new_tokens=2, **arguments)
     assert torch.equal(result, models.ids + 1) and result.is_cuda
+
+
+def test_streamers_are_given_the_hosts_tokens(models: Models) -> None:
+    """Would break: a token that is made wherever the caller has its tensors by default."""
+
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.devices: list[str] = []
+
+        def put(self, value: Tensor) -> None:
+            self.devices.append(value.device.type)
+
+        def end(self) -> None: ...
+
+    streamer = Streamer()
+    with torch.device("cuda"):
+        models.paged.generate(models.ids[:1], streamer=streamer, **SHORT)
+    assert streamer.devices == ["cpu"] * 4

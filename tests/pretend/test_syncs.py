@@ -29,7 +29,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.executor import StepExecutor
-from hf_paged.streams import steps_stream
+from hf_paged.runner import ModelRunner
+from hf_paged.streams import Handover, steps_stream
 
 CUDA = torch.device("cuda", 0)
 SHORT = {"max_new_tokens": 3, "eos_token_id": None, "do_sample": False}
@@ -362,6 +363,54 @@ def test_order_of_streams(models: Models, way: str) -> None:
     assert way == "inner" or len(order) == len(expected), order
     if way not in ("generate", "submit"):  # what comes from the steps is used on the caller's stream
         assert side.stream_id in {event.stream for event in seen.of("record_stream")}
+
+
+def test_the_sizing_step_is_among_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a trial step whose memory, when it is over, only the first caller's stream can use again."""
+    streams: list[int] = []
+    measure = ModelRunner.activation_bytes
+
+    def noting(self: ModelRunner, num_tokens: int) -> int:
+        streams.append(torch.cuda.current_stream().stream_id)
+        return measure(self, num_tokens)
+
+    monkeypatch.setattr(ModelRunner, "activation_bytes", noting)
+    paged = hf_paged.patch(build("llama").to("cuda"), max_num_seqs=2, max_num_batched_tokens=16, cuda_graphs=False)
+    paged.generate(random_ids(1, 5).to("cuda"), max_new_tokens=1)
+    assert streams and set(streams) == {steps_stream(CUDA).stream_id}
+
+
+def test_embeddings_outlive_the_last_chunk(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a caller that goes on behind the chunk with its logits, while a later one reads its embeddings."""
+    order: list[str] = []
+    launch, follow = StepExecutor.launch, Handover.follow
+    handovers: dict[int, int] = {}
+    make = Handover.__init__
+
+    def noting_launch(self: StepExecutor, step: Any) -> None:
+        launch(self, step)
+        order.append("step")
+
+    def noting_make(self: Handover, device: torch.device) -> None:
+        make(self, device)
+        handovers[id(self)] = len(order)  # steps that it is behind, but for the one that makes it
+
+    def noting_follow(self: Handover) -> None:
+        assert handovers[id(self)] + 1 == len(order)
+        order.clear()
+        follow(self)
+
+    settings = {"block_size": 4, "num_blocks": 32, "max_num_batched_tokens": 4, "cuda_graphs": False}
+    paged = hf_paged.patch(copy.deepcopy(models.stock), **settings)
+    monkeypatch.setattr(StepExecutor, "launch", noting_launch)
+    monkeypatch.setattr(Handover, "__init__", noting_make)
+    monkeypatch.setattr(Handover, "follow", noting_follow)
+    embeddings = models.stock.get_input_embeddings()(models.ids[:1]).detach()
+    first = torch.tensor([0], device="cuda")
+    given = {"inputs_embeds": embeddings, "logits_to_keep": first}
+    logits = paged(**given, past_key_values=hf_paged.PagedCache(paged)).logits
+    assert not order
+    torch.testing.assert_close(logits, models.stock(**given).logits)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ class ForwardItem:
                     self.output = logits.new_zeros(*self._wanted.shape, vocab_size)
                 from_rows, to_rows = (to_device(index, logits.device) for index in (source, target))
                 self.output.view(-1, vocab_size)[to_rows] = logits[from_rows]
-            self._computed = Handover(logits.device) if logits.device.type == "cuda" else None
+        if logits.device.type == "cuda":  # behind the last chunk too, which reads what the caller gave
+            self._computed = Handover(logits.device)
         for sequence in self._sequences:
             # Should it be preempted for the others from here on, that is the next forward's business.
             if sequence.num_pending_tokens == 0:

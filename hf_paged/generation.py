@@ -542,7 +542,7 @@ class _Stream:
         if token is None:
             self._is_over = True
         else:
-            self._streamer.put(torch.tensor([token]))
+            self._streamer.put(torch.tensor([token], device="cpu"))
 
 
 def _run_loop(
@@ -585,21 +585,22 @@ def _run_loop(
             num_blocks = input_ids.shape[0] * -(-longest // engine.config.block_size)
 
     def run(**more: Any) -> Any:
-        arguments = (input_ids, processors, criteria, generation_config)
-        named = kwargs
+        # By name but for the ids, as transformers does it: a model may have a loop of its own.
+        prompt, named = input_ids, kwargs | more
+        named |= {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": generation_config}
         if host is not None:  # from here on on the device
-            arguments = (to_device(input_ids, host.device), processors, criteria, host.place_config(generation_config))
-            named = host.place(kwargs)
+            prompt, named = to_device(prompt, host.device), host.place(named)
+            named["generation_config"] = host.place_config(generation_config)
             host.place_items(processors, criteria)
         if not isinstance(cache, PagedCache):
-            return loop(*arguments, **named, **more)
+            return loop(prompt, **named)
         with deferred_interrupt(), engine.calling(cache, num_blocks):
             # The blocks go back while the call still counts as one that will return some: who waits for room would
             # otherwise find, for a moment, no room and nobody to wait for.
             try:
                 draws = _private_draws(engine, states, processors, criteria, generation_config)
                 with draws, allowed_interrupt():
-                    result = loop(*arguments, **named | more)
+                    result = loop(prompt, **named)
             except BaseException:
                 if cache.owned_by_call:
                     cache.reset()

@@ -13,6 +13,7 @@ import inspect
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,13 +29,12 @@ _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor"
 
 # Arguments and settings whose preparation computes on the model's device.
 _ARGUMENTS = {
-    *("assistant_model", "custom_generate", "synced_gpus", "encoder_outputs"),
+    *("assistant_model", "synced_gpus", "encoder_outputs"),
     *("inputs_embeds", "negative_prompt_ids", "negative_prompt_attention_mask"),
+    # A loop from elsewhere, which is given these tensors as they are: some settings ask for one, too, by the latter.
+    *("custom_generate", "trust_remote_code"),
 }
-_SETTINGS = (
-    *("cache_implementation", "watermarking_config", "token_healing", "penalty_alpha", "dola_layers"),
-    *("constraints", "force_words_ids"),
-)
+_SETTINGS = ("cache_implementation", "watermarking_config", "token_healing")
 # Methods of `GenerationMixin` that its loops call, not its preparation: a model may have its own.
 _OF_LOOPS = {
     *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_reorder_cache"),
@@ -93,8 +93,7 @@ class HostCall:
         if not _prepares_as_transformers(model.__class__) or _PREPARATION & vars(model).keys():
             return None
         copies = dict(zip(found, to_host(list(found.values())), strict=True))
-        head = getattr(model.get_output_embeddings(), "weight", None)
-        return cls(device, arguments | copies, None if head is None else head.shape[0])
+        return cls(device, arguments | copies, _vocab_size(model))
 
     def place_items(self, *lists: Iterable[Any]) -> None:
         """Moves the tensors of processors and criteria that transformers made; the caller's own are left alone."""
@@ -153,7 +152,9 @@ class _HostCalls(threading.local):
 HOST_CALLS = _HostCalls()
 
 _PREPARATION = {
-    name for name, value in vars(GenerationMixin).items() if inspect.isfunction(value) and name not in _OF_LOOPS
+    name
+    for name, value in vars(GenerationMixin).items()
+    if isinstance(value, FunctionType | staticmethod) and name not in _OF_LOOPS
 }
 
 
@@ -165,6 +166,13 @@ def _prepares_as_transformers(kind: type) -> bool:
         next((vars(base)[name] for base in kinds if name in vars(base)), None) is vars(GenerationMixin)[name]
         for name in _PREPARATION
     )
+
+
+def _vocab_size(model: Any) -> int | None:
+    head = model.get_output_embeddings()
+    size, weight = getattr(head, "out_features", None), getattr(head, "weight", None)
+    # Quantized weights may be of any shape.
+    return size if isinstance(weight, Tensor) and weight.shape[:1] == (size,) else None
 
 
 def _is_given(value: Any) -> bool:

@@ -18,7 +18,7 @@ from hf_paged.preemption import PreemptionCost
 from hf_paged.runner import ModelRunner, ModelTraits
 from hf_paged.scheduler import Scheduler, SchedulerOutput
 from hf_paged.sequence import SequenceGroup
-from hf_paged.streams import on_steps_stream
+from hf_paged.streams import among_steps, on_steps_stream
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -82,19 +82,20 @@ class KVPool:
         """The block tables, made at first use with the pool's size."""
         with self.lock:
             if self._manager is None:
-                max_context = self._runner.max_context
-                num_blocks = self.config.num_blocks or num_blocks_for_memory(
-                    self._geometry,
-                    self.config.block_size,
-                    self.config.memory_fraction,
-                    self.config.max_num_seqs * max_context,
-                    self._runner.model.device,
-                    self.bytes_per_block  # of the null block
-                    + self._runner.reserved_bytes(
-                        min(self.config.max_num_batched_tokens, max_context), self.config.block_size
-                    ),
-                )
-                check_size(self._geometry, num_blocks, self.config.block_size, self._runner.model.device)
+                max_context, device = self._runner.max_context, self._runner.model.device
+                with among_steps(device):  # a trial step, whose memory is then theirs
+                    num_blocks = self.config.num_blocks or num_blocks_for_memory(
+                        self._geometry,
+                        self.config.block_size,
+                        self.config.memory_fraction,
+                        self.config.max_num_seqs * max_context,
+                        device,
+                        self.bytes_per_block  # of the null block
+                        + self._runner.reserved_bytes(
+                            min(self.config.max_num_batched_tokens, max_context), self.config.block_size
+                        ),
+                    )
+                check_size(self._geometry, num_blocks, self.config.block_size, device)
                 self._manager = BlockManager(
                     num_blocks,
                     self.config.block_size,

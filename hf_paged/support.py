@@ -301,7 +301,7 @@ def _shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
 
 
 def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A float32 CPU model whose weights are large enough for a wrong key to show. Seeds the global RNG.
+    """A float32 CPU model whose weights are large enough for a wrong key to show. Seeds the CPU's global RNG.
 
     Raises:
         ValueError: It would take gigabytes.
@@ -311,7 +311,7 @@ def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedM
     if num_elements > _MAX_ELEMENTS:
         raise ValueError(f"it would have {num_elements:,} parameters")
     with torch.device("cpu"), torch.inference_mode(False):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # no other device's
         model = base._from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

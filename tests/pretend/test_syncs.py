@@ -19,15 +19,18 @@ from models import build, ragged_batch, random_ids, tiny_tokenizer
 from pretend_cuda import Event
 from torch import Tensor
 from transformers import (
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
+from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.executor import StepExecutor
-from hf_paged.streams import steps_stream
+from hf_paged.runner import ModelRunner
+from hf_paged.streams import Handover, steps_stream
 
 CUDA = torch.device("cuda", 0)
 SHORT = {"max_new_tokens": 3, "eos_token_id": None, "do_sample": False}
@@ -241,13 +244,65 @@ class Prepares(type(build("llama"))):  # type: ignore[misc]
         return super()._prepare_attention_mask_for_generation(inputs_tensor, *args, **kwargs)
 
 
-def test_a_models_own_preparation_sees_the_device(models: Models) -> None:
+class Expands(type(build("llama"))):  # type: ignore[misc]
+    """The same of what transformers 5.17 has as a static method."""
+
+    def _expand_inputs_for_generation(self, *args: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        assert input_ids.is_cuda
+        return super()._expand_inputs_for_generation(*args, input_ids=input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Prepares, Expands])
+def test_a_models_own_preparation_sees_the_device(models: Models, kind: type) -> None:
     model = copy.deepcopy(models.stock)
-    model.__class__ = Prepares
+    model.__class__ = kind
     paged = hf_paged.patch(model, block_size=4, num_blocks=32, cuda_graphs=False)
     expected = models.stock.generate(models.ids, **SHORT)
     assert torch.equal(paged.generate(models.ids, **SHORT), expected)
     assert paged.paged.submit([1, 2, 3], **SHORT).result(100).token_ids
+
+
+class Samples(type(build("llama"))):  # type: ignore[misc]
+    """A model with a loop of its own, which takes its arguments as transformers gives them."""
+
+    def _sample(self, input_ids: Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
+        assert input_ids.is_cuda and generation_config._pad_token_tensor.is_cuda
+        return super()._sample(input_ids, generation_config=generation_config, **kwargs)
+
+
+def test_a_models_own_loop_sees_the_device(models: Models) -> None:
+    model = copy.deepcopy(models.stock)
+    model.__class__ = Samples
+    expected = model.generate(models.ids, **SHORT, pad_token_id=0)
+    paged = hf_paged.patch(model, block_size=4, num_blocks=32, cuda_graphs=False)
+    assert torch.equal(paged.generate(models.ids, **SHORT, pad_token_id=0), expected)
+
+
+class Packed(torch.nn.Linear):
+    """As quantized layers keep their weights: not as a matrix."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self.weight.view(self.out_features, -1))
+
+
+def test_a_head_with_packed_weights(models: Models) -> None:
+    """Would break: a table of biased tokens that is as long as the head's weights."""
+    model = copy.deepcopy(models.stock)
+    head = Packed(model.lm_head.in_features, model.lm_head.out_features, bias=False, device="cuda")
+    head.weight = torch.nn.Parameter(model.lm_head.weight.detach().reshape(-1, 1))
+    model.lm_head = head
+    paged = hf_paged.patch(model, block_size=4, num_blocks=32, cuda_graphs=False)
+    arguments = SHORT | {"bad_words_ids": [[7], [8, 9]]}
+    assert torch.equal(paged.generate(models.ids, **arguments), models.stock.generate(models.ids, **arguments))
+
+
+def test_patching_draws_nothing(models: Models) -> None:
+    """Would break: weights of a probe that are seeded on all devices."""
+    model = copy.deepcopy(models.stock)
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    hf_paged.patch(model)
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(torch.cuda.get_rng_state(), before[1])
 
 
 def test_right_padding_is_warned_of(models: Models) -> None:
@@ -308,3 +363,83 @@ def test_order_of_streams(models: Models, way: str) -> None:
     assert way == "inner" or len(order) == len(expected), order
     if way not in ("generate", "submit"):  # what comes from the steps is used on the caller's stream
         assert side.stream_id in {event.stream for event in seen.of("record_stream")}
+
+
+def test_the_sizing_step_is_among_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a trial step whose memory, when it is over, only the first caller's stream can use again."""
+    streams: list[int] = []
+    measure = ModelRunner.activation_bytes
+
+    def noting(self: ModelRunner, num_tokens: int) -> int:
+        streams.append(torch.cuda.current_stream().stream_id)
+        return measure(self, num_tokens)
+
+    monkeypatch.setattr(ModelRunner, "activation_bytes", noting)
+    paged = hf_paged.patch(build("llama").to("cuda"), max_num_seqs=2, max_num_batched_tokens=16, cuda_graphs=False)
+    paged.generate(random_ids(1, 5).to("cuda"), max_new_tokens=1)
+    assert streams and set(streams) == {steps_stream(CUDA).stream_id}
+
+
+def test_embeddings_outlive_the_last_chunk(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a caller that goes on behind the chunk with its logits, while a later one reads its embeddings."""
+    order: list[str] = []
+    launch, follow = StepExecutor.launch, Handover.follow
+    handovers: dict[int, int] = {}
+    make = Handover.__init__
+
+    def noting_launch(self: StepExecutor, step: Any) -> None:
+        launch(self, step)
+        order.append("step")
+
+    def noting_make(self: Handover, device: torch.device) -> None:
+        make(self, device)
+        handovers[id(self)] = len(order)  # steps that it is behind, but for the one that makes it
+
+    def noting_follow(self: Handover) -> None:
+        assert handovers[id(self)] + 1 == len(order)
+        order.clear()
+        follow(self)
+
+    settings = {"block_size": 4, "num_blocks": 32, "max_num_batched_tokens": 4, "cuda_graphs": False}
+    paged = hf_paged.patch(copy.deepcopy(models.stock), **settings)
+    monkeypatch.setattr(StepExecutor, "launch", noting_launch)
+    monkeypatch.setattr(Handover, "__init__", noting_make)
+    monkeypatch.setattr(Handover, "follow", noting_follow)
+    embeddings = models.stock.get_input_embeddings()(models.ids[:1]).detach()
+    first = torch.tensor([0], device="cuda")
+    given = {"inputs_embeds": embeddings, "logits_to_keep": first}
+    logits = paged(**given, past_key_values=hf_paged.PagedCache(paged)).logits
+    assert not order
+    torch.testing.assert_close(logits, models.stock(**given).logits)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_beams": 2, "num_beam_groups": 2}, {"penalty_alpha": 0.5, "top_k": 4}, {"dola_layers": "low"}]
+)
+def test_a_loop_from_elsewhere_sees_the_device(
+    models: Models, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(model: Any, inputs: Tensor, **kwargs: Any) -> Tensor:
+        return inputs + 1
+
+    monkeypatch.setattr(GenerationMixin, "load_custom_generate", lambda self, *args, **kwargs: loop)
+    result = models.paged.generate(models.ids, trust_remote_code=True, max_new_tokens=2, **arguments)
+    assert torch.equal(result, models.ids + 1) and result.is_cuda
+
+
+def test_streamers_are_given_the_hosts_tokens(models: Models) -> None:
+    """Would break: a token that is made wherever the caller has its tensors by default."""
+
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.devices: list[str] = []
+
+        def put(self, value: Tensor) -> None:
+            self.devices.append(value.device.type)
+
+        def end(self) -> None: ...
+
+    streamer = Streamer()
+    with torch.device("cuda"):
+        models.paged.generate(models.ids[:1], streamer=streamer, **SHORT)
+    assert streamer.devices == ["cpu"] * 4

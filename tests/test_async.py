@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(100)
 @pytest.fixture(autouse=True)
 def reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[list[Any]]:
     """Whatever Python and asyncio report that nobody can catch; there must be nothing."""
-    gc.collect()  # what tests of other files left is not this one's
+    asyncio.set_event_loop(None)  # one that other tests' libraries left open is not this one's
+    gc.collect()
     found: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", found.append)
     with caplog.at_level(logging.ERROR, "asyncio"), warnings.catch_warnings():

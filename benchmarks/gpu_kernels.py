@@ -218,7 +218,7 @@ class Step:
         return ops.paged_attention(self.query, self.pool, layer, metadata, **self._options, **extra)
 
     def chosen_splits(self) -> int:
-        """Items of the sequence that is split into most if nobody says."""
+        """Items of the sequence that is split into most, by default."""
         with mock.patch.object(decode, "paged_decode", wraps=decode.paged_decode) as launcher:
             self(0)
         return max(launcher.call_args.args[2][:, 3].tolist(), default=1)

@@ -31,7 +31,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors on the CPU; those that are there are returned as they are.
 
     On a GPU the host waits once, for what the current stream has been given so far: what is queued later, or on other
-    streams, holds nobody up.
+    streams, is not waited for.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     copies = [_pinned_copy(tensor) if tensor.device in devices else tensor.to("cpu") for tensor in tensors]

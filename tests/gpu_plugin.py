@@ -7,7 +7,8 @@ begins or ends: a kill at any moment costs the tests that were running. Those th
 that failed in the run of the same id as well.
 
 After most CUDA errors every later call of the process fails: the test is named, and its process ends. xdist starts
-another one; without it, whoever started pytest does. A test marked `own_process` is the last of its process.
+another one; without it, the program that started pytest does. A test marked `own_process` is the last of its
+process.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Record:
         self.done |= begun - {line["id"] for line in own if line["event"] == "left"}
 
     def add(self, event: str, **values: Any) -> None:
-        """One write: whoever is killed meanwhile leaves at most a torn last line."""
+        """One write: a process killed meanwhile leaves at most a torn last line."""
         line = json.dumps({"event": event, "run": self._run_id} | values)
         with self._path.open("a") as file:
             file.write(line + "\n")

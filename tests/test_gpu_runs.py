@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie, which nobody has asked for its status yet, runs no more."""
+    """A zombie, whose status was not asked for yet, runs no more."""
     try:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:

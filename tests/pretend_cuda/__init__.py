@@ -275,7 +275,7 @@ class _Captured(threading.local):
 
 _captured = _Captured()
 _graphs_by_pool: dict[Any, set[int]] = {}
-_uses_of_pool: dict[Any, int] = {}  # by graphs, and by captures that failed until somebody releases it
+_uses_of_pool: dict[Any, int] = {}  # by graphs, and by captures that failed until it is released
 _capturing_streams: set[int] = set()
 _open_pools: set[Any] = set()  # to which a thread allocates, also after a capture that failed
 

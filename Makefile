@@ -101,11 +101,12 @@ test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow
 test-pretend: $(VENV)/.installed-dev ## the CUDA path on a device that is pretended
 	$(TEST_ENV) $(PY) -m pytest $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),tests/pretend)
 
-# All architectures in all modes take an hour: tests that have passed with the same code are not run again.
+# All architectures in all modes take three quarters of an hour on two cores: what has passed with the same code is not
+# run again.
 PRETEND_RECORD = .pretend/$(shell cat $(shell find hf_paged tests/pretend tests/pretend_cuda tests/models.py -name '*.py' -o -name '*.cpp' | sort) \
     | sha256sum | cut -c1-16).jsonl
 .PHONY: pretend
-pretend: $(VENV)/.installed-dev ## the same for all architectures in all modes, an hour on two cores; goes on where it was
+pretend: $(VENV)/.installed-dev ## the same for all architectures in all modes, 45 minutes on two cores; goes on where it was
 	@mkdir -p .pretend
 	PYTHONPATH=tests $(TEST_ENV) $(PY) -m pytest -m "" -p gpu_plugin --record $(PRETEND_RECORD) --run-id $$$$ -n $$(nproc) \
 	    $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),tests/pretend) || [ $$$$? = 5 ] # nothing was left to run

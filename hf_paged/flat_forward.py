@@ -81,7 +81,7 @@ class FlatForward:
         if positions is None:
             positions = torch.arange(width, width + length, device=call.tokens.device)[None]
         given = call.on_host().position_ids
-        # On the host by name: somebody may have set another default device.
+        # On the host by name: the caller may have set another default device.
         columns = torch.arange(width, width + length, device="cpu")
         index = columns - torch.tensor(padding, device="cpu")[:, None]
         difference = (columns if given is None else given.cpu()) - index

@@ -437,7 +437,7 @@ def engine_call(
         if (mask == 0).long().cumprod(dim=1).sum(dim=1).tolist() != padding or max(padding) == width:
             return None
     if positions is not None:
-        # On the host by name: somebody may have set another default device.
+        # On the host by name: the caller may have set another default device.
         expected = torch.arange(width, device="cpu") - torch.tensor(padding, device="cpu")[:, None]
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None

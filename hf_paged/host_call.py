@@ -90,7 +90,8 @@ class HostCall:
         for name in _SETTINGS:
             if any(map(_is_given, (arguments.get(name), *(getattr(config, name, None) for config in configs)))):
                 return None
-        if not _prepares_as_transformers(model.__class__) or _PREPARATION & vars(model).keys():
+        unpatched = model.__class__.__mro__[2]  # behind the two classes that patching puts in front
+        if not _prepares_as_transformers(unpatched) or _PREPARATION & vars(model).keys():
             return None
         copies = dict(zip(found, to_host(list(found.values())), strict=True))
         return cls(device, arguments | copies, _vocab_size(model))
@@ -160,10 +161,9 @@ _PREPARATION = {
 
 @functools.lru_cache(maxsize=64)
 def _prepares_as_transformers(kind: type) -> bool:
-    """Whether a patched class changes none of the methods that prepare calls."""
-    kinds = kind.__mro__[2:]  # without what patching put in front
+    """Whether a class, as it was before patching, changes none of the methods that prepare calls."""
     return all(
-        next((vars(base)[name] for base in kinds if name in vars(base)), None) is vars(GenerationMixin)[name]
+        next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) is vars(GenerationMixin)[name]
         for name in _PREPARATION
     )
 

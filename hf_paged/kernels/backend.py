@@ -178,7 +178,7 @@ class TritonBackend:
         self._copy_blocks = ops.copy_blocks
         self._kv_cache = kv_cache
         self._partials = ops.Partials()
-        self._recorded_partials = ops.Partials(keeps=True)
+        self._recorded_partials = ops.Partials()  # not replaced when steps of other shapes need more
         # fp8 numbers as they are; a model with outliers would want others.
         layers, _, heads = kv_cache.shape[1:4]
         is_fp8 = kv_cache.dtype in reference.FP8

@@ -201,20 +201,17 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
 class Partials:
     """Scratch for the partial results of split sequences, kept between calls and shared by all layers.
 
-    Grows to what was needed most; nothing grows while a CUDA graph is captured if the same shapes ran before.
+    Grows to what was needed most. Recorded steps need the same whatever their rows, which the step that is run before
+    the first recording takes: a CUDA graph's own is never replaced.
     """
 
-    def __init__(self, keeps: bool = False) -> None:
-        """`keeps`: what it has grown out of is not freed, since a CUDA graph writes to it."""
+    def __init__(self) -> None:
         self._tensor: Tensor | None = None
-        self._outgrown: list[Tensor] | None = [] if keeps else None
 
     def get(self, size: int, device: torch.device) -> Tensor:
         """At least `size` float32 numbers on `device`."""
         tensor = self._tensor
         if tensor is None or tensor.device != device or tensor.numel() < size:
-            if tensor is not None and self._outgrown is not None:
-                self._outgrown.append(tensor)
             with torch.inference_mode(False):
                 tensor = torch.empty(next_power_of_two(max(size, 1)), dtype=torch.float32, device=device)
             self._tensor = tensor

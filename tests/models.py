@@ -220,8 +220,9 @@ def _built(name: str, layers: int | None, seed: int | None, attention: str | Non
         with torch.no_grad():
             for _, parameter in sorted(model.named_parameters()):
                 noise = torch.randn_like(parameter)
-                # Eight times the usual width, with which a model repeats one token whatever it was told.
-                parameter.copy_(0.16 * noise) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
+                # Eight times the usual width, with which a model repeats one token whatever it was told. Vectors start
+                # at ones or zeros; one that starts at random (sinks, biases of routers) does so in an unseeded draw.
+                parameter.copy_(0.16 * noise if parameter.ndim > 1 else parameter.round() + 0.1 * noise)
     model.generation_config.update(**row.generation)
     return model
 

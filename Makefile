@@ -2,7 +2,7 @@
 #
 #   make run ARGS="--limit 4 --stream"      arguments for the command
 #   make demo ARGS="--model Qwen/Qwen3-0.6B"
-#   make test T=tests/test_cli.py           some tests only
+#   make test T=tests/tools/test_cli.py     some tests only
 #   make venv PIP_ARGS="--index-url ..."    arguments for every pip install (a CPU-only torch, a mirror)
 #   make test PYTHON=python3.12             another interpreter for a new .venv
 
@@ -23,9 +23,11 @@ T ?= tests
 
 # What the oldest supported transformers is tested with: everything except what drives the package from outside
 # (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
-NOT_CORE := tests/test_cli.py tests/test_examples.py tests/test_benchmarks.py tests/test_gpu_runs.py tests/test_soak.py tests/test_config.py \
-    $(wildcard tests/test_block_*.py tests/test_scheduler*.py) $(wildcard tests/test_kernels_*.py) tests/test_kv_cache.py \
-    tests/test_swap_space.py tests/test_attention_metadata.py $(wildcard tests/test_demo*.py)
+NOT_CORE := tests/tools/test_cli.py tests/tools/test_examples.py tests/tools/test_benchmarks.py \
+    tests/tools/test_gpu_runs.py tests/tools/test_soak.py tests/core/test_config.py \
+    $(wildcard tests/core/test_block_*.py tests/core/test_scheduler*.py) $(wildcard tests/kernels/test_kernels_*.py) \
+    tests/memory/test_kv_cache.py tests/memory/test_swap_space.py tests/kernels/test_attention_metadata.py \
+    $(wildcard tests/demo/test_demo*.py)
 
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
@@ -111,7 +113,7 @@ pretend: $(VENV)/.installed-dev ## the same for all architectures in all modes, 
 	PYTHONPATH=tests $(TEST_ENV) $(PY) -m pytest -m "" -p gpu_plugin --record $(PRETEND_RECORD) --run-id $$$$ -n $$(nproc) \
 	    $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),tests/pretend) || [ $$$$? = 5 ] # nothing was left to run
 
-BROWSER_TESTS := $(shell grep -l mark.browser tests/test_*.py)
+BROWSER_TESTS := $(shell grep -l mark.browser tests/*/test_*.py)
 
 .PHONY: test-browser
 test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to be installed
@@ -119,7 +121,8 @@ test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to
 
 # The kernels in C with gcc's sanitizers in them: an access out of bounds, or what C does not define, ends the run with a
 # report. Tests of the compiler itself, and of the last bit of what it makes, are about another build.
-SANITIZED_TESTS := tests/test_hostile_shapes.py tests/test_kernels_cpu.py tests/test_fused_layers.py
+SANITIZED_TESTS := tests/kernels/test_hostile_shapes.py tests/kernels/test_kernels_cpu.py \
+    tests/model/test_fused_layers.py
 NOT_SANITIZED := triton or exponential or compile or compiler or library or cache or home or others or models or logits
 .PHONY: sanitize
 sanitize: $(VENV)/.installed-dev ## the kernels in C on tensors of all shapes, with gcc's address and undefined-behaviour sanitizers

@@ -174,7 +174,7 @@ class Timer:
 
     def _capture(self, call: Callable[[int], Any], num_calls: int) -> Any:
         """The calls as a graph; `None` if one of them can't be captured."""
-        from hf_paged.graph_capture import CUDARecording, capture_stream
+        from hf_paged.model.graph_capture import CUDARecording, capture_stream
 
         torch.cuda.synchronize()
         try:

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
-from hf_paged.cli import read_prompts
-from hf_paged.report import KVUsage, format_bytes, generated_lengths, paged_kv_usage, stock_kv_usage
+from hf_paged.tools.cli import read_prompts
+from hf_paged.tools.report import KVUsage, format_bytes, generated_lengths, paged_kv_usage, stock_kv_usage
 
 ASSETS = Path(hf_paged.__file__).parent / "assets"
 

@@ -61,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import Report, device_facts, markdown_table, versions
 
 import hf_paged
-from hf_paged.report import first_divergence, paged_kv_usage
+from hf_paged.tools.report import first_divergence, paged_kv_usage
 
 TINY = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
 PROMPTS = Path(hf_paged.__file__).parent / "assets" / "prompts.jsonl"
@@ -158,7 +158,7 @@ def workload_b(dtype: torch.dtype, prompts: Path | None, limit: int, **_: Any) -
 
 
 def workload_c(**given: Any) -> Workload:
-    from hf_paged.cli import read_prompts  # needs what a GPU machine's python may not have
+    from hf_paged.tools.cli import read_prompts  # needs what a GPU machine's python may not have
 
     base = workload_b(**given)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
@@ -200,7 +200,7 @@ def tiny_model(dtype: torch.dtype) -> Any:
 
 def read_texts(folder: Path | None, limit: int, draw: random.Random) -> list[str]:
     """Real prompts, shuffled; without a folder, pieces of the package's own."""
-    from hf_paged.cli import read_prompts
+    from hf_paged.tools.cli import read_prompts
 
     texts: list[str] = []
     if folder is not None:

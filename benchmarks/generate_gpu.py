@@ -52,7 +52,7 @@ from roofline import decode_operations, roofline_ms
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import hf_paged
-from hf_paged import fused_layers
+from hf_paged.model import fused_layers
 
 ROOT = Path(__file__).parent.parent
 # What figures depend on

@@ -42,16 +42,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import launch, ops, reference
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
-from hf_paged.kv_cache import KVCache, KVGeometry
+from hf_paged.kernels.attention_metadata import AttentionMetadata
+from hf_paged.memory.kv_cache import KVCache, KVGeometry
 
 MAX_RMS = 1e-2 if launch.is_interpreting() else 5e-3  # the interpreter cuts bfloat16 off instead of rounding it
 ROOT = Path(__file__).parent.parent
 # What figures depend on
-CODE = [ROOT / "hf_paged" / name for name in ("kernels", "attention_metadata.py", "kv_cache.py")]
+CODE = [ROOT / "hf_paged" / name for name in ("kernels", "memory/kv_cache.py")]
 CODE += [ROOT / "benchmarks" / name for name in ("gpu_kernels.py", "common.py")]
 GIB = 2**30
 DTYPE = torch.bfloat16

@@ -32,22 +32,22 @@ OUT_OF_TIME = "out of time"
 
 # One of each kernel, then whole calls: recorded in CUDA graphs and replayed, greedy and sampling.
 SMOKE = {
-    "tests/test_kernels_triton.py": (
+    "tests/kernels/test_kernels_triton.py": (
         "test_reshape_and_cache_is_one_launch",
         "test_each_feature_matters",
         "test_copy_blocks_of_an_odd_number_of_bytes",
         "test_a_step_of_both_backends",
     ),
-    "tests/test_fused_layers.py": ("test_rms_norm_of_what_is_no_number", "test_gate_at_the_ends"),
-    "tests/test_cuda_graph.py": ("test_inputs", "test_logits_are_the_callers_to_keep"),
-    "tests/test_gpu.py": ("test_same_tokens_on_cuda",),
+    "tests/model/test_fused_layers.py": ("test_rms_norm_of_what_is_no_number", "test_gate_at_the_ends"),
+    "tests/model/test_cuda_graph.py": ("test_inputs", "test_logits_are_the_callers_to_keep"),
+    "tests/engine/test_gpu.py": ("test_same_tokens_on_cuda",),
 }
 SMOKE_ONLY = "not test_same_tokens_on_cuda or (llama and (greedy or sampling))"
 
 
 def marked(name: str, tests: Path) -> list[str]:
     """Files with such a mark: collecting all the others would take their imports, which need more than is there."""
-    files = sorted(tests.glob("test_*.py"))
+    files = sorted(tests.rglob("test_*.py"))
     return [str(file) for file in files if re.search(rf"\bmark\.{name}\b", file.read_text())]
 
 

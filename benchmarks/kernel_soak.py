@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hf_paged
-from hf_paged import cuda_graph, fused_layers
 from hf_paged.kernels import backend, cpu_layers, launch
 from hf_paged.kernels.triton_layers import TritonLayers
+from hf_paged.model import cuda_graph, fused_layers
 
 # What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
 GPUS = {

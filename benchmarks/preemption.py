@@ -7,7 +7,7 @@ Each row is saved as it is measured, and not measured again unless the code or t
 A sequence of each length is put into the pool and preempted, once by dropping its blocks and once by moving them to CPU
 memory; timed is everything until its next token's logits are there again (for swap, the way out as well). The prefix
 cache is off: a recomputed sequence finds nothing. Medians. `preemption="auto"` makes the same comparison while it runs,
-from running averages of its own prefills and copies (`hf_paged/preemption.py`): its choice is shown beside.
+from running averages of its own prefills and copies (`hf_paged/engine/preemption.py`): its choice is shown beside.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ from typing import Any
 from tqdm import tqdm
 
 import hf_paged
-from hf_paged.block_manager import BlockManager
-from hf_paged.errors import OutOfBlocksError
-from hf_paged.scheduler import Scheduler, SchedulerOutput
-from hf_paged.sequence import Sequence, SequenceGroup, SequenceStatus
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 QUANTILES = Path(__file__).parent / "length_quantiles.json"
 TRACE_BLOCK = 512  # tokens that one of Mooncake's hash ids stands for

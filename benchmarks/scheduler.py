@@ -31,9 +31,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 import hf_paged
-from hf_paged.block_manager import BlockManager
-from hf_paged.scheduler import Scheduler
-from hf_paged.sequence import Sequence
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.scheduler import Scheduler
+from hf_paged.core.sequence import Sequence
 
 BLOCK_SIZE = 16
 CONTEXT = 512  # tokens of a running decode at the start

@@ -45,7 +45,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 import hf_paged
-from hf_paged.cli import read_prompts
+from hf_paged.tools.cli import read_prompts
 
 ASSETS = Path(hf_paged.__file__).parent / "assets"
 WAYS = 4

@@ -57,7 +57,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.errors import OutOfBlocksError, QueueFullError
+from hf_paged.core.errors import OutOfBlocksError, QueueFullError
 from hf_paged.testing import compare_generations
 
 VOCAB, PAD, BOS, EOS = 98, 0, 1, 2

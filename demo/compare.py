@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from demo.limits import RefusedError
 from demo.loading import LoadedModel
 from demo.run_record import Row, RunRecord
-from hf_paged.report import KVUsage, format_bytes, stock_kv_usage
+from hf_paged.tools.report import KVUsage, format_bytes, stock_kv_usage
 
 MOST_STOCK_TOKENS = 200_000  # rows times width of a stock batch that somebody is made to wait for
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from demo.hub import find_group
-from hf_paged.report import format_bytes
+from hf_paged.tools.report import format_bytes
 
 
 @dataclass(frozen=True)

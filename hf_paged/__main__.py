@@ -1,6 +1,6 @@
 """`python -m hf_paged`."""
 
-from hf_paged.cli import main
+from hf_paged.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.executor import StepExecutor
+from hf_paged.engine.executor import StepExecutor
 
 # The models are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)

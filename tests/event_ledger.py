@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from hf_paged.block_manager import BlockManager
-from hf_paged.event_log import as_dicts
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.event_log import as_dicts
 
 RAISING = {"allocated", "shared", "prefix_hit", "swapped_in"}
 LOWERING = {"freed", "swapped_out"}

@@ -2,7 +2,7 @@
 
     python tests/interrupt_lines.py                              # every line of every call
     python tests/interrupt_lines.py --sample 100 --seed 7        # some of them, of each call alike
-    python tests/interrupt_lines.py --call release --at worker.py:218
+    python tests/interrupt_lines.py --call release --at engine/worker.py:218
     python tests/interrupt_lines.py --storm 60                   # seconds of SIGINTs at any moment, several a call
 
 A tracer on the main thread raises the signal before the line's first execution: real delivery, to whatever handler is
@@ -476,7 +476,7 @@ def run_storm(names: list[str], seconds: float, seed: int, max_faults: int) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--call", choices=CALLS, action="append", help="only this call (may be given again)")
-    parser.add_argument("--at", metavar="FILE:LINE", help="only at this line, as worker.py:218")
+    parser.add_argument("--at", metavar="FILE:LINE", help="only at this line, as engine/worker.py:218")
     parser.add_argument("--sample", type=int, metavar="N", help="N lines, of all calls alike; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storm", type=float, metavar="SECONDS", help="SIGINTs at any moment, for so long")

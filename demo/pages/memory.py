@@ -19,7 +19,7 @@ from demo.pressure import burst
 from demo.run_record import RunRecord
 from demo.told import told
 from demo.views import MemoryMaps, memory_maps_value
-from hf_paged.report import format_bytes
+from hf_paged.tools.report import format_bytes
 
 COLUMNS = ("", "KV memory", "holds tokens", "empty", "Waste")
 NUMBERS = (1, 2, 3, 4)

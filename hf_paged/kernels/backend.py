@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import cpu, cpu_layers, reference
+from hf_paged.kernels.attention_metadata import AttentionMetadata
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.transfers import to_device
+from hf_paged.kernels.transfers import to_device
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backend
     from hf_paged.kernels.ops import Partials

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention_metadata import AttentionMetadata
 from hf_paged.kernels import reference
+from hf_paged.kernels.attention_metadata import AttentionMetadata
 from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import InputError
 

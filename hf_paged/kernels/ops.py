@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_paged.attention_metadata import AttentionMetadata
-from hf_paged.decode_work import DecodeWork, WorkKind
 from hf_paged.kernels import copy_blocks as copy_kernel
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kernels import reshape_and_cache as write_kernel
+from hf_paged.kernels.attention_metadata import AttentionMetadata
+from hf_paged.kernels.decode_work import DecodeWork, WorkKind
 from hf_paged.kernels.launch import FP8_FORMATS, LayerAttention, check_kv_cache, device_of, next_power_of_two
 
 _LIBRARY = torch.library.Library("hf_paged", "DEF")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_paged.attention_metadata import AttentionGroup, AttentionMetadata
+from hf_paged.kernels.attention_metadata import AttentionGroup, AttentionMetadata
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -13,7 +13,7 @@ import pytest
 from kernel_cases import repaired_interpreter
 from pretend_cuda import Event, Seen
 
-from hf_paged.executor import StepExecutor
+from hf_paged.engine.executor import StepExecutor
 
 pretend_cuda.install()
 

@@ -19,8 +19,8 @@ from models import build, random_ids
 from torch import Tensor
 
 import hf_paged
-from hf_paged import cuda_graph, graph_capture
-from hf_paged.graph_capture import CUDARecording, capture_stream, first_wait
+from hf_paged.model import cuda_graph, graph_capture
+from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait
 
 CUDA = torch.device("cuda", 0)
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}

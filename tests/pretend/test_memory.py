@@ -12,9 +12,9 @@ from models import build, random_ids
 from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 import hf_paged
-from hf_paged.draws import StepNoise
-from hf_paged.sampler import Choice, RowSampler, choose_tokens, processor_kinds
-from hf_paged.step_memory import graph_bytes, sampler_bytes, workspace_bytes
+from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
+from hf_paged.sampling.draws import StepNoise
+from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens, processor_kinds
 
 CUDA = torch.device("cuda", 0)
 

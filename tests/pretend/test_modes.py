@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
-from hf_paged import cuda_graph
+from hf_paged.model import cuda_graph
 
 from .conftest import watched
 

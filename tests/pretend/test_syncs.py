@@ -28,9 +28,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged.executor import StepExecutor
-from hf_paged.runner import ModelRunner
-from hf_paged.streams import Handover, steps_stream
+from hf_paged.engine.executor import StepExecutor
+from hf_paged.memory.streams import Handover, steps_stream
+from hf_paged.model.runner import ModelRunner
 
 CUDA = torch.device("cuda", 0)
 SHORT = {"max_new_tokens": 3, "eos_token_id": None, "do_sample": False}
@@ -142,7 +142,7 @@ def test_generate(models: Models, name: str) -> None:
     assert_same(*results)
     assert torch.equal(*draws)
     assert not for_steps(found), text(found)
-    own = [event for event in found if event.site.startswith("hf_paged/transfers.py")]
+    own = [event for event in found if event.site.startswith("hf_paged/kernels/transfers.py")]
     if per_forward is None:
         assert len(found) <= 1, text(found)
     else:

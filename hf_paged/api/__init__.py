@@ -1,0 +1,1 @@
+"""What users call: `patch`, `is_supported`, and what a patched model's class overrides."""

@@ -1,0 +1,91 @@
+"""`patch`, `unpatch`, `patched`: turning a model's `generate()` paged, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hf_paged.api.generation import PagedGenerationMixin, attach, detach
+from hf_paged.api.support import is_supported, unwrap
+from hf_paged.core.config import PagedConfig
+from hf_paged.core.errors import UnsupportedModelError
+from hf_paged.engine.engine import Engine
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> ModelT:
+    """Puts a paged KV block pool behind a model's `generate()`.
+
+    The model stays the same object with the same weights; calls without a `PagedCache` (training, scoring) run exactly
+    the code they ran before. Memory is taken at the first `generate()`, not here (but under `warm_up=True`).
+
+    Args:
+        model: A decoder-only Hugging Face model, or a PEFT model around one.
+        config: All settings at once.
+        **settings: Or single fields of `PagedConfig`.
+
+    Returns:
+        The same object. Its engine is `model.paged`.
+
+    Raises:
+        UnsupportedModelError: The model can't be paged; the message says why.
+        ValueError: Not a model, a bad or unknown setting, or patched before with other settings.
+    """
+    inner = unwrap(model)
+    wanted = PagedConfig.from_settings(config, **settings)
+    engine = getattr(inner, "paged", None)
+    if isinstance(engine, Engine):
+        if engine.config != wanted:
+            raise ValueError(
+                f"the model is already patched with {engine.config}; unpatch it first to patch it with {wanted}"
+            )
+        return model
+    report = is_supported(inner)
+    if report.traits is None:
+        raise UnsupportedModelError(type(inner).__name__, report.reasons)
+    attach(inner, wanted, report.traits)
+    if wanted.warm_up:
+        try:
+            engine = getattr(inner, "paged", None)
+            assert isinstance(engine, Engine)
+            engine.warm_up()
+        except BaseException:
+            detach(inner)
+            raise
+    return model
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Takes back what `patch` did: class, attention and generation are the model's own again, the pool is freed.
+
+    Args:
+        model: A patched model; one that isn't patched is left as it is.
+
+    Returns:
+        The same object.
+    """
+    inner = unwrap(model)
+    if is_patched(inner):
+        detach(inner)
+    return model
+
+
+@contextmanager
+def patched(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> Iterator[ModelT]:
+    """`patch` for the length of a `with` block. A model that was patched before stays so afterwards."""
+    was_patched = is_patched(unwrap(model))
+    patch(model, config, **settings)
+    try:
+        yield model
+    finally:
+        if not was_patched:
+            unpatch(model)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether the model (not a wrapper around it) is patched."""
+    return isinstance(model, PagedGenerationMixin)

@@ -1,0 +1,351 @@
+"""`is_supported`: whether the paged pool can stand behind a model, decided by trying it on a shrunken copy."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from hf_paged.api.generation import attach, base_class, detach
+from hf_paged.attention.cache import PagedCache
+from hf_paged.core.config import PagedConfig
+from hf_paged.model.model_state import why_not_whole
+from hf_paged.model.runner import ModelTraits
+
+_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Rotary embeddings that depend on the longest row of the batch (they rewrite their frequencies beyond a length).
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
+_PROBE_LENGTHS = (11, 3, 1, 6)
+_MAX_ELEMENTS = 5 * 10**8  # of a shrunken copy
+
+
+@dataclass(frozen=True, slots=True)
+class SupportReport:
+    """Whether and how a model can be patched; true in a condition if it can.
+
+    Attributes:
+        supported: Whether `patch` accepts the model.
+        reasons: Why not, a sentence each; empty if supported.
+        traits: What was found out about its architecture; `None` if not supported.
+    """
+
+    supported: bool
+    reasons: tuple[str, ...] = ()
+    traits: ModelTraits | None = None
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+
+def unwrap(model: Any) -> nn.Module:
+    """The model inside a PEFT wrapper, or the model itself.
+
+    Raises:
+        ValueError: Not a torch module at all.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a Hugging Face model, got {type(model).__name__}: {model!r:.80}")
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    inner = model if get_base_model is None else get_base_model()
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def is_supported(model: Any) -> SupportReport:
+    """Looks at a model and tries a shrunken copy of its architecture. The model itself is untouched. Never raises.
+
+    Args:
+        model: Anything; a PEFT wrapper is looked through.
+
+    Returns:
+        The report, with the reasons if the answer is no.
+    """
+    try:
+        if not isinstance(model, nn.Module):
+            hint = "; patch its .model" if isinstance(getattr(model, "model", None), PreTrainedModel) else ""
+            return SupportReport(False, (f"it is a {type(model).__name__}, not a Hugging Face model{hint}",))
+        model = unwrap(model)
+        reasons = _structural_reasons(model)
+        if reasons:
+            return SupportReport(False, tuple(reasons))
+        assert isinstance(model, PreTrainedModel)
+        with torch.random.fork_rng(devices=[]):
+            return _probe(model)
+    except Exception as error:  # half constructed, or with a config that raises where it is read
+        return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
+
+
+def _structural_reasons(model: nn.Module) -> list[str]:
+    """What rules a model out by its looks alone."""
+    if not isinstance(model, PreTrainedModel):
+        inside = next((name for name, part in model.named_children() if isinstance(part, PreTrainedModel)), None)
+        hint = "" if inside is None else f"; patch the one inside of it, its .{inside}"
+        return [f"{type(model).__name__} is not a transformers PreTrainedModel{hint}"]
+    if not model.can_generate():
+        return [f"{type(model).__name__} has no language-model head, so it can't generate()"]
+    config = model.config
+    reasons = []
+    if config.is_encoder_decoder:
+        reasons.append("it is an encoder-decoder model; only decoder-only models have one growing KV cache")
+    if getattr(model, "_is_stateful", False):
+        reasons.append("it keeps a recurrent state (Mamba, linear attention), which is not made of keys and values")
+    text = config.get_text_config(decoder=True)
+    if text is not config and not config.is_encoder_decoder:
+        reasons.append("it is multimodal; only models of text alone can be paged")
+    unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
+    if unpaged:
+        reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
+    if vars(text).get("kv_lora_rank"):
+        reasons.append(
+            "it caches what its keys and values are made from (kv_lora_rank), as in multi-head latent attention"
+        )
+    share = why_not_whole(model)
+    if share is not None:
+        reasons.append(share)
+    if "forward" in vars(model):
+        reasons.append("its forward was replaced on the instance (accelerate hooks, a wrapper): patch it before that")
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        reasons.append("its weights lie on several devices, the pool on one")
+    elif any(parameter.device.type == "meta" for parameter in model.parameters()):
+        reasons.append("its weights are on the meta device: load them first")
+    if not reasons and _stated_shape(config) is None:
+        reasons.append("its config does not state one number of layers, heads and head dimension for all layers")
+    return reasons
+
+
+def _stated_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
+    """Layers, key/value heads and head dimension by the config's common names; `None` if it doesn't say."""
+    try:
+        num_heads, hidden_size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+        num_kv_heads = (
+            getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or num_heads
+        )
+        head_dim = getattr(config, "head_dim", None)
+        num_layers = getattr(config, "num_hidden_layers", None)
+    except Exception:  # Gemma 4's, where it varies from layer to layer
+        return None
+    if head_dim is None and isinstance(hidden_size, int) and isinstance(num_heads, int):
+        head_dim = hidden_size // num_heads
+    shape = (num_layers, num_kv_heads, head_dim)
+    is_stated = all(isinstance(number, int) and number > 0 for number in shape)
+    return shape if is_stated else None  # type: ignore[return-value]
+
+
+def _probe(model: PreTrainedModel) -> SupportReport:
+    """Compares paged with stock logits on a tiny model of the same class."""
+    base = base_class(model)
+    tiny, failure = None, ""
+    for heads in (2, 4, None):  # CodeGen's come in fours
+        try:
+            tiny = _build(base, _shrink(model.config, heads))
+            stock = DynamicCache(config=tiny.config)
+            expected = _probe_logits(tiny, stock)
+            break
+        except Exception as error:
+            tiny, failure = None, f"{type(error).__name__}: {error}"
+    if tiny is None:
+        return SupportReport(False, (f"a shrunken copy of it could not be built and run to try ({failure:.200})",))
+
+    shape = _real_shape(model.config, tiny.config, stock)
+    tiny_shape = _real_shape(tiny.config, tiny.config, stock)
+    if isinstance(shape, str) or isinstance(tiny_shape, str):
+        return SupportReport(False, (str(shape),))
+    rows_independent = not _rope_types(getattr(model.config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
+    # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
+    may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
+    ways = [(True, True), (True, False), (False, False)] if may_run_flat else [(False, False)]
+    for runs_flat, in_inference_mode in ways:
+        modes = (runs_flat, rows_independent, in_inference_mode)
+        try:
+            attach(tiny, PagedConfig(num_blocks=64, block_size=4, cuda_graphs=False), ModelTraits(*tiny_shape, *modes))
+            cache = PagedCache(tiny)
+            found = _probe_logits(tiny, cache)
+            error_size = float((found - expected).abs().max() / expected.abs().max())
+            if error_size < _TOLERANCE and cache.is_opaque is not runs_flat and not _keeps_inference_tensors(tiny):
+                return SupportReport(True, (), ModelTraits(*shape, *modes))
+            failure = f"logits differ by {error_size:.1%}"
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            detach(tiny)
+        if _keeps_inference_tensors(tiny):
+            tiny = _build(base, tiny.config)
+    return SupportReport(
+        False,
+        (f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})",),
+    )
+
+
+def _keeps_inference_tensors(model: PreTrainedModel) -> bool:
+    """Whether a module keeps something that a forward in inference mode made, in whatever it holds."""
+    seen: set[int] = set()
+
+    def finds(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.is_inference()
+        if id(value) in seen or isinstance(value, str | int | float | type | PreTrainedConfig):
+            return False
+        seen.add(id(value))
+        if isinstance(value, dict):
+            return any(map(finds, list(value.values())))
+        if isinstance(value, list | tuple | set):
+            return any(map(finds, list(value)))
+        return finds(vars(value)) if hasattr(value, "__dict__") and not callable(value) else False
+
+    return any(finds(vars(module)) for module in model.modules())
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """All kinds of rotary scaling in a config's `rope_parameters`, which may be nested by layer type."""
+    if not isinstance(parameters, dict):
+        return set()
+    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
+    return own.union(*(_rope_types(value) for value in parameters.values()))
+
+
+def _real_shape(
+    config: PreTrainedConfig, tiny_config: PreTrainedConfig, stock: DynamicCache
+) -> tuple[int, int, int] | str:
+    """Layers, key/value heads and head dimension of the model, or why the pool can't hold them.
+
+    Read from its config, and corrected by what the tiny copy was seen to store (Falcon's config counts heads that its
+    multi-query attention doesn't have).
+    """
+    stated, tiny_stated = _stated_shape(config), _stated_shape(tiny_config)
+    assert stated is not None and tiny_stated is not None
+    stored = {(*layer.keys.shape[1::2], *layer.values.shape[1::2]) for layer in stock.layers}
+    if len(stock.layers) != tiny_stated[0] or len(stored) != 1:
+        return f"its layers don't store keys and values of one shape, but {sorted(stored)}"
+    heads, head_dim, value_heads, value_dim = stored.pop()
+    if (heads, head_dim) != (value_heads, value_dim):
+        return f"its keys and values differ in width ({head_dim} and {value_dim}), as in multi-head latent attention"
+    if head_dim != tiny_stated[2]:
+        return f"its stored head dimension ({head_dim}) isn't the one its config states ({tiny_stated[2]})"
+    candidates = (
+        (stated[1], tiny_stated[1]),
+        (1, 1),
+        (config.num_attention_heads, tiny_config.num_attention_heads),
+    )
+    for number, tiny_number in candidates:
+        if heads == tiny_number:
+            return stated[0], number, stated[2]
+    return f"its number of stored heads ({heads}) isn't one its config states"
+
+
+def _shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+    """The architecture in small: same kinds of layers, few of them, a tiny vocabulary.
+
+    Args:
+        config: Of the model.
+        heads: So many key/value heads, and as narrow; `None`: the width as it is.
+    """
+    small = copy.deepcopy(config)
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    stated = _stated_shape(small)
+    assert stated is not None
+    layer_types = getattr(small, "layer_types", None)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "ffn_dim": 48,
+        "n_inner": 48,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "sliding_window": 5,
+    }
+    if layer_types:
+        kinds = list(dict.fromkeys(layer_types))
+        sizes |= {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2}
+    else:
+        sizes["num_hidden_layers"] = 2
+    if heads is not None:
+        groups = max(small.num_attention_heads // stated[1], 1)
+        kv_heads = 1 if stated[1] == 1 else heads
+        num_heads = kv_heads * min(groups, 4)
+        head_dim = 16
+        sizes |= {
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": kv_heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "hidden_size": num_heads * head_dim,
+            "word_embed_proj_dim": num_heads * head_dim,
+            "rotary_dim": min(getattr(small, "rotary_dim", None) or head_dim, head_dim),
+        }
+    for name, value in sizes.items():
+        if getattr(small, name, None) is not None:
+            with suppress(AttributeError):  # a property that follows from others (Falcon's head_dim)
+                setattr(small, name, value)
+    for part in vars(small).values():
+        if isinstance(part, PreTrainedConfig):  # towers of another kind, which the probe doesn't use
+            for name in ("num_hidden_layers", "num_blocks"):
+                if isinstance(getattr(part, name, None), int):
+                    setattr(part, name, 2)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(small, name, None)
+    return small
+
+
+def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A float32 CPU model whose weights are large enough for a wrong key to show. Seeds the CPU's global RNG.
+
+    Raises:
+        ValueError: It would take gigabytes.
+    """
+    with torch.device("meta"):
+        num_elements = sum(parameter.numel() for parameter in base._from_config(config).parameters())
+    if num_elements > _MAX_ELEMENTS:
+        raise ValueError(f"it would have {num_elements:,} parameters")
+    with torch.device("cpu"), torch.inference_mode(False):
+        torch.default_generator.manual_seed(0)  # no other device's
+        model = base._from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn_like(parameter)
+                if parameter.ndim > 1:
+                    parameter.copy_(noise * 2 / math.sqrt(parameter.shape[-1]))
+                else:
+                    parameter.add_(0.1 * noise)
+    return model.eval()
+
+
+@torch.no_grad()
+def _probe_logits(model: PreTrainedModel, past: Cache) -> Tensor:
+    """Last logits of a ragged left-padded prefill, a chunk of two tokens and two decode steps: `[rows, 4, vocab]`."""
+    with torch.device("cpu"):
+        longest, rows = max(_PROBE_LENGTHS), len(_PROBE_LENGTHS)
+        ids = torch.randint(0, 64, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        for row, length in enumerate(_PROBE_LENGTHS):
+            mask[row, : longest - length] = 0
+        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+        edges = [0, longest, longest + 2, longest + 3, longest + 4]
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        collected = []
+        for start, end in itertools.pairwise(edges):
+            extra: dict[str, Any] = {"position_ids": positions[:, start:end]} if takes_positions else {}
+            if model._supports_logits_to_keep():
+                extra["logits_to_keep"] = 1
+            output = model(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                past_key_values=past,
+                use_cache=True,
+                **extra,
+            )
+            collected.append(output.logits[:, -1:].float())
+        return torch.cat(collected, dim=1)

@@ -1,0 +1,418 @@
+"""`PagedCache`: a `transformers.Cache` whose rows are block tables of the model's pool."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils import logging
+
+from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.core.sequence import Sequence
+from hf_paged.kernels.transfers import to_host
+
+logger = logging.get_logger(__name__)
+
+# transformers before 5.18 reads a positive argument of `crop` as the length to keep; later versions refuse it.
+_POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.dev0")
+
+
+class SequenceStore(Protocol):
+    """What a cache needs of the engine that owns the pool. Every method takes the engine's lock."""
+
+    @property
+    def num_layers(self) -> int: ...
+    def transaction(self) -> AbstractContextManager[None]: ...
+    def new_sequence(self) -> Sequence: ...
+    def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence: ...
+    def free_sequences(self, sequences: Iterable[Sequence]) -> None: ...
+    def abandon_sequences(self, sequences: Iterable[Sequence]) -> None: ...
+    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
+    def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None: ...
+    def write_tokens(
+        self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
+    ) -> None: ...
+    def read_tokens(
+        self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class StepCache(Cache):
+    """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedCache`, for code that looks at `cache.layers[i]`; reading `keys` gathers from the pool."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, layer_idx: int) -> None:
+        # A proxy, since a cycle would keep a dropped cache and its blocks alive until the next garbage collection.
+        self._cache: Any = weakref.proxy(cache)
+        self._layer_idx = layer_idx
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.get_seq_length() > 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """`[batch, num_kv_heads, length, head_dim]`, a copy; left padding and finished rows read as zeros."""
+        return self._cache.read_layer(self._layer_idx)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Like `keys`."""
+        return self._cache.read_layer(self._layer_idx)[1] if self.is_initialized else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the pool exists."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._cache.update(key_states, value_states, self._layer_idx)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.get_mask_sizes(query_length, self._layer_idx)
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length(self._layer_idx)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedCache(Cache):
+    """Keys and values of a batch, in the block pool of a patched model.
+
+    Pass it as `past_key_values` to `generate()` or to the model, once or again and again (multi-turn chat). Its blocks
+    go back to the pool when it is dropped, or at once with `reset()`.
+
+    What a caller sees is a batch of rows of one width, as with `DynamicCache`. Stored is less: left padding takes no
+    slot (`padding[row]` columns are only counted), rows that are copies of each other share their blocks, and while
+    all of `fan_out` copies of each prompt are still equal (the samples or beams of one prompt), one row stands for
+    them.
+
+    Args:
+        model: A model patched by `hf_paged.patch`.
+
+    Raises:
+        ValueError: The model isn't patched.
+    """
+
+    def __init__(self, model: Any) -> None:
+        engine = getattr(model, "paged", None)
+        if engine is None:
+            raise ValueError(f"PagedCache needs a patched model: call hf_paged.patch(model) first, got {model!r:.100}")
+        self._setup(engine)
+
+    @classmethod
+    def for_call(cls, store: SequenceStore, fan_out: int) -> PagedCache:
+        """The cache of one `generate()` call, whose rows come in runs of `fan_out` equal prompts."""
+        cache = cls.__new__(cls)
+        cache._setup(store)
+        cache.expect_fan_out(fan_out)
+        cache.owned_by_call = True
+        return cache
+
+    def _setup(self, store: SequenceStore) -> None:
+        self.store = store
+        self.owned_by_call = False
+        self.caller: Any = None  # the decoding loop that is running over it
+        # True once a forward stored tokens that may be padding or whose mask the pool does not know: from then on
+        # forwards use the caller's mask over the gathered keys.
+        self.is_opaque = False
+        self._rows: list[Sequence | None] = []  # None: a finished row that gave its blocks back
+        self._padding: list[int] = []
+        self._fan_out = 1
+        self._width = 0
+        self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
+        self._active: list[int] | None = None  # rows a forward runs on, when not on all
+        super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
+        weakref.finalize(self, _abandon, store, self._rows).atexit = False
+
+    def __repr__(self) -> str:
+        return f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()})"
+
+    # The engine's side
+
+    @property
+    def sequences(self) -> list[Sequence | None]:
+        """The stored rows: `batch_size / fan_out` of them; `None` for a finished one."""
+        return self._rows
+
+    @property
+    def padding(self) -> list[int]:
+        """Left columns of each stored row that hold no token."""
+        return self._padding
+
+    @property
+    def fan_out(self) -> int:
+        """Equal rows of the batch that each stored row stands for."""
+        return self._fan_out
+
+    def expect_fan_out(self, fan_out: int) -> None:
+        """Tells a cache that holds nothing yet that its rows will come in runs of `fan_out` equal prompts."""
+        if not self._rows:
+            self._fan_out = fan_out
+
+    def open_rows(self, num_rows: int) -> None:
+        """Makes the (empty) rows of a first forward."""
+        for _ in range(num_rows):
+            self._rows.append(self.store.new_sequence())
+            self._padding.append(0)
+
+    def set_padding(self, padding: list[int]) -> None:
+        """Declares the left padding of a cache that holds no token yet."""
+        self._padding[:] = padding
+
+    def advance(self, num_columns: int) -> None:
+        """Books columns whose tokens a flat forward stored in all layers."""
+        self._width += num_columns
+        self._lengths = [self._width] * len(self._lengths)
+
+    def rewind(self, width: int) -> None:
+        """Forgets columns of a forward that failed; their tokens were taken back by the engine."""
+        self._width = width
+        self._lengths = [width] * len(self._lengths)
+        self._active = None
+        if width == 0:
+            self._rows.clear()
+            self._padding.clear()
+            self.is_opaque = False
+
+    def select_active(self, rows: list[int] | None) -> None:
+        """Rows that the forward about to run is about; `None`: all."""
+        self._active = rows
+
+    @deferred_interrupt()
+    def split_fan_out(self) -> None:
+        """Gives every row of the batch a sequence of its own, sharing all blocks, where one stood for several."""
+        if self._fan_out == 1:
+            return
+        with self.store.transaction():
+            rows: list[Sequence | None] = []
+            for row in self._rows:
+                rows.append(row)
+                rows += [None if row is None else self.store.fork_sequence(row) for _ in range(self._fan_out - 1)]
+            self._padding[:] = [padding for padding in self._padding for _ in range(self._fan_out)]
+            self._rows[:] = rows
+            self._fan_out = 1
+
+    @deferred_interrupt()
+    def retire(self, rows: Iterable[int]) -> None:
+        """Frees rows of the batch that are finished; later forwards leave them out."""
+        live = [row for row in rows if self._fan_out > 1 or self._rows[row] is not None]
+        if not live:
+            return
+        with self.store.transaction():
+            self.split_fan_out()
+            self.store.free_sequences(sequence for row in live if (sequence := self._rows[row]) is not None)
+            for row in live:
+                self._rows[row] = None
+
+    # The Cache interface
+
+    @deferred_interrupt()
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values of one layer, `[batch, num_kv_heads, new, head_dim]`, and returns all of them.
+
+        This is what a forward reaches that the engine does not drive (`model.model(...)`, a model with attention code
+        of its own): any attention works on what it returns, masked by the caller's mask as with `DynamicCache`.
+
+        Raises:
+            ValueError: The batch size differs from the cache's, or the states have other dimensions.
+        """
+        if key_states.ndim != 4:  # as position ids of a form that the model does not know make them
+            raise ValueError(f"keys must be [batch, num_kv_heads, tokens, head_dim], got {list(key_states.shape)}")
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            logger.warning_once("hf_paged: no gradient flows through the keys and values of a PagedCache")
+        batch, _, new, _ = key_states.shape
+        start = self._lengths[layer_idx]
+        if not self._rows:
+            self._fan_out = 1
+            self.open_rows(batch)
+        active = self._active if self._active is not None else range(len(self._rows))
+        sequences = [sequence for row in active if (sequence := self._rows[row]) is not None]
+        if len(sequences) != batch:
+            raise ValueError(
+                f"got keys of {batch} rows for a cache with {self.batch_size} rows (of tokens, or of position_ids?)"
+            )
+        if start == self._width:  # the first layer of a forward
+            self.is_opaque = True
+            self.store.grow_opaque(sequences, new)
+            self._width += new
+        padding = [self._padding[row] for row in active]
+        self.store.write_tokens(layer_idx, sequences, key_states, value_states, [start - pad for pad in padding])
+        self._lengths[layer_idx] = start + new
+        return self.store.read_tokens(layer_idx, list(sequences), padding, start + new)
+
+    def read_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer for the whole batch, `[batch, num_kv_heads, length, head_dim]`."""
+        width = self._lengths[layer_idx]
+        # Row by row: a batch larger than the pool is never in it as a whole.
+        rows = [
+            self.store.read_tokens(layer_idx, [row], [pad], width)
+            for row, pad in zip(self._rows, self._padding, strict=True)
+        ]
+        keys, values = (torch.cat(states) for states in zip(*rows, strict=True))
+        return keys.repeat_interleave(self._fan_out, dim=0), values.repeat_interleave(self._fan_out, dim=0)
+
+    def __iter__(self) -> Any:
+        for layer_idx in range(len(self.layers) if self.is_initialized else 0):
+            yield *self.read_layer(layer_idx), None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch stored so far, left padding included."""
+        return self._lengths[layer_idx] if layer_idx < len(self._lengths) else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """`(columns, 0)`: what `update` will return for `query_length` new tokens, and the first column's index."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything is stored."""
+        return self._width > 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, -1 before the first forward."""
+        return len(self._rows) * self._fan_out or -1
+
+    @deferred_interrupt()
+    def reset(self) -> None:
+        """Frees all blocks; the cache is as new."""
+        with self.store.transaction():
+            self.store.free_sequences(row for row in self._rows if row is not None)
+            self._fan_out = 1
+            self.rewind(0)
+
+    @deferred_interrupt()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` columns of every row, as the installed `DynamicCache` does.
+
+        Raises:
+            ValueError: No integer, or a positive one, where transformers refuses it too (after 5.17).
+        """
+        tokens_to_remove = _integer("tokens_to_remove", tokens_to_remove)  # transformers 5.17 gives a tensor
+        if tokens_to_remove > 0:
+            if not _POSITIVE_CROP_IS_A_LENGTH:
+                raise ValueError(
+                    f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}"
+                )
+            tokens_to_remove = min(tokens_to_remove - self._width, 0)
+        width = max(self._width + tokens_to_remove, 0)
+        with self.store.transaction():
+            for row, sequence in enumerate(self._rows):
+                self._padding[row] = min(self._padding[row], width)
+                if sequence is not None:
+                    self.store.crop_sequence(sequence, width - self._padding[row])
+            self._width = width
+            self._lengths = [width] * len(self._lengths)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was, by sharing its blocks: no key or value is copied here."""
+        self._select(_integers("beam_idx", beam_idx))  # the block tables are host data
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices` (integers, below 0 from the end, or a mask)."""
+        batch, is_mask = max(self.batch_size, 0), getattr(indices, "dtype", None) is torch.bool
+        if is_mask:
+            if batch and indices.shape != (batch,):
+                raise ValueError(f"a mask over {batch} rows has shape ({batch},), got {tuple(indices.shape)}")
+            indices = indices.nonzero()[:, 0]
+        rows = _integers("indices", indices)
+        self._select([row + batch if -batch <= row < 0 else row for row in rows])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times; the copies share their blocks."""
+        repeats = _integer("repeats", repeats)
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {repeats}")
+        self._select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
+
+    @deferred_interrupt()
+    def _select(self, indices: list[int]) -> None:
+        if not self._rows:
+            return  # as over a `DynamicCache` that holds nothing
+        bad = [index for index in indices if not 0 <= index < self.batch_size]
+        if bad or not indices:
+            raise ValueError(f"rows are numbers from 0 to {self.batch_size - 1}, one at least, got {bad or indices}")
+        with self.store.transaction():
+            self.split_fan_out()
+            selected: list[Sequence | None] = []
+            moved: set[int] = set()
+            for index in indices:
+                sequence = self._rows[index]
+                if sequence is not None and index in moved:
+                    sequence = self.store.fork_sequence(sequence)
+                moved.add(index)
+                selected.append(sequence)
+            self.store.free_sequences(row for i, row in enumerate(self._rows) if i not in moved and row is not None)
+            self._padding[:] = [self._padding[index] for index in indices]
+            self._rows[:] = selected
+
+    @deferred_interrupt()
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """A cache of the same content that shares all blocks until one of the two writes."""
+        copy = type(self).__new__(type(self))
+        copy._setup(self.store)
+        with self.store.transaction():
+            copy._rows += [None if row is None else self.store.fork_sequence(row, apart=True) for row in self._rows]
+        copy._padding += self._padding
+        copy._fan_out, copy.is_opaque = self._fan_out, self.is_opaque
+        copy.advance(self._width)
+        return copy
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a PagedCache lives in its model's block pool and can't be pickled; keep the token ids instead")
+
+
+_NO_INTEGERS = (torch.bool, torch.complex64, torch.complex128)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, Tensor):
+            (value,) = to_host([value])
+        return operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be an integer, got {value!r:.80}") from error
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    (values,) = to_host([torch.as_tensor(values)])
+    if values.ndim != 1 or (len(values) and (values.dtype.is_floating_point or values.dtype in _NO_INTEGERS)):
+        raise ValueError(f"{name} must be integers, [rows], got {values.dtype} of shape {tuple(values.shape)}")
+    return [int(value) for value in values.tolist()]  # an empty list's tensor is of floats
+
+
+def _abandon(store: SequenceStore, rows: list[Sequence | None]) -> None:
+    # Runs wherever the garbage collector does: it only hands the blocks over, without any lock.
+    store.abandon_sequences([row for row in rows if row is not None])

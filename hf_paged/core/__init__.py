@@ -1,0 +1,1 @@
+"""Values and bookkeeping, without torch: settings, sequences, blocks, block tables, and what runs next."""

@@ -1,0 +1,174 @@
+"""`ForwardItem`: a caller's forward while the worker computes it together with everybody else's."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.core.sequence import Sequence
+from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.worker import CallCancelledError, Caller, StepWorker
+from hf_paged.kernels.transfers import to_device
+from hf_paged.memory.streams import Handover, hand_out
+from hf_paged.model.runner import TokenInputs
+from hf_paged.sampling.sampler import Choice, Outcome
+
+
+class ForwardItem:
+    """Sequences whose pending tokens a waiting caller wants computed, and the logits it wants of them.
+
+    Attributes:
+        output: `[rows, K, vocab_size]` when done, `None` if K is 0.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        worker: StepWorker,
+        sequences: list[Sequence],
+        wanted: np.ndarray,
+        inputs: tuple[TokenInputs, list[int]] | None = None,
+        caller: Caller | None = None,
+    ) -> None:
+        """Queues the sequences. The pool's lock is held.
+
+        Args:
+            pool: The pool they are in.
+            worker: Runs them.
+            sequences: What to compute.
+            wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
+            inputs: Their tokens, for those that don't know them, and where each sequence's token 0 would lie in them.
+            caller: The loop that this is a forward of.
+        """
+        self._pool = pool
+        self._worker = worker
+        self._sequences = sequences
+        self._wanted = wanted
+        self._inputs = inputs
+        self._caller = caller
+        self._places: dict[int, np.ndarray] = {}  # of the step that runs: which of a row's K it computes
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._computed: Handover | None = None
+        self.output: Tensor | None = None
+        has_wanted = wanted.shape[1] > 0
+        pending = [(row, s) for row, s in enumerate(sequences) if s.num_pending_tokens > 0]
+        for row, sequence in pending:
+            # Tokens before the first wanted one may come from the prefix cache.
+            sequence.logits_from = int(wanted[row].min()) if has_wanted else sequence.num_tokens
+        worker.arrive(caller, len(sequences))
+        if pending:
+            worker.add(self, pending)
+        else:
+            self._finish()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._done.is_set()
+
+    def wait(self) -> Tensor | None:
+        """Blocks until all logits are there. Interrupted, it leaves the sequences as they are, with nobody waiting.
+
+        Raises:
+            Exception: Whatever the step raised that only this forward's rows were in.
+        """
+        caller = self._caller
+        if caller is not None:
+            caller.on_cancel = lambda: self._worker.order(self._give_up)
+            if caller.is_cancelled:
+                caller.on_cancel()
+        try:
+            self._worker.wait(self, self._done)
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            if caller is not None:
+                caller.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made
+        if self._error is not None:
+            raise self._error
+        if self._computed is not None:
+            self._computed.follow()  # not what else is queued with the steps by now
+            hand_out(self.output)
+        return self.output
+
+    def cancel(self) -> None:
+        """Stops waiting; returns when no step with these sequences is running any more."""
+        if self.is_done:
+            return
+        if self._worker.is_mine:
+            self.fail(RuntimeError("cancelled"))
+            return
+        with self._worker.exclusive(), self._pool.lock:
+            if not self.is_done:
+                self.fail(RuntimeError("cancelled"))
+
+    def _give_up(self) -> None:
+        if not self.is_done:
+            self.fail(CallCancelledError())
+
+    # LogitsSink
+
+    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
+        offset = self._wanted[row] - start
+        places = np.nonzero((offset >= 0) & (offset < num_tokens))[0]
+        self._places[row] = places
+        return offset[places]
+
+    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
+        if self._inputs is None:
+            return None
+        tensors, bases = self._inputs
+        return tensors.part(bases[row] + start, num_tokens)
+
+    @torch.no_grad()
+    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
+        if rows:
+            places = [self._places[row] for row in rows]
+            num_columns, vocab_size = self._wanted.shape[1], logits.shape[-1]
+            source = np.concatenate([start + np.arange(len(p)) for start, p in zip(starts, places, strict=True)])
+            target = np.concatenate([row * num_columns + p for row, p in zip(rows, places, strict=True)])
+            first = int(source[0])
+            if len(target) == self._wanted.size and (target == source - first).all():
+                # The usual step: everything at once, in order, side by side.
+                # A copy: the caller may write to it, and the step's logits may be an inference tensor.
+                self.output = logits[first : first + len(target)].clone().view(*self._wanted.shape, vocab_size)
+            else:
+                if self.output is None:
+                    self.output = logits.new_zeros(*self._wanted.shape, vocab_size)
+                from_rows, to_rows = (to_device(index, logits.device) for index in (source, target))
+                self.output.view(-1, vocab_size)[to_rows] = logits[from_rows]
+        if logits.device.type == "cuda":  # behind the last chunk too, which reads what the caller gave
+            self._computed = Handover(logits.device)
+        for sequence in self._sequences:
+            # Should it be preempted for the others from here on, that is the next forward's business.
+            if sequence.num_pending_tokens == 0:
+                self._worker.remove(sequence)
+        if not any(sequence.is_wanted for sequence in self._sequences):
+            self._finish()
+        return []
+
+    def expect_tokens(self, rows: list[int]) -> list[int]:
+        raise NotImplementedError("a forward wants logits")
+
+    def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
+        raise NotImplementedError("a forward wants logits")
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._finish()
+
+    def renew_locks(self) -> None:
+        self._done = threading.Event()
+
+    def _finish(self) -> None:
+        if self.is_done:
+            return
+        for sequence in self._sequences:
+            self._worker.remove(sequence)
+        self._worker.leave(self._caller, len(self._sequences))
+        self._done.set()

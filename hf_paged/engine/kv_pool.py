@@ -1,0 +1,253 @@
+"""`KVPool`: the block tables and the tensor behind them, made and sized at first use."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.event_log import EventLog
+from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.sequence import SequenceGroup
+from hf_paged.engine.preemption import PreemptionCost
+from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
+from hf_paged.memory.streams import among_steps, on_steps_stream
+from hf_paged.model.runner import ModelRunner, ModelTraits
+
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+class KVPool:
+    """Everything that holds keys and values for one model, behind one lock.
+
+    Attributes:
+        lock: Re-entrant; whoever changes tables or the tensor holds it.
+        peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
+        cost: What recomputation and swapping have taken so far.
+        log: What happened lately.
+    """
+
+    def __init__(self, config: PagedConfig, traits: ModelTraits, runner: ModelRunner) -> None:
+        """Makes an empty pool; no memory is taken yet.
+
+        Args:
+            config: The settings.
+            traits: Shape of the model's keys and values.
+            runner: Knows the model, whose device and dtype the tensor follows.
+        """
+        self.config = config
+        self.traits = traits
+        self.lock = threading.RLock()
+        self.peak = (0, 0, 0)
+        self.cost = PreemptionCost()
+        self.log = EventLog()
+        self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._runner = runner
+        self._manager: BlockManager | None = None
+        self._scheduler: Scheduler | None = None
+        self._kv_cache: KVCache | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the pool has been used and so has a size."""
+        return self._manager is not None
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence that the model is made for."""
+        return self._runner.max_context
+
+    @property
+    def kv_device(self) -> torch.device:
+        """Where its tensor is, or (before the first use) will be; asked for in every step."""
+        return self._runner.placement[1] if self._kv_cache is None else self._kv_cache.tensor.device
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        return self._geometry.bytes_per_block(self.config.block_size)
+
+    @property
+    def _geometry(self) -> KVGeometry:
+        return self.traits.geometry(KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.placement[0]))
+
+    @property
+    def manager(self) -> BlockManager:
+        """The block tables, made at first use with the pool's size."""
+        with self.lock:
+            if self._manager is None:
+                max_context, device = self._runner.max_context, self._runner.model.device
+                with among_steps(device):  # a trial step, whose memory is then theirs
+                    num_blocks = self.config.num_blocks or num_blocks_for_memory(
+                        self._geometry,
+                        self.config.block_size,
+                        self.config.memory_fraction,
+                        self.config.max_num_seqs * max_context,
+                        device,
+                        self.bytes_per_block  # of the null block
+                        + self._runner.reserved_bytes(
+                            min(self.config.max_num_batched_tokens, max_context), self.config.block_size
+                        ),
+                    )
+                check_size(self._geometry, num_blocks, self.config.block_size, device)
+                self._manager = BlockManager(
+                    num_blocks,
+                    self.config.block_size,
+                    self.config.enable_prefix_caching,
+                    self._num_swap_blocks(num_blocks),
+                    self.log,
+                )
+                self._scheduler = Scheduler(
+                    self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
+                )
+            return self._manager
+
+    def _num_swap_blocks(self, num_blocks: int) -> int:
+        space = self.config.swap_space_gib
+        if space is None:
+            space = 0.0 if self.config.preemption == "recompute" else DEFAULT_SWAP_SPACE_GIB
+        return min(num_blocks, int(space * 2**30) // self.bytes_per_block)
+
+    def _prefers_swap(self, group: SequenceGroup) -> bool:
+        if self.config.preemption != "auto":
+            return self.config.preemption == "swap"
+        num_tokens = max((sequence.num_computed_tokens for sequence in group.sequences), default=0)
+        num_blocks = self.manager.swap_in_need([sequence.seq_id for sequence in group.sequences])
+        return self.cost.prefers_swap(num_tokens, num_blocks)
+
+    def execute_copies(self, step: SchedulerOutput) -> KVCache:
+        """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over."""
+        self._queue_swap_outs(step.swap_outs)
+        self._pending += [
+            (KVCache.swap_in, (step.swap_ins,)),
+            (KVCache.copy_blocks, (step.block_copies,)),
+            (KVCache.zero_blocks, (step.new_blocks,)),
+        ]
+        kv_cache = self.flush_copies()
+        for num_blocks, seconds in kv_cache.finished_swaps():
+            self.cost.note_swap(num_blocks, seconds)
+        return kv_cache
+
+    def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
+        """Moves blocks `(device, CPU)`."""
+        self._queue_swap_outs(pairs)
+        self.flush_copies()
+
+    def _queue_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            assert self.manager.swap_pool is not None
+            self._pending.append((KVCache.swap_out, (pairs, self.manager.swap_pool.num_blocks)))
+
+    def flush_copies(self) -> KVCache:
+        """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
+
+        What raises (out of memory, say) stays to be done: the tables name the new places already.
+        """
+        kv_cache = self.kv_cache
+        with on_steps_stream(kv_cache.tensor.device):
+            while self._pending:
+                copy, arguments = self._pending[0]
+                if arguments[0]:
+                    copy(kv_cache, *arguments)
+                self._pending.popleft()
+        return kv_cache
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler over `manager`."""
+        with self.lock:
+            assert self.manager is not None
+            assert self._scheduler is not None
+            return self._scheduler
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
+        with self.lock:
+            dtype, device = self._runner.placement
+            held = self._kv_cache
+            if held is not None:
+                if held.compute_dtype is dtype and held.tensor.device == device:
+                    return held
+                self.release()
+            geometry = self._geometry
+            num_blocks = self.manager.pool.num_blocks
+            with on_steps_stream(device):
+                self._kv_cache = KVCache(
+                    geometry,
+                    num_blocks,
+                    self.config.block_size,
+                    device,
+                    self.config.attention_backend,
+                    dtype,
+                )
+            return self._kv_cache
+
+    def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
+        """Refuses a sequence that could never fit the empty pool.
+
+        Args:
+            num_tokens: Tokens whose keys and values it would hold at its longest.
+            prompt_tokens: Tokens of its prompt, for the message.
+            new_tokens: Tokens it may generate, for the message.
+
+        Raises:
+            ValueError: With both sizes, and the setting that would help.
+        """
+        manager = self.manager
+        needed = -(-num_tokens // manager.block_size)
+        if needed > manager.pool.num_blocks:
+            raise ValueError(
+                f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "
+                f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: "
+                f"patch with num_blocks={needed} or more, or lower max_new_tokens"
+            )
+
+    def release(self) -> None:
+        """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
+
+        Raises:
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+        """
+        with self.lock:
+            if self._manager is None or self._kv_cache is None:
+                return
+            lost = self.scheduler.preempt_all()
+            if lost:
+                raise ValueError(
+                    f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
+                    "reset() or drop those caches first"
+                )
+            self._manager.reset_prefix_cache()
+            self._pending.clear()
+            self._kv_cache = None
+
+    def record_peak(self) -> None:
+        """Notes the moment if more blocks are in use than ever before."""
+        manager = self.manager
+        # Tables are only walked when a step took more blocks than any before.
+        if manager.pool.num_in_use > self.peak[0]:
+            self.peak = (manager.pool.num_in_use, manager.num_stored_tokens, manager.num_allocated_slots)
+
+    def out_of_blocks(self, error: OutOfBlocksError) -> OutOfBlocksError:
+        """The same error with what the caller can do about it."""
+        num_blocks = self.manager.pool.num_blocks
+        needed, free = error.needed, error.free
+        if needed > num_blocks:
+            message = (
+                f"{needed} KV blocks are needed at once, the pool has {num_blocks}: patch with num_blocks={needed} or "
+                "more, or give fewer rows a call (rows that keep their padding, and those of a model with attention "
+                "code of its own, are all in the pool together)"
+            )
+        else:
+            message = (
+                f"{needed} KV blocks are needed, {free} of {num_blocks} are free and what holds the others can't be "
+                "computed again: drop or reset() PagedCache objects you no longer need, or patch with more num_blocks"
+            )
+        return OutOfBlocksError(needed, free, message)

@@ -1,0 +1,342 @@
+"""`SampleRun`: a greedy or sampling call whose rows the engine drives, each as fast as it gets its logits."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from hf_paged.core.sequence import Sequence
+from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.worker import CACHE_SALT, StepWorker
+from hf_paged.kernels.transfers import to_device
+from hf_paged.model.runner import TokenInputs
+from hf_paged.sampling.draws import StepNoise
+from hf_paged.sampling.sampler import Choice, Outcome, RowSampler, needs_ids, processor_kinds
+from hf_paged.sampling.token_table import TokenTable
+
+TokenCallback = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class SampleCall:
+    """What transformers prepared for its `_sample` loop, and what the host has to know of it.
+
+    Attributes:
+        input_ids: `[rows, width]` on the CPU, left-padded; the rows of a prompt's `num_samples` samples follow each
+            other.
+        padding: Left padding of each row.
+        num_samples: Rows of each prompt.
+        processors: Row-wise ones of transformers.
+        criteria: Row-wise ones of transformers.
+        device: Where the caller had the prompts: there tokens are chosen, and there the result is to be.
+        do_sample: Draw, or take the likeliest token.
+        pad_token_id: What stands behind the end of a row that finished before others.
+        generator: Where draws come from; owned by the run.
+        priority: Of its sequences.
+        request_id: The request that it is.
+        prompts: The rows' tokens, without padding.
+        kinds: Of `processors`, what the sampler has to know.
+        eos: Tokens that end a row.
+        max_length: Columns of the result at most.
+        other_criteria: What else ends a row.
+    """
+
+    input_ids: Tensor
+    padding: list[int]
+    num_samples: int
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    device: torch.device
+    do_sample: bool
+    pad_token_id: int
+    generator: torch.Generator | None = None
+    priority: int = 0
+    request_id: str | None = None
+    prompts: list[list[int]] = field(init=False)
+    kinds: list[Hashable] = field(init=False)
+    eos: set[int] = field(init=False, default_factory=set)
+    max_length: int | None = field(init=False, default=None)
+    other_criteria: StoppingCriteriaList | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.prompts = [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
+        self.kinds = processor_kinds(self.processors)
+        others = StoppingCriteriaList()
+        for criterion in self.criteria:
+            if hasattr(criterion, "eos_token_id"):
+                self.eos |= set(criterion.eos_token_id.tolist())
+            elif type(criterion).__name__ == "MaxLengthCriteria" and not _warns(criterion):
+                length = criterion.max_length
+                self.max_length = length if self.max_length is None else min(length, self.max_length)
+            else:
+                others.append(criterion)
+        self.other_criteria = others or None
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row of the result.
+
+    Attributes:
+        sequence: Its keys and values; `None` before its prompt is computed and after its end.
+        tokens: Generated so far.
+        num_chosen: The same, and those that the device knows already and the host doesn't.
+        finish_reason: Why it ended.
+    """
+
+    sequence: Sequence | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_chosen: int = 0
+    finish_reason: str | None = None
+
+
+class SampleRun:
+    """Rows that are scheduled, sampled and finished one by one.
+
+    Whatever runs beside it, and whichever of its rows are ahead, the tokens are those of transformers' loop over the
+    whole batch: processors and criteria are transformers' own and look at one row at a time, and noise belongs to a
+    step and a row.
+
+    Attributes:
+        rows: The rows of the result.
+        error: Why it failed.
+    """
+
+    def __init__(
+        self,
+        call: SampleCall,
+        pool: KVPool,
+        worker: StepWorker,
+        state_key: tuple[Hashable, ...],
+        batch_key: Hashable,
+        on_token: TokenCallback | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Queues the prompts. The pool's lock is held.
+
+        Args:
+            call: What to generate.
+            pool: Tables and scheduler.
+            worker: Runs the steps.
+            state_key: State of the model's weights, part of the prefix-cache key.
+            batch_key: Rows of another key never share a step with these.
+            on_token: Called with every token of row 0, with the pool's lock held: it must only hand it on.
+            on_end: Called when the run is over, with the pool's lock held.
+        """
+        self._call = call
+        self._pool = pool
+        self._worker = worker
+        self._on_token = on_token
+        self._on_end = on_end
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        num_rows, self._width = call.input_ids.shape
+        self.rows = [_Row() for _ in range(num_rows)]
+        self._num_open = num_rows
+        self._max_context = pool.max_context
+        self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
+        self._table: TokenTable | None = None
+        self._table_rows: list[int] = []
+        if call.other_criteria is not None or needs_ids(call.processors):
+            # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
+            self._table = worker.token_table(call.device)
+            self._table_rows = self._table.add(call.input_ids)
+        # The largest logit is the same everywhere: bringing all of them to a prompt on the CPU would hold up the step.
+        is_argmax = not call.do_sample and not call.processors and self._table is None
+        stays = is_argmax and call.device != pool.kv_device
+        self._sampler = RowSampler(
+            call.processors,
+            self._noise,
+            call.kinds,
+            criteria=call.other_criteria,
+            table=self._table,
+            table_rows=self._table_rows,
+            width=self._width,
+            device=None if stays else call.device,
+        )
+        pending: list[tuple[int, Sequence]] = []
+        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+        for row in range(0, num_rows, call.num_samples):
+            group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
+            sequence = pool.scheduler.new_sequence(group)
+            sequence.token_ids = call.prompts[row].copy()
+            sequence.num_tokens = sequence.num_prompt_tokens = len(sequence.token_ids)
+            sequence.logits_from = sequence.num_tokens - 1
+            sequence.extra_key = (*state_key, 0, *salt)
+            self.rows[row].sequence = sequence
+            pending.append((row, sequence))
+        worker.add(self, pending)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all rows have ended, or the run has failed."""
+        return self._done.is_set()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that transformers' loop would have taken."""
+        return max(len(row.tokens) for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until it is over; False if the timeout (seconds) is over first."""
+        return self._worker.wait(self, self._done, timeout)
+
+    def run_alone(self, between: Callable[[], bool]) -> None:
+        """Runs the steps here while this thread leads; see `StepWorker.run_alone`."""
+        self._worker.run_alone(self._done, between)
+
+    def result(self) -> Tensor:
+        """`[rows, width + steps]`, as transformers' loop returns it."""
+        ids = self._call.input_ids.to(torch.int64)
+        new = np.full((len(self.rows), self.num_steps), self._call.pad_token_id, dtype=np.int64)
+        for index, row in enumerate(self.rows):
+            new[index, : len(row.tokens)] = row.tokens
+        return to_device(torch.cat([ids, torch.from_numpy(new)], dim=1), self._call.device)
+
+    def cancel(self) -> None:
+        """Ends all open rows as `"cancelled"`. The pool's lock is held, and no step runs."""
+        for row in self.rows:
+            self._end(row, "cancelled")
+
+    # LogitsSink
+
+    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
+        return None  # the last token's logits
+
+    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
+        return None  # the sequence knows them
+
+    def fail(self, error: BaseException) -> None:
+        if not self.is_done:
+            self.error = error
+            for row in self.rows:
+                self._end(row, "error")
+
+    def renew_locks(self) -> None:
+        self._done = threading.Event()
+
+    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
+        oldest = self._oldest_step()
+        return [
+            Choice(self._sampler, samples, step, sources, oldest)
+            for step, samples, sources in self._at_step(rows, starts)
+        ]
+
+    def expect_tokens(self, rows: list[int]) -> list[int]:
+        going_on: list[int] = []
+        for index in rows:
+            row = self.rows[index]
+            if row.sequence is None:  # another row of the call has just failed
+                going_on.append(-1)
+                continue
+            row.num_chosen += 1
+            sequence = row.sequence
+            is_last = self._is_full(row.num_chosen)
+            # A position that the model may not have is not tried before it is known that the row gets there.
+            if is_last or sequence.num_tokens >= self._max_context:
+                sequence.is_wanted = False  # preempted now, it is not to be computed again
+                going_on.append(-1)
+            else:
+                self._pool.scheduler.expect_token(sequence)
+                going_on.append(sequence.seq_id)
+        return going_on
+
+    def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
+        # A row may have ended since: that step began before its last token was known.
+        is_open = [self.rows[row].finish_reason is None for row in rows]
+        if not any(is_open):
+            return
+        if isinstance(outcome, Exception):
+            raise outcome
+        for row, token, stops in compress(zip(rows, *outcome, strict=True), is_open):
+            self._append(row, token, stops)
+
+    def _at_step(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
+        """Rows whose result has the same length, and where their logits are: usually all rows."""
+        at_step: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for row, start in zip(rows, starts, strict=True):
+            for sample in range(row, row + self._split(row)):
+                samples, sources = at_step[self.rows[sample].num_chosen]
+                samples.append(sample)
+                sources.append(start)
+        return [(step, *at_step[step]) for step in sorted(at_step)]
+
+    def _oldest_step(self) -> int:
+        """The step of the open row that is furthest behind, as far as the host knows: the run may end there."""
+        if len(self.rows) == 1:
+            return len(self.rows[0].tokens)
+        return min((len(row.tokens) for row in self.rows if row.finish_reason is None), default=0)
+
+    def _split(self, row: int) -> int:
+        """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
+        first = self.rows[row]
+        if self._call.num_samples == 1 or first.num_chosen:
+            return 1
+        assert first.sequence is not None
+        for sample in range(row + 1, row + self._call.num_samples):
+            self.rows[sample].sequence = child = self._pool.scheduler.fork(first.sequence)
+            self._worker.add(self, [(sample, child)])
+        return self._call.num_samples
+
+    def _is_full(self, num_tokens: int) -> bool:
+        """Whether a row with so many new tokens is as long as any may become."""
+        return self._call.max_length is not None and self._width + num_tokens >= self._call.max_length
+
+    def _append(self, index: int, token: int, stops: bool) -> None:
+        if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        row = self.rows[index]
+        row.tokens.append(token)
+        if index == 0 and self._on_token is not None:
+            self._on_token(token)
+        if token in self._call.eos:
+            self._end(row, "eos")
+        elif stops:
+            self._end(row, "stop")
+        elif self._is_full(len(row.tokens)):
+            self._end(row, "length")
+        else:
+            assert row.sequence is not None
+            if not row.sequence.expects_tokens:
+                row.sequence.is_wanted = True
+                self._pool.scheduler.expect_token(row.sequence)
+            self._pool.scheduler.reveal_token(row.sequence, token)
+
+    def _end(self, row: _Row, reason: str) -> None:
+        if row.finish_reason is not None:
+            return
+        row.finish_reason = reason
+        if row.sequence is not None:
+            self._worker.remove(row.sequence)
+            self._pool.scheduler.free(row.sequence, reason)
+            row.sequence = None
+        self._num_open -= 1
+        if self._num_open == 0:
+            on_end, self._on_end, self._on_token = self._on_end, None, None  # they know it, too
+            if self._table is not None:
+                self._table.remove(self._table_rows)
+            if self._noise is not None:
+                self._noise.rewind(self.num_steps)
+            self._done.set()
+            if on_end is not None:
+                on_end()
+
+
+def _warns(criterion: Any) -> bool:
+    """Whether the criterion may warn that a row outgrows the model's context."""
+    context = getattr(criterion, "max_position_embeddings", None)
+    return context is not None and criterion.max_length > context

@@ -1,0 +1,122 @@
+"""What the first steps of a serving process would make beside tokens, made before: kernels and CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from hf_paged.core.interrupts import check_interrupt
+from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.worker import StepWorker, without_modes
+from hf_paged.memory.kv_cache import KVCache
+from hf_paged.memory.streams import among_steps
+from hf_paged.model.runner import ModelRunner
+
+Lens = tuple[int, int]  # of a sequence: its new tokens, and its tokens in all
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What a call of `warm_up()` did.
+
+    Attributes:
+        seconds: How long it took.
+        backend: Whose kernels attend: "triton", "cpu" (in C, compiled at their first use on a machine) or "torch".
+        num_kernels: Triton kernels that were compiled, or read from Triton's cache, by this call.
+        num_graphs: Batch sizes of which there is a CUDA graph now.
+        graph_bytes: Device memory of these.
+        no_graphs: Why there are none; `None` if there are.
+    """
+
+    seconds: float
+    backend: str
+    num_kernels: int
+    num_graphs: int
+    graph_bytes: int
+    no_graphs: str | None
+
+
+def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bool) -> WarmUp:
+    """Runs steps of no sequence's and records the graphs; what runs otherwise waits meanwhile.
+
+    Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros again
+    at the end.
+
+    Args:
+        pool: Makes its tensor, if it has none.
+        runner: Runs the steps.
+        worker: Who else runs steps.
+        runs_flat: Whether steps run over the pool: for a model that doesn't, there is nothing to prepare.
+
+    Raises:
+        RuntimeError: This thread is inside a step (in a hook of the model).
+        ValueError: `cuda_graphs=True` or `compile_decode=True`, and there can be no graphs here.
+        Exception: What the model raises.
+    """
+    if worker.is_mine:
+        raise RuntimeError("this thread is inside a step: it can't warm up")
+    started = time.perf_counter()
+    num_kernels, num_graphs, graph_bytes = 0, 0, 0
+    no_graphs: str | None = "the model's own attention runs, over gathered keys and values"
+    with worker.exclusive(), without_modes():
+        manager, kv_cache = pool.manager, pool.kv_cache
+        device = kv_cache.tensor.device
+        with among_steps(device), torch.autocast(device.type, enabled=False):
+            if runs_flat:
+                with _counting(kv_cache) as kernels, kv_cache.lent_null_block():
+                    _run(pool, runner, kv_cache)
+                    graphs = runner.record_graphs(manager, kv_cache)
+                num_kernels = len(kernels)
+                if isinstance(graphs, str):
+                    no_graphs = graphs
+                else:
+                    num_graphs, graph_bytes, no_graphs = len(graphs.sizes), graphs.num_bytes, None
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+    seconds = time.perf_counter() - started
+    return WarmUp(seconds, kv_cache.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
+
+
+def _run(pool: KVPool, runner: ModelRunner, kv_cache: KVCache) -> None:
+    longest = min(runner.max_context, pool.manager.pool.num_blocks * kv_cache.block_size)
+    batches = rehearsals(longest, pool.config.max_num_batched_tokens, pool.config.max_num_seqs)
+    for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
+        check_interrupt()
+        runner.rehearse(kv_cache, lens)
+    kv_cache.backend.warm_up(kv_cache.null_block)
+
+
+def _counting(kv_cache: KVCache) -> AbstractContextManager[list[str]]:
+    """Within it, names of the kernels that Triton loads."""
+    if kv_cache.backend.name != "triton":
+        return nullcontext([])
+    from hf_paged.kernels.launch import loaded_kernels
+
+    return loaded_kernels()
+
+
+def rehearsals(longest: int, max_tokens: int, max_rows: int) -> list[list[Lens]]:
+    """Steps that launch every kernel there is for a model: which one, follows from lengths.
+
+    Args:
+        longest: Tokens of the longest sequence.
+        max_tokens: Of a step.
+        max_rows: Sequences of a step.
+
+    Returns:
+        Decode steps of one sequence of every length (in powers of two: how it is split) and of as many as there can
+        be; prompts of every length (the tiles of queries); the latter behind a longer context, and beside a decoding
+        sequence.
+    """
+    lengths = sorted({min(2**power, longest) for power in range(longest.bit_length() + 1)})
+    chunks = [n for n in sorted({*lengths, min(longest, max_tokens)}) if 1 < n <= max_tokens]
+    steps = [[(1, n)] for n in lengths]
+    steps.append([(1, min(longest, 16))] * min(max_rows, max_tokens))
+    steps += [[(n, n)] for n in chunks]
+    if chunks:
+        steps.append([(1, longest), (chunks[0], longest)])
+    return steps

@@ -1,0 +1,335 @@
+"""What every attention layer of one step needs to know about the flat batch, computed once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.decode_work import DecodeWork, WorkKind, share_out
+from hf_paged.kernels.transfers import to_device
+
+
+@dataclass(slots=True, eq=False)
+class GatherView:
+    """The keys one group of sequences attends to, for one attention kind (full, or a window of one width).
+
+    Attributes:
+        block_table: `[G, N]` int64, physical blocks to gather; past a sequence's end, the null block.
+        mask: `[G, 1, Q, N * block_size]` additive, 0 where a query may attend and -inf elsewhere.
+        distance: `[G, 1, Q, N * block_size]` query position minus key position, for ALiBi.
+        block_rows: Row indices of the gather, the same for all layers; filled in by the first.
+    """
+
+    block_table: Tensor
+    mask: Tensor
+    distance: Tensor
+    block_rows: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class AttentionGroup:
+    """Sequences of similar query and context length, padded to each other inside the attention only.
+
+    Attributes:
+        token_index: `[G, Q]` int64, rows of the flat batch; short queries repeat their last token.
+        is_real: `[G, Q]` bool, False at those repeats; `None` when there are none.
+        block_table: `[G, N]` int64.
+        query_positions: `[G, Q]` int64, index of each query token in its sequence.
+        seq_lens: `[G]` int64, tokens of each sequence including this step's.
+        longest: The largest of `seq_lens`.
+        is_whole: Whether the queries are all tokens of their sequences: nothing was computed before.
+        block_rows: Row indices of a gather of `block_table`, the same for all layers; filled in by the first.
+    """
+
+    token_index: Tensor
+    is_real: Tensor | None
+    block_table: Tensor
+    query_positions: Tensor
+    seq_lens: Tensor
+    longest: int
+    is_whole: bool
+    block_rows: Tensor | None = None
+    _views: dict[tuple[int | None, torch.dtype], GatherView] = field(default_factory=dict)
+
+    def view(self, window: int | None, block_size: int, null_block: int, dtype: torch.dtype) -> GatherView:
+        """The gather of a layer with this `window` (`None`: full attention), built at the first layer that asks."""
+        key = (window, dtype)
+        if key not in self._views:
+            self._views[key] = self._build_view(window, block_size, null_block, dtype)
+        return self._views[key]
+
+    def _build_view(self, window: int | None, block_size: int, null_block: int, dtype: torch.dtype) -> GatherView:
+        table, start = self.block_table, torch.zeros_like(self.seq_lens)
+        if window is not None:
+            # Blocks wholly behind the window of the first query are not gathered.
+            start = (self.query_positions[:, 0] - (window - 1)).clamp_min(0) // block_size
+            num_blocks = (self.seq_lens + block_size - 1) // block_size - start
+            width = int(num_blocks.max())  # one host read per attention kind and step, it sizes the gather
+            columns = start[:, None] + torch.arange(width, device=table.device)
+            inside = columns < table.shape[1]
+            table = table.gather(1, columns.clamp_max(table.shape[1] - 1)).masked_fill(~inside, null_block)
+        key_positions = start[:, None] * block_size + torch.arange(table.shape[1] * block_size, device=table.device)
+        distance = self.query_positions[:, :, None] - key_positions[:, None, :]  # [G, Q, S]
+        hidden = distance < 0  # the last query's position is the last token's, so this hides the padding too
+        if window is not None:
+            hidden |= distance >= window
+        mask = torch.zeros(distance.shape, dtype=dtype, device=table.device).masked_fill_(hidden, float("-inf"))
+        return GatherView(table, mask[:, None], distance[:, None])
+
+
+class AttentionMetadata:
+    """One step's flat batch: `T` tokens of `S` sequences, sequence after sequence.
+
+    Attributes:
+        slot_mapping: `[T]` int64, where each token's key and value go: `block * block_size + offset`; below 0 is
+            padding and is not written.
+        block_tables: `[S, N]` int32, padded with the null block.
+        seq_lens: `[S]` int32, tokens of each sequence including this step's.
+        query_start_loc: `[S + 1]` int32, first token of each sequence in the flat batch.
+        block_size: Tokens in a block.
+        null_block: Index of a block of zeros that no sequence owns.
+        num_decodes: Sequences with one new token each that the batch begins with.
+        max_decode_len: Tokens of the longest of them; 0 if there is none.
+        max_query_len: New tokens of the sequence that has most.
+        is_recorded: Whether its tensors are those of later steps, too.
+    """
+
+    is_recorded = False
+
+    def __init__(
+        self,
+        tables: np.ndarray,
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        block_size: int,
+        null_block: int,
+        device: torch.device,
+    ) -> None:
+        """Lays out a step.
+
+        Args:
+            tables: `[S, N]` int64 block tables, padded with the null block.
+            query_lens: `[S]` int64, new tokens of each sequence.
+            seq_lens: `[S]` int64, tokens of each sequence including the new ones.
+            block_size: Tokens in a block.
+            null_block: Block index used as padding.
+            device: Where the model runs.
+        """
+        self._tables, self._query_lens, self._seq_lens = tables, query_lens, seq_lens
+        self._device = device
+        self.block_size = block_size
+        self.null_block = null_block
+        self.max_query_len = int(query_lens.max())
+        if self.max_query_len == 1:  # the usual step
+            self.num_decodes = len(query_lens)
+            row_of_token, positions = np.arange(len(query_lens)), seq_lens - 1
+        else:
+            self.num_decodes = int((query_lens > 1).argmax())
+            row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
+            offset_in_query = np.arange(len(row_of_token)) - self._start_loc[row_of_token]
+            positions = (seq_lens - query_lens)[row_of_token] + offset_in_query
+        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+        self.slot_mapping = self._to_device(slots)
+        self._query_tiles: dict[int, Tensor] = {}
+        self._decode_work: dict[WorkKind, DecodeWork] = {}
+
+    @classmethod
+    def build(
+        cls,
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_size: int,
+        null_block: int,
+        device: torch.device,
+    ) -> AttentionMetadata:
+        """Metadata of a step.
+
+        Args:
+            block_tables: Physical blocks of each sequence, enough for `seq_lens`.
+            query_lens: New tokens of each sequence in this step, at least 1.
+            seq_lens: Tokens of each sequence including the new ones.
+            block_size: Tokens in a block.
+            null_block: Block index used as padding.
+            device: Where the model runs.
+        """
+        q_lens = np.asarray(query_lens, dtype=np.int64)
+        kv_lens = np.asarray(seq_lens, dtype=np.int64)
+        num_blocks = -(-kv_lens // block_size)
+        tables = np.full((len(q_lens), int(num_blocks.max())), null_block, dtype=np.int64)
+        # Python lists become one array a step; the lists themselves are the manager's, which knows no numpy.
+        for row, table in enumerate(block_tables):
+            tables[row, : num_blocks[row]] = table[: num_blocks[row]]
+        return cls(tables, q_lens, kv_lens, block_size, null_block, device)
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self._device)
+
+    # Each backend reads its own part of what follows; the rest is never made.
+
+    @cached_property
+    def _start_loc(self) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(self._query_lens)))
+
+    @cached_property
+    def max_decode_len(self) -> int:
+        """See the class."""
+        return int(self._seq_lens[: self.num_decodes].max(initial=0))
+
+    @cached_property
+    def block_tables(self) -> Tensor:
+        """See the class."""
+        return self._to_device(self._tables.astype(np.int32))
+
+    @cached_property
+    def seq_lens(self) -> Tensor:
+        """See the class."""
+        return self._to_device(self._seq_lens.astype(np.int32))
+
+    @cached_property
+    def query_start_loc(self) -> Tensor:
+        """See the class."""
+        return self._to_device(self._start_loc.astype(np.int32))
+
+    @property
+    def work_kinds(self) -> list[WorkKind]:
+        """Of the lists that were asked for."""
+        return list(self._decode_work)
+
+    def decode_work(self, kind: WorkKind) -> DecodeWork:
+        """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them."""
+        if kind not in self._decode_work:
+            items, split = share_out(self._seq_lens[: self.num_decodes], kind)
+            both = self._to_device(np.concatenate([items, split]))  # one transfer
+            self._decode_work[kind] = DecodeWork(both[: len(items)], both[len(items) :], int(split[:, 3].sum()))
+        return self._decode_work[kind]
+
+    def query_tiles(self, tile: int) -> Tensor:
+        """The new tokens of all sequences behind the first `num_decodes`, cut into tiles.
+
+        Args:
+            tile: New tokens in one tile.
+
+        Returns:
+            `[tiles, 2]` int32: a sequence, and the first of its new tokens in the tile; the most to read first.
+        """
+        if tile not in self._query_tiles:
+            lens = self._query_lens[self.num_decodes :]
+            num_tiles = -(-lens // tile)
+            sequence = np.repeat(np.arange(len(lens)), num_tiles)
+            first = (np.arange(num_tiles.sum()) - (np.cumsum(num_tiles) - num_tiles)[sequence]) * tile
+            sequence += self.num_decodes
+            num_read = (self._seq_lens - self._query_lens)[sequence] + first
+            tiles = np.stack([sequence, first], axis=1)[np.argsort(-num_read, kind="stable")]
+            self._query_tiles[tile] = self._to_device(tiles.astype(np.int32))
+        return self._query_tiles[tile]
+
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        """The sequences grouped for the padded attention of the torch backend."""
+        return self._group(0)
+
+    @cached_property
+    def prefill_groups(self) -> list[AttentionGroup]:
+        """The same, without the first `num_decodes` sequences."""
+        return self._group(self.num_decodes)
+
+    def _group(self, first: int) -> list[AttentionGroup]:
+        num_blocks = -(-self._seq_lens // self.block_size)
+        return [
+            _group(
+                first + rows, self._tables, self._query_lens, self._seq_lens, num_blocks, self._start_loc, self._device
+            )
+            for rows in _bucket(self._query_lens[first:], num_blocks[first:])
+        ]
+
+
+class DecodeMetadata(AttentionMetadata):
+    """Of decode steps of a fixed number of rows: what is written into its tensors is the next step.
+
+    `max_decode_len` is the longest that any step's sequences may be.
+    """
+
+    is_recorded = True
+
+    def __init__(
+        self,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        block_size: int,
+        null_block: int,
+        longest: int,
+        work: dict[WorkKind, DecodeWork] | None,
+    ) -> None:
+        """Of tensors as in `AttentionMetadata`: `[B]`, `[B, N]` and `[B]`, one new token a sequence.
+
+        Args:
+            slot_mapping: `[B]`.
+            block_tables: `[B, N]`.
+            seq_lens: `[B]`.
+            block_size: Tokens in a block.
+            null_block: Index of the block of zeros.
+            longest: Tokens of the longest sequence of any step.
+            work: Of all kinds that the layers ask for; `None`: they are to be found out, by one step of padding rows.
+        """
+        rows = len(seq_lens)
+        self.slot_mapping = slot_mapping
+        self.block_tables = block_tables
+        self.seq_lens = seq_lens
+        self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=seq_lens.device)
+        self.block_size = block_size
+        self.null_block = null_block
+        self.max_query_len = 1
+        self.num_decodes = rows
+        self.max_decode_len = longest
+        self._device = seq_lens.device
+        self._seq_lens = np.ones(rows, dtype=np.int64)
+        self._decode_work = {} if work is None else work
+        self._is_complete = work is not None
+
+    def decode_work(self, kind: WorkKind) -> DecodeWork:
+        """As for any step.
+
+        Raises:
+            RuntimeError: No layer asked for this kind before steps were recorded, so none of them comes with it.
+        """
+        if self._is_complete and kind not in self._decode_work:
+            raise RuntimeError(f"a layer attends in another way than in the first step: {kind}")
+        return super().decode_work(kind)
+
+
+def _bucket(query_lens: np.ndarray, num_blocks: np.ndarray) -> list[np.ndarray]:
+    """Rows grouped by the powers of two above their query length and block count: padding costs at most a factor."""
+    key = np.ceil(np.log2(query_lens)).astype(np.int64) * 64 + np.ceil(np.log2(num_blocks)).astype(np.int64)
+    return [np.nonzero(key == value)[0] for value in np.unique(key)]
+
+
+def _group(
+    rows: np.ndarray,
+    tables: np.ndarray,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    num_blocks: np.ndarray,
+    start_loc: np.ndarray,
+    device: torch.device,
+) -> AttentionGroup:
+    q_lens = query_lens[rows]
+    columns = np.arange(q_lens.max())
+    clamped = np.minimum(columns, q_lens[:, None] - 1)  # [G, Q]
+    is_real = columns < q_lens[:, None]
+
+    return AttentionGroup(
+        token_index=to_device(start_loc[rows][:, None] + clamped, device),
+        is_real=None if is_real.all() else to_device(is_real, device),
+        block_table=to_device(tables[rows, : num_blocks[rows].max()], device),
+        query_positions=to_device((seq_lens[rows] - q_lens)[:, None] + clamped, device),
+        seq_lens=to_device(seq_lens[rows], device),
+        longest=int(seq_lens[rows].max()),
+        is_whole=bool((seq_lens[rows] == q_lens).all()),
+    )

@@ -1,0 +1,196 @@
+"""`KVCache`: the one tensor behind all block tables, its size, and the copies within it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.backend import choose
+from hf_paged.kernels.reference import elements
+from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.memory.swap_space import SwapSpace
+
+BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shape of the keys and values of one token.
+
+    Attributes:
+        num_layers: Layers that store keys and values.
+        num_kv_heads: Key/value heads of each layer.
+        head_dim: Elements of one head.
+        dtype: Element type.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
+
+
+def num_blocks_for_memory(
+    geometry: KVGeometry,
+    block_size: int,
+    memory_fraction: float,
+    max_tokens: int,
+    device: torch.device,
+    reserved: int = 0,
+) -> int:
+    """Blocks that fit into a fraction of the device's free memory, at least 1 and at most enough for `max_tokens`.
+
+    Args:
+        geometry: Shape of one token.
+        block_size: Tokens in a block.
+        memory_fraction: Share of the free memory.
+        max_tokens: No more are of use.
+        device: Where they will be.
+        reserved: Bytes of the free memory that must stay free (what steps hold).
+    """
+    free = free_memory(device)
+    affordable = int(min(free * memory_fraction, free - reserved)) // geometry.bytes_per_block(block_size)
+    return max(1, min(affordable, -(-max_tokens // block_size)))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now; on a GPU also what torch keeps and nobody uses."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def check_size(geometry: KVGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
+    """Refuses a pool that is larger than all memory, before anything is made of that size.
+
+    Raises:
+        ValueError: With both sizes, and what would fit.
+    """
+    each, host = geometry.bytes_per_block(block_size), psutil.virtual_memory().total
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host
+    fitting = min(total // each - 1, host // BOOKKEEPING)  # one block stays empty
+    if num_blocks > fitting:
+        advice = f"{fitting:,} blocks would fit" if fitting > 0 else "patch with a smaller block_size"
+        raise ValueError(
+            f"num_blocks={num_blocks} of block_size={block_size} tokens need {(num_blocks + 1) * each:,} bytes, and "
+            f"{num_blocks * BOOKKEEPING:,} for their bookkeeping; {device} has {total:,} bytes in all: {advice}"
+        )
+
+
+class KVCache:
+    """Keys and values of all layers and blocks: `[num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+
+    A block is one contiguous piece across all layers, so copying or moving it is one operation. The extra block at
+    index `null_block` stays zero and pads block tables.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        backend: str = "auto",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
+
+        Args:
+            geometry: Shape of one token.
+            num_blocks: Blocks that sequences can own.
+            block_size: Tokens in a block.
+            device: Where the model runs.
+            backend: `PagedConfig.attention_backend`.
+            compute_dtype: The model's; `None`: the geometry's.
+
+        Raises:
+            ValueError: The device cannot hold it, the message names both sizes; or the backend can't run there.
+        """
+        self.geometry = geometry
+        self.block_size = block_size
+        self._swap_space: SwapSpace | None = None
+        self.null_block = num_blocks
+        shape = (num_blocks + 1, geometry.num_layers, 2, geometry.num_kv_heads, block_size, geometry.head_dim)
+        try:
+            self.tensor = _zeros(shape, geometry.dtype, device)
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
+            size = (num_blocks + 1) * geometry.bytes_per_block(block_size)
+            raise ValueError(
+                f"a pool of {num_blocks} blocks needs {size:,} bytes, which {device} does not have free; "
+                "lower num_blocks (or memory_fraction)"
+            ) from error
+        self.compute_dtype = compute_dtype or geometry.dtype
+        self.backend = choose(backend, self.tensor, self.compute_dtype)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Executes copy-on-write pairs `(source, destination)`, all layers at once."""
+        if copies:
+            self.backend.copy_blocks(copies)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]], num_swap_blocks: int) -> None:
+        """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one.
+
+        Args:
+            pairs: Which blocks, and where they go.
+            num_swap_blocks: Size of the swap space, in blocks.
+        """
+        if self._swap_space is None:
+            self._swap_space = SwapSpace(self.tensor, num_swap_blocks)
+        self._swap_space.swap_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks back, pairs `(CPU, device)`."""
+        assert self._swap_space is not None
+        self._swap_space.swap_in(pairs)
+
+    def finished_swaps(self) -> list[tuple[int, float]]:
+        """Blocks and seconds of the copies one way that have ended since this was last asked."""
+        return self._swap_space.finished() if self._swap_space is not None else []
+
+    def block_sums(self, blocks: Sequence[int]) -> ToHost:
+        """`[len(blocks)]` float32, on its way to the host: of a block whose tokens met NaN or infinity, not finite.
+
+        Only of the last layer's values: what attention brings to a token from a bad one beside it is NaN, which stays
+        in the token's hidden state, and so is in all that later layers compute of it.
+        """
+        values = elements(self.tensor)[:, -1, 1][to_device(list(blocks), self.tensor.device)]
+        return ToHost(values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32))
+
+    @contextmanager
+    def lent_null_block(self) -> Iterator[None]:
+        """Within it tokens may be written into the null block, which holds zeros afterwards. No step may run."""
+        try:
+            yield
+        finally:
+            elements(self.tensor[self.null_block]).zero_()
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Zeroes blocks about to be filled, where the backend needs it.
+
+        The torch attention multiplies what masked slots hold by zero, so whatever an earlier owner left there (a NaN
+        of a failed request) must be gone.
+        """
+        if blocks and self.backend.reads_empty_slots:
+            elements(self.tensor).index_fill_(0, to_device(list(blocks), self.tensor.device), 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Outside inference mode, whatever the caller is in: an inference tensor could not be written by later calls.
+    with torch.inference_mode(False):
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # numpy's zeros come from calloc: gigabytes cost nothing until written. torch.zeros on CPU writes them all.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,150 @@
+"""`FlatForward`: a caller's padded rows as sequences with pending tokens, ready for the flat batch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.attention.cache import PagedCache
+from hf_paged.core.sequence import Sequence
+from hf_paged.model.forward_call import ForwardCall
+from hf_paged.model.model_state import ModelState
+from hf_paged.model.runner import TokenInputs
+
+
+def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> list[int] | None:
+    """Left padding of each row, if the real tokens alone give the caller what it asked for; else `None`.
+
+    Args:
+        cache: The call's cache.
+        call: The call, reduced to the active rows.
+        active: Rows of the cache that the call is about.
+    """
+    if cache.is_opaque or call.others:
+        return None
+    length = call.tokens.shape[1]
+    width = cache.get_seq_length()
+    positions = call.position_ids
+    if positions is not None and (
+        positions.shape not in ((1, length), (len(active), length)) or positions.is_floating_point()
+    ):
+        return None  # the model itself broadcasts them, or refuses
+    padding = [cache.padding[row] for row in active]
+    mask = call.on_host().attention_mask
+    if mask is None:
+        return padding
+    if mask.ndim != 2 or mask.shape != (len(active), width + length):
+        return None
+    hidden = mask == 0
+    given: list[int] = hidden.sum(dim=1).tolist()
+    if not any(given):
+        return padding if not any(padding) else None
+    leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
+    if leading != given or positions is None:
+        return None
+    if width > 0:
+        return given if given == padding else None
+    # The logits of padding exist in the caller's shape only: fine as long as it doesn't ask for them.
+    keep = call.logits_to_keep
+    return given if isinstance(keep, int) and 0 < keep <= length - max(given) else None
+
+
+@dataclass(slots=True)
+class FlatForward:
+    """One call whose rows run in the flat batch.
+
+    Attributes:
+        call: The call, reduced to its active rows.
+        sequences: Their sequences.
+        padding: Their left padding, in columns.
+        width: Columns of the cache before the call.
+        position_ids: `[rows, length]`.
+        offsets: Of each row, what its new tokens' positions exceed their index in the sequence by; `None` if it varies.
+    """
+
+    call: ForwardCall
+    sequences: list[Sequence]
+    padding: list[int]
+    width: int
+    position_ids: Tensor
+    offsets: list[int | None]
+
+    @classmethod
+    def make(cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int) -> FlatForward:
+        """The forward of `call`'s rows; where it gives no position ids, a token's position is its column."""
+        length = call.tokens.shape[1]
+        positions = call.position_ids
+        if positions is None:
+            positions = torch.arange(width, width + length, device=call.tokens.device)[None]
+        given = call.on_host().position_ids
+        # On the host by name: the caller may have set another default device.
+        columns = torch.arange(width, width + length, device="cpu")
+        index = columns - torch.tensor(padding, device="cpu")[:, None]
+        difference = (columns if given is None else given.cpu()) - index
+        last = difference[:, -1:]
+        is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
+        offsets = [offset if uniform else None for offset, uniform in zip(last[:, 0].tolist(), is_uniform, strict=True)]
+        return cls(call, sequences, padding, width, positions.expand(len(sequences), length), offsets)
+
+    @property
+    def length(self) -> int:
+        """Columns of the call."""
+        return self.call.tokens.shape[1]
+
+    def becoming_opaque(self) -> list[Sequence]:
+        """Sequences that can't be computed again once they have the call's tokens: they must be in the pool by then."""
+        return [
+            sequence
+            for sequence, offset in zip(self.sequences, self.offsets, strict=True)
+            if sequence.num_tokens and (self.call.input_ids is None or offset != sequence.position_offset)
+        ]
+
+    def extend_sequences(self, model_state: ModelState | None, salt: tuple[Hashable, ...] = ()) -> None:
+        """Adds the call's tokens to its sequences, and notes what makes them reproducible.
+
+        Args:
+            model_state: Asked for the key of the model's weights; `None` when they can't have changed since the last
+                call.
+            salt: Part of the prefix-cache key of sequences that begin.
+        """
+        # Hashing full blocks and recomputing preempted ones need the new ids.
+        given = self.call.on_host().input_ids
+        new_ids = None if given is None else given.tolist()
+        state = None if model_state is None else model_state.key()
+        for row, sequence in enumerate(self.sequences):
+            new = self.length - max(self.padding[row] - self.width, 0)
+            if sequence.num_tokens == 0:
+                sequence.position_offset = self.offsets[row]
+                sequence.extra_key = (*(state or ()), self.offsets[row], *salt)
+            elif self.offsets[row] != sequence.position_offset:
+                sequence.position_offset = None
+            elif state is not None and sequence.extra_key[: len(state)] != state:
+                if sequence.num_pending_tokens:
+                    sequence.check_state(state)
+                sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
+            if sequence.token_ids is not None:
+                if new_ids is None:
+                    sequence.token_ids = None
+                else:
+                    sequence.token_ids += new_ids[row][self.length - new :]
+            sequence.num_tokens += new
+            if not sequence.num_prompt_tokens:
+                sequence.num_prompt_tokens = sequence.num_tokens
+
+    def wanted_logits(self) -> np.ndarray:
+        """Index, in its sequence, of each token whose logits the caller wants: `[rows, columns kept]`."""
+        keep = self.call.on_host().logits_to_keep
+        columns = np.arange(self.length)[keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None)]
+        return self.width + columns - np.asarray(self.padding, dtype=np.int64)[:, None]
+
+    def lay_out_tokens(self) -> tuple[TokenInputs, list[int]]:
+        """The call's columns, row after row, and for each sequence where its token 0 would lie among them."""
+        length = self.length
+        bases = [row * length + pad - self.width for row, pad in enumerate(self.padding)]
+        ids = None if self.call.input_ids is None else self.call.input_ids.reshape(-1)
+        embeds = None if self.call.inputs_embeds is None else self.call.inputs_embeds.flatten(0, 1)
+        return TokenInputs(ids, embeds, self.position_ids.reshape(-1)), bases

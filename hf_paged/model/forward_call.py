@@ -1,0 +1,117 @@
+"""One `model(...)` call over a `PagedCache`, in the caller's padded shape, and results put back into that shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from hf_paged.kernels.transfers import to_device, to_host
+
+
+@dataclass(slots=True)
+class ForwardCall:
+    """One `model(...)` call over a `PagedCache`, in the caller's padded shape.
+
+    Attributes:
+        input_ids: `[B, q]`, or `None`.
+        inputs_embeds: `[B, q, hidden_size]`, or `None`.
+        attention_mask: `[B, columns so far + q]`, 0 at padding; `None`: no padding. A mask of another form rules out
+            the flat batch.
+        position_ids: `[B or 1, q]`, or `None`.
+        logits_to_keep: As in transformers: the last so many columns (0: all), or a tensor of column indices.
+        others: Every other argument that was given. Any of them rules out the flat batch.
+        copies: The call over copies of its tensors on the host, once it was asked for.
+    """
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    attention_mask: Any
+    position_ids: Tensor | None
+    logits_to_keep: int | Tensor
+    others: dict[str, Any] = field(default_factory=dict)
+    copies: ForwardCall | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> Tensor:
+        """`input_ids` or `inputs_embeds`, whichever was given."""
+        if (self.input_ids is None) == (self.inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
+        assert tokens is not None
+        return tokens
+
+    def on_host(self) -> ForwardCall:
+        """The call with ids, 2-D mask and positions on the CPU, to be looked at. Waits for a GPU once a forward."""
+        if self.tokens.device.type == "cpu":
+            return self
+        if self.copies is None:
+            looked_at = (self.input_ids, self.attention_mask, self.position_ids, self.logits_to_keep)
+            places = [i for i, value in enumerate(looked_at) if isinstance(value, Tensor) and value.ndim <= 2]
+            values: list[Any] = list(looked_at)
+            for place, copy in zip(places, to_host([values[place] for place in places]), strict=True):
+                values[place] = copy
+            ids, mask, positions, keep = values
+            self.copies = ForwardCall(ids, self.inputs_embeds, mask, positions, keep, self.others)
+        return self.copies
+
+    def select(self, rows: list[int] | slice) -> ForwardCall:
+        """The call for some rows of the batch (a list or a slice); tensors of one row serve all rows."""
+        batch = self.tokens.shape[0]
+
+        def pick(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.ndim <= 1 or value.shape[0] != batch:
+                return value
+            return value[rows if isinstance(rows, slice) else to_device(rows, value.device)]
+
+        selected = ForwardCall(
+            pick(self.input_ids),
+            pick(self.inputs_embeds),
+            pick(self.attention_mask),
+            pick(self.position_ids),
+            self.logits_to_keep,
+            {name: pick(value) for name, value in self.others.items()},
+        )
+        if self.copies is not None:
+            selected.copies = self.copies.select(rows)
+        return selected
+
+    def repeats_rows(self, fan_out: int) -> bool:
+        """Whether the batch is runs of `fan_out` equal rows, with position ids for each of them or for all."""
+        positions = self.position_ids
+        if positions is not None and positions.shape[:-1] not in ((1,), self.tokens.shape[:1]):
+            return False  # of fewer rows, they might be as many as there are runs
+        own = self.on_host()
+        for value in (own.tokens, own.attention_mask, own.position_ids, *own.others.values()):
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == self.tokens.shape[0]:
+                if value.shape[0] % fan_out:
+                    return False
+                runs = value.unflatten(0, (-1, fan_out))
+                if not bool((runs == runs[:, :1]).all()):  # embeddings and the like: a host read, of a fresh cache
+                    return False
+        return True
+
+
+def map_batch(output: ModelOutput, batch: int, function: Callable[[Tensor], Tensor]) -> ModelOutput:
+    """Applies a function to every tensor of a model output whose first dimension is the batch."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value) if value.ndim > 1 and value.shape[0] == batch else value
+        return type(value)(apply(item) for item in value) if isinstance(value, tuple | list) else value
+
+    return type(output)(**{name: apply(value) for name, value in output.items() if name != "past_key_values"})
+
+
+def spread_rows(output: ModelOutput, active: list[int], num_rows: int) -> ModelOutput:
+    """Puts the active rows' results at their rows; the others are zeros."""
+
+    def spread(value: Tensor) -> Tensor:
+        full = value.new_zeros(num_rows, *value.shape[1:])
+        full[to_device(active, value.device)] = value
+        return full
+
+    return map_batch(output, len(active), spread)

@@ -1,0 +1,224 @@
+"""`FusedLayers`: norms, gates and rotary embeddings of the engine's forwards, in one kernel each."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_paged.kernels.backend import layer_kernels
+from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.model.fused_rotary import find_rotary
+from hf_paged.model.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
+from hf_paged.model.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+# The activations x * sigmoid(linear * x + cubic * x³): SiLU, GELU by tanh (tanh(u) is 2 sigmoid(2u) - 1), quick GELU.
+ACTIVATIONS = ((1.0, 0.0), (2 * (2 / torch.pi) ** 0.5, 2 * (2 / torch.pi) ** 0.5 * 0.044715), (1.702, 0.0))
+# What is added to a norm's weight, and whether its input is rounded before it meets the weight.
+NORMS = ((0.0, True), (1.0, False), (0.0, False))
+# Relative to the result's size. A formula that rounds elsewhere is off by 1e-3 in bfloat16, by 1e-4 in float16.
+_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-4, torch.float16: 6e-5}
+_MLP_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+
+
+class _Norm(ModuleCall):
+    """An RMSNorm."""
+
+    __slots__ = ("eps", "kernels", "offset", "rounds_first")
+
+    def __init__(self, module: Any, kernels: LayerKernels, eps: str, offset: float, rounds_first: bool) -> None:
+        """`eps` is the name of the module's attribute."""
+        super().__init__(module)
+        self.kernels, self.eps, self.offset, self.rounds_first = kernels, eps, offset, rounds_first
+
+    def compute(self, states: Tensor) -> Tensor:
+        eps = getattr(self.module, self.eps)
+        return self.kernels.rms_norm(states, self.module.weight, eps, self.offset, self.rounds_first)
+
+
+class _GatedMLP(ModuleCall):
+    """`down_proj(act(gate_proj(x)) * up_proj(x))`, the first two maybe in one; its layers are called as they are."""
+
+    __slots__ = ("activation", "coefficients", "kernels")
+
+    def __init__(self, module: Any, kernels: LayerKernels, activation: Any, coefficients: tuple[float, float]) -> None:
+        super().__init__(module)
+        self.kernels, self.activation, self.coefficients = kernels, activation, coefficients
+
+    def takes(self, states: Tensor) -> bool:
+        is_hooked = isinstance(self.activation, nn.Module) and has_hooks(self.activation)
+        return not is_hooked and _activation(self.module) is self.activation
+
+    def compute(self, states: Tensor) -> Tensor:
+        module = self.module
+        if hasattr(module, "gate_up_proj"):
+            gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
+        else:
+            gate, up = module.gate_proj(states), module.up_proj(states)
+        try:
+            product = self.kernels.gate(gate, up, *self.coefficients)
+        except InputError:
+            product = self.activation(gate) * up
+        return module.down_proj(product)
+
+
+class FusedLayers:
+    """Norms, gated MLPs and rotary embeddings, one pass over memory each where transformers' code makes two to ten.
+
+    A module is taken for what it computes, not for its name: its own forward and the kernel have to agree on inputs of
+    all sizes. Weights are read where they are, nothing is copied. Nobody but the thread inside `scope` sees any of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Does nothing before the first `scope`. The model is held weakly."""
+        self._model = weakref.ref(model)
+        self._placement = Placement(model)
+        self._calls: list[ModuleCall] | None = None
+        self._made_for: tuple[torch.dtype, torch.device] | None = None
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within it, forwards on this thread take the kernels. Autocast and autograd take the modules' own way."""
+        placement = self._placement()
+        if placement is None or torch.is_grad_enabled() or torch.is_autocast_enabled(placement[1].type):
+            with not_calling(self._calls or ()):
+                yield
+            return
+        if self._made_for != placement:
+            self._calls, self._made_for = None, placement
+        if self._calls is None:
+            model = self._model()
+            assert model is not None
+            self._calls = _find(model, *placement)
+        with calling(self._calls):
+            yield
+
+    def forget(self) -> None:
+        """Lets the next `scope` find the layers anew: modules have other code."""
+        self._calls = None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[ModuleCall]:
+    kernels = layer_kernels(dtype, device)
+    if isinstance(kernels, str):
+        logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
+        return []
+    generator = torch.Generator("cpu").manual_seed(0)
+    known: dict[Hashable, bool] = {}
+    calls: list[ModuleCall] = []
+    for module in model.modules():
+        if not is_untouched(module) or not is_library_code(module) or has_hooks(module):
+            continue
+        call = (
+            _norm(module, kernels, generator, dtype, device)
+            or _gated_mlp(module, kernels, generator, dtype, device, known)
+            or find_rotary(module, kernels, dtype, device)
+        )
+        if call is not None:
+            calls.append(call)
+    logger.info("hf_paged: %d norms, gated MLPs and rotary embeddings are fused", len(calls))
+    return calls
+
+
+def _norm(
+    module: Any, kernels: LayerKernels, generator: torch.Generator, dtype: torch.dtype, device: torch.device
+) -> _Norm | None:
+    """A module with one vector of weights that computes one of `NORMS`."""
+    weight = getattr(module, "weight", None)
+    eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+    if (
+        type(weight) is not nn.Parameter
+        or weight.ndim != 1
+        or weight.dtype is not dtype
+        or weight.device != device
+        or not isinstance(getattr(module, eps, None), float)
+        or len(list(module.parameters())) > 1
+        or any(True for _ in module.buffers())
+        or any(True for _ in module.children())
+    ):
+        return None
+    states = torch.randn(4, len(weight), generator=generator, device="cpu")
+    states *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # eps matters in the first
+    states = states.to(device, dtype)
+    truth = _own(module, states)
+    if truth is None:
+        return None
+    for offset, rounds_first in NORMS:
+        call = _Norm(module, kernels, eps, offset, rounds_first)
+        try:
+            if _agree(call.compute(states), truth, _TOLERANCE[dtype]):
+                return call
+        except InputError:  # too wide, or strided
+            return None
+    return None
+
+
+def _gated_mlp(
+    module: Any,
+    kernels: LayerKernels,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+    known: dict[Hashable, bool],
+) -> _GatedMLP | None:
+    """A module with the usual layers that does nothing else with them; tried once for modules of the same settings."""
+    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
+    activation = _activation(module)
+    has_layers = layers[3] is not None and ((layers[0] is None) == (layers[1] is None) != (layers[2] is None))
+    first = layers[0] if layers[0] is not None else layers[2]
+    if not has_layers or activation is None or not all(isinstance(x, nn.Module) for x in layers if x is not None):
+        return None
+    coefficients = next((c for c in ACTIVATIONS if _computes(activation, c)), None)
+    width = getattr(first, "in_features", None)
+    if coefficients is None or not isinstance(width, int):
+        return None
+    if not all(is_library_code(part) and not has_hooks(part) for part in module.modules()):
+        return None
+    call = _GatedMLP(module, kernels, activation, coefficients)
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+    settings.pop("layer_idx", None)
+    kind = (type(module), coefficients, *sorted((name, repr(value)) for name, value in settings.items()))
+    if kind not in known:
+        states = torch.randn(1, 3, width, generator=generator, device="cpu").to(device, dtype)
+        truth = _own(module, states)
+        known[kind] = truth is not None and _agree(call.compute(states), truth, _MLP_TOLERANCE[dtype])
+    return call if known[kind] else None
+
+
+def _activation(module: Any) -> Any:
+    return getattr(module, "act_fn", getattr(module, "activation_fn", None))
+
+
+def _own(module: Any, states: Tensor) -> Tensor | None:
+    """What the module itself makes of it, if it takes a single tensor."""
+    try:
+        result = module(states)
+    except (TypeError, RuntimeError, ValueError, IndexError):
+        return None
+    return result if isinstance(result, Tensor) and result.shape[:-1] == states.shape[:-1] else None
+
+
+def _computes(activation: Any, coefficients: tuple[float, float]) -> bool:
+    states = torch.linspace(-9.0, 9.0, 361, device="cpu")
+    linear, cubic = coefficients
+    try:
+        result = activation(states)
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    expected = states * torch.sigmoid(linear * states + cubic * states**3)
+    return isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-5, atol=2e-6)
+
+
+def _agree(result: Tensor, truth: Tensor, tolerance: float) -> bool:
+    """Row by row: the rows are of different sizes."""
+    error = (result.float() - truth.float()).norm(dim=-1)
+    return result.dtype is truth.dtype and bool((error <= tolerance * truth.float().norm(dim=-1)).all())

@@ -1,0 +1,124 @@
+"""`find_rotary`: attention modules whose rotary embedding runs as one kernel in the engine's forwards."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.model.module_calls import ModuleCall
+
+NAME = "apply_rotary_pos_emb"  # what the function is called in every model of transformers that has it
+# Which elements are pairs, and whether products are rounded before they are added.
+ROTARIES = ((False, True), (False, False), (True, True), (True, False))
+_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-4, torch.float16: 4e-5}
+_HEADS = (3, 2)  # of the trial's queries and keys
+
+
+class _Names(dict[str, Any]):
+    """A module's globals, as they are at any moment, but for the names it holds itself."""
+
+    def __init__(self, names: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__(own)
+        self._names = names
+
+    def __missing__(self, name: str) -> Any:
+        return self._names[name]
+
+
+class _Rotary:
+    """In the place of `apply_rotary_pos_emb(q, k, cos, sin, ...)`."""
+
+    def __init__(
+        self, names: dict[str, Any], kernels: LayerKernels, interleaved: bool, rounds: bool, takes_part: bool
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            names: Globals of the module that has the function.
+            kernels: What computes it.
+            interleaved: Which elements are pairs.
+            rounds: Whether products are rounded before they are added.
+            takes_part: Whether the function leaves what exceeds the width of `cos` as it is, instead of raising.
+        """
+        self._names = names
+        self._kernels = kernels
+        self._interleaved = interleaved
+        self._rounds = rounds
+        self._takes_part = takes_part
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """`[1, heads, tokens, dim]` queries and keys; everything else goes to the function itself."""
+        if not (args or kwargs) and (self._takes_part or cos.shape[-1:] == q.shape[-1:]):
+            with suppress(InputError):
+                return self._kernels.rotary(q, k, cos, sin, self._interleaved, self._rounds)
+        return self._names[NAME](q, k, cos, sin, *args, **kwargs)
+
+
+class _Attention(ModuleCall):
+    """An attention module whose own code runs, with one of the names it uses standing for something else."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, module: Any, rotary: _Rotary) -> None:
+        super().__init__(module)
+        forward = type(module).forward
+        names = _Names(forward.__globals__, {NAME: rotary, "__builtins__": forward.__globals__["__builtins__"]})
+        self.run = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        self.run.__kwdefaults__ = forward.__kwdefaults__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module, *args, **kwargs)
+
+
+def find_rotary(
+    module: nn.Module, kernels: LayerKernels, dtype: torch.dtype, device: torch.device
+) -> ModuleCall | None:
+    """A module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`.
+
+    Args:
+        module: Any module.
+        kernels: What is to compute it.
+        dtype: Of the model.
+        device: Of the model.
+    """
+    forward: Any = type(module).forward
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    if NAME not in forward.__code__.co_names or NAME not in forward.__globals__:
+        return None
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
+
+    q, k = (random(1, 5, heads, 16).transpose(1, 2) for heads in _HEADS)
+    whole, part = ((random(1, 5, width), random(1, 5, width)) for width in (16, 8))
+
+    def own(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+        try:
+            result = forward.__globals__[NAME](q, k, cos, sin)
+        except (TypeError, RuntimeError, ValueError, IndexError):
+            return None
+        is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(one, Tensor) for one in result)
+        return result if is_pair else None
+
+    for interleaved, rounds in ROTARIES:
+        rotary = _Rotary(forward.__globals__, kernels, interleaved, rounds, takes_part=True)
+        if _agree(rotary(q, k, *whole), own(*whole)):
+            takes_part = _agree(rotary(q, k, *part), own(*part))
+            return _Attention(module, _Rotary(forward.__globals__, kernels, interleaved, rounds, takes_part))
+    return None
+
+
+def _agree(results: tuple[Tensor, Tensor], truths: tuple[Tensor, Tensor] | None) -> bool:
+    return truths is not None and all(
+        result.shape == truth.shape
+        and result.dtype is truth.dtype
+        and bool((result.float() - truth.float()).norm() <= _TOLERANCE[truth.dtype] * truth.float().norm())
+        for result, truth in zip(results, truths, strict=True)
+    )

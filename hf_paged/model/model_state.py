@@ -1,0 +1,267 @@
+"""`ModelState`: what keys and values depend on in the model itself, as a key for the prefix cache."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from hf_paged.core.errors import UnsupportedModelError
+from hf_paged.model.fused_layers import FusedLayers
+from hf_paged.model.hooks import HookWatch, all_modules
+from hf_paged.model.module_calls import CALL, is_library_code
+from hf_paged.model.packed_linears import PackedLinears
+
+# Attributes of these types are part of what a module computes.
+_NUMBERS = (bool, int, float, type(None))
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+class ModelState:
+    """Notices that a model's weights, code, numbers, adapters or hooks changed since it was last asked.
+
+    In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
+    steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
+    `.data = ...` show in identity and address. Code: modules of another class or with another forward of their own.
+    Numbers: attributes of modules, such as a scale, an epsilon, a switch.
+
+    Not seen, so that `engine.reset_prefix_cache()` has to be called: writes into `.data` (but where copies of weights
+    are held and compared), tensors that are neither parameter nor buffer, strings, lists and other objects, what a
+    closure or a hook keeps, what is written over a class's forward.
+
+    Attributes:
+        hooks: The model's forward hooks.
+        num_moves: How often something changed by which recorded steps are another program: weights that lie elsewhere
+            in memory or are of another shape, code, numbers.
+    """
+
+    def __init__(
+        self, model: nn.Module, linears: PackedLinears | None = None, fused: FusedLayers | None = None
+    ) -> None:
+        """Of `model`; `linears` hold copies of its weights, `fused` its code: dropped when those change."""
+        self._model = weakref.ref(model)
+        self._linears = linears
+        self._fused = fused
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._versions: Sequence[tuple[object, ...]] = []
+        self._kinds: list[type] = []
+        self._sizes: list[int] = []
+        self._forwards: list[weakref.ref[Any] | None] = []
+        self._getters: list[tuple[int, Callable[[dict[str, Any]], Any]]] = []  # of the numbers of a module
+        self._numbers: list[Any] = []
+        self._tuners: list[int] = []
+        self._is_library = False
+        self._epoch = 0
+        self.hooks = HookWatch()
+        self.num_moves = 0
+        self._was_stepped = False
+        _watch_optimizers()
+        with _STATES_LOCK:
+            _STATES.add(self)
+
+    def key(self) -> tuple[Hashable, ...]:
+        """The current state: an epoch that never returns to an earlier value, adapters, hooks, autocast.
+
+        Raises:
+            UnsupportedModelError: The weights have been shared out between processes since `patch`.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the patched model no longer exists")
+        modules = all_modules(model)
+        self.hooks.look(model, modules)
+        attributes = [module.__dict__ for module in modules]
+        tensors = _tensors(attributes)
+        versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
+        is_same_tensors = (
+            not self._was_stepped
+            and versions == self._versions
+            # Identity, not id(): a new parameter may lie where an old one was.
+            and all(seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True))
+        )
+        is_same_code = self._has_same_code(modules, attributes)
+        is_same_numbers = self._has_same_numbers(modules, attributes, is_same_code)
+        if not is_same_tensors or not is_same_code:
+            reason = why_not_whole(model)
+            if reason is not None:
+                raise UnsupportedModelError(type(model).__name__, (reason,))
+        if not is_same_tensors or not is_same_code or (self._linears is not None and self._linears.is_outdated()):
+            self._epoch += 1
+            if self._linears is not None:
+                self._linears.forget()
+        elif not is_same_numbers:
+            self._epoch += 1
+        if not is_same_code and self._fused is not None:
+            self._fused.forget()
+        is_moved = [version[1:] for version in versions] != [version[1:] for version in self._versions]
+        if is_moved or not is_same_code or not is_same_numbers:
+            self.num_moves += 1
+        if not is_same_tensors:
+            self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
+            self._was_stepped = False
+        device = tensors[0].device.type if tensors else "cpu"
+        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        autocast = torch.get_autocast_dtype(device) if is_autocast else None
+        return (self._epoch, _adapters([modules[index] for index in self._tuners]), self.hooks.numbers, autocast)
+
+    def _has_same_code(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> bool:
+        """Whether modules are of the classes they were of, with the same forwards of their own; notes what they are.
+
+        What was written over a class's forward is not seen.
+        """
+        kinds = [type(module) for module in modules]
+        forwards = [own.get("forward") for own in attributes]
+        is_same = kinds == self._kinds and all(
+            seen is forward is None or (seen is not None and forward is not None and seen() is forward)
+            for seen, forward in zip(self._forwards, forwards, strict=True)
+        )
+        if not is_same:
+            self._kinds = kinds
+            # Weak: a closure usually leads to the model. By reference: a new one may lie where an old one was.
+            self._forwards = [None if forward is None else _reference(forward) for forward in forwards]
+            self._is_library = all(map(is_library_code, modules))
+            self._tuners = [index for index, module in enumerate(modules) if _is_tuner(module)]
+            self._sizes = []
+        return is_same
+
+    def _has_same_numbers(self, modules: list[nn.Module], attributes: list[dict[str, Any]], is_same_code: bool) -> bool:
+        """Whether the modules' numbers are what they were; notes what they are."""
+        # A step that runs meanwhile may be calling modules another way.
+        sizes = [len(own) - (CALL in own) for own in attributes]
+        numbers: list[Any] | None = None
+        if is_same_code and sizes == self._sizes:
+            with suppress(KeyError):  # one attribute less, another more
+                numbers = [getter(attributes[index]) for index, getter in self._getters]
+        if numbers is None:
+            self._sizes = sizes
+            self._getters = [
+                (index, operator.itemgetter(*names))
+                for index in range(len(modules))
+                # Of PEFT's, what matters is a part of the key by itself.
+                if not type(modules[index]).__module__.startswith("peft.") and (names := _number_names(modules[index]))
+            ]
+            numbers = [getter(attributes[index]) for index, getter in self._getters]
+        is_same = numbers == self._numbers
+        self._numbers = numbers
+        return is_same
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but torch's and transformers' own code runs in the model's forward.
+
+        Modules are looked at when the state is asked for; hooks also when one was registered anywhere.
+        """
+        if not self._kinds:
+            self.key()
+        if self.hooks.is_outdated:
+            self.look_at_hooks()
+        return self._is_library and not self.hooks.numbers
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether a hook on an inner module may address rows or columns; see `hooks.HookWatch`."""
+        if self.hooks.is_outdated:
+            self.look_at_hooks()
+        return self.hooks.needs_rows
+
+    def look_at_hooks(self) -> None:
+        """Finds all hooks, also those of modules that are new in the model."""
+        model = self._model()
+        if model is not None:
+            self.hooks.look(model, all_modules(model))
+
+    def forget(self) -> None:
+        """Drops what was made from the model's weights, code and numbers; the next forwards make it anew."""
+        self.num_moves += 1
+        for made in (self._linears, self._fused):
+            if made is not None:
+                made.forget()
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Called after every step of every optimizer in the process."""
+        model = self._model()
+        if model is not None and not self._was_stepped:
+            own = {id(parameter) for parameter in model.parameters()}
+            self._was_stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+_STATES: weakref.WeakSet[ModelState] = weakref.WeakSet()
+_STATES_LOCK = threading.Lock()
+
+
+@lru_cache
+def _watch_optimizers() -> None:
+    """One hook for the process, never removed: torch iterates over its hooks while a finalizer might remove one."""
+    register_optimizer_step_post_hook(_note_step)  # type: ignore[no-untyped-call]
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    with _STATES_LOCK:
+        states = list(_STATES)
+    for state in states:
+        state.note_step(optimizer)
+
+
+def why_not_whole(model: nn.Module) -> str | None:
+    """Why this process holds, or computes, only a share of the model; `None`: all of it is here."""
+    mesh = getattr(model, "_device_mesh", None)  # of transformers: tensor, expert, pipeline and data parallel
+    if mesh is not None and mesh.size() > 1:
+        return f"it is spread over {mesh.size()} processes (tp_plan, DistributedConfig)"
+    for part in chain(model.modules(), model.parameters(), model.buffers()):
+        # FSDP's wrappers, and the DTensors of everything else. By name: a build of torch may lack the classes.
+        is_shared = type(part).__module__.startswith(
+            "torch.distributed.fsdp" if isinstance(part, nn.Module) else "torch.distributed."
+        )
+        if is_shared or hasattr(part, "ds_id"):  # DeepSpeed's ZeRO-3 marks its parameters
+            return f"its weights are shared out between processes ({type(part).__name__})"
+    return None
+
+
+def _tensors(attributes: list[dict[str, Any]]) -> list[Tensor]:
+    """Parameters and buffers of modules with these attributes; shared ones as often as they are shared."""
+    tables = [own[name] for own in attributes for name in ("_parameters", "_buffers")]
+    return [tensor for table in tables for tensor in table.values() if tensor is not None]
+
+
+def _reference(forward: Any) -> Any:
+    try:
+        return weakref.ref(forward)
+    except TypeError:  # of a type without weak references
+        return lambda: forward
+
+
+def _number_names(module: nn.Module) -> list[str]:
+    """Of attributes that it may compute with: not torch's own, nor what transformers notes in private ones."""
+    is_of_transformers = type(module).__module__.startswith("transformers.")
+    return [
+        name
+        for name, value in list(vars(module).items())
+        if isinstance(value, _NUMBERS) and name not in _OF_TORCH and not (is_of_transformers and name.startswith("_"))
+    ]
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT's."""
+    return hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
+
+
+def _adapters(tuners: list[Any]) -> Hashable:
+    """Of PEFT's tuner layers, by their attributes: which adapters are active, merged or disabled, and their scaling."""
+    return tuple(
+        (
+            tuple(module.active_adapters),
+            tuple(module.merged_adapters),
+            bool(module.disable_adapters),
+            repr(getattr(module, "scaling", None)),
+        )
+        for module in tuners
+    )

@@ -1,0 +1,1 @@
+"""From logits to tokens: processors, draws and stop strings of many calls' rows at once."""

@@ -1,0 +1,200 @@
+"""Random draws of one call, private to it, whatever runs on other threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hf_paged.kernels.transfers import to_device
+
+# Drawing functions of torch that take a generator, and those that take none and what does the same with one.
+_WITH_GENERATOR: set[Any] = {
+    torch.multinomial,
+    torch.bernoulli,
+    torch.normal,
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *("multinomial", "bernoulli", "bernoulli_", "cauchy_", "exponential_"),
+            *("geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+        )
+    ),
+}
+_LIKE: dict[Any, Callable[..., Tensor]] = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+
+
+GeneratorStates = dict[torch.device, Tensor]
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The global generator of a device."""
+    if device.type == "cuda":
+        index: int | None = device.index
+        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    return torch.default_generator
+
+
+class Draws(threading.local):
+    """The generators that draws of the current thread come from: torch's global ones, or those of the call it is in.
+
+    Attributes:
+        generators: Of the innermost call, by device.
+        entry: Where the thread's draws stood when its innermost `generate()` was entered.
+    """
+
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] | None = None
+        self.entry: GeneratorStates = {}
+
+    @contextmanager
+    def entering(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        """The length of a `generate()` call; notes where draws stand before other threads move them."""
+        outer, self.entry = self.entry, self.states(devices)
+        try:
+            yield
+        finally:
+            self.entry = outer
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """What a draw on this thread and device advances."""
+        if self.generators is not None and device in self.generators:
+            return self.generators[device]
+        return default_generator(device)
+
+    def states(self, devices: Iterable[torch.device]) -> GeneratorStates:
+        """Where this thread's draws on these devices stand."""
+        return {device: self.generator(device).get_state() for device in devices}
+
+    def write(self, states: GeneratorStates) -> None:
+        """Puts this thread's generators where a call's private draws ended.
+
+        Between two calls that overlap, the last one to end decides what the global generator's state is.
+        """
+        for device, state in states.items():
+            self.generator(device).set_state(state)
+
+    @contextmanager
+    def private(self, states: GeneratorStates, writes_back: bool = True) -> Iterator[None]:
+        """Within it, this thread draws from generators of its own that begin at `states`.
+
+        Args:
+            states: By device.
+            writes_back: Whether this thread's generators go on at the end where those that were drawn from ended.
+        """
+        outer = self.generators
+        own = {device: torch.Generator(device) for device in states}
+        for device, state in states.items():
+            own[device].set_state(state)
+        self.generators = own
+        try:
+            with _PrivateDraws(self):
+                yield
+        finally:
+            self.generators = outer
+            ends = {device: generator.get_state() for device, generator in own.items()} if writes_back else {}
+            self.write({device: end for device, end in ends.items() if not torch.equal(end, states[device])})
+
+
+# One for the process, as torch's generators are: an assistant model's draws are part of the call that it assists.
+DRAWS = Draws()
+
+
+class _PrivateDraws(TorchFunctionMode):
+    """Gives every draw that names no generator the thread's own. A mode is in force on the thread that enters it."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LIKE and args:
+            like = args[0]
+            kwargs = {"dtype": like.dtype, "device": like.device} | kwargs
+            kwargs.pop("memory_format", None)
+            func, args = _LIKE[func], (like.shape,)
+        if func in _WITH_GENERATOR and kwargs.get("generator") is None:
+            like = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
+            device = like.device if isinstance(like, Tensor) else torch.device(kwargs.get("device") or "cpu")
+            generators = self._draws.generators or {}
+            if device in generators:
+                kwargs = kwargs | {"generator": generators[device]}
+        return func(*args, **kwargs)
+
+
+class StepNoise:
+    """The noise of a sampling call, by step and row, whenever a row gets there.
+
+    `torch.multinomial(p, 1)` is `argmax(p / q)` with `q` exponentially distributed, one draw for the whole batch a step
+    (ATen/native/Distributions.cpp). Rows may lag behind others: the generator's state at each step is kept until the
+    last row has passed it, not the noise.
+    """
+
+    def __init__(self, generator: torch.Generator, num_rows: int) -> None:
+        """Draws from `generator`, which the call owns, for a batch of `num_rows`."""
+        self._generator = generator
+        self._num_rows = num_rows
+        self._states: dict[int, Tensor] = {}
+        self._num_steps = 0
+        self._latest: tuple[int, Tensor] | None = None
+
+    def draw(self, step: int, rows: list[int], probs: Tensor, oldest_step: int) -> Tensor:
+        """`[len(rows)]` tokens drawn from `probs`.
+
+        Args:
+            step: Step of the call that these rows are at.
+            rows: Rows of the batch.
+            probs: `[len(rows), vocab_size]`.
+            oldest_step: No row will ask for an earlier step any more.
+
+        Raises:
+            RuntimeError: As `torch.multinomial`, for probabilities that are none.
+        """
+        if not bool((probs.max() < float("inf")) & (probs.min() >= 0)):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return (probs / self.rows(step, rows, probs, oldest_step)).argmax(dim=-1)
+
+    def rows(self, step: int, rows: list[int], like: Tensor, oldest_step: int) -> Tensor:
+        """`[len(rows), vocab_size]`, the noise of these rows at a step of the call.
+
+        Args:
+            step: The step.
+            rows: Rows of the batch.
+            like: `[..., vocab_size]`, of the dtype and on the device to be.
+            oldest_step: No row will ask for an earlier step any more.
+        """
+        noise = self._noise(step, like)
+        for passed in [kept for kept in self._states if kept < oldest_step]:
+            del self._states[passed]
+        is_whole = rows == list(range(self._num_rows))
+        return noise if is_whole else noise[to_device(rows, noise.device)]
+
+    def rewind(self, num_steps: int) -> None:
+        """Leaves the generator where it stands after so many steps: one more may have been begun in vain."""
+        if num_steps < self._num_steps:  # whose state is kept: a row was there when it drew
+            self._generator.set_state(self._states[num_steps])
+
+    def _noise(self, step: int, probs: Tensor) -> Tensor:
+        if self._latest is not None and self._latest[0] == step:
+            return self._latest[1]
+        generator = self._generator
+        if step < self._num_steps:
+            generator = torch.Generator(generator.device)
+            generator.set_state(self._states[step])
+        else:
+            self._states[step] = generator.get_state()
+            self._num_steps = step + 1
+        noise = probs.new_empty(self._num_rows, probs.shape[-1]).exponential_(1, generator=generator)
+        if self._num_rows > 1:
+            self._latest = (step, noise)
+        return noise

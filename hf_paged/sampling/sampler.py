@@ -1,0 +1,337 @@
+"""Choosing the next tokens of many calls' rows at once, on the device that their logits are on."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
+
+from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.sampling.draws import StepNoise
+from hf_paged.sampling.token_table import TokenTable
+
+# Processors of transformers for which it doesn't matter how long a row is, so that rows of different calls and steps
+# can meet. Those with a parameter here take each row with its own value; in the others rows meet if all of their
+# settings are equal.
+_PARAMETERS: dict[type[LogitsProcessor], str | None] = {
+    RepetitionPenaltyLogitsProcessor: "penalty",
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+    TypicalLogitsWarper: None,
+    EpsilonLogitsWarper: None,
+    EtaLogitsWarper: None,
+    InfNanRemoveLogitsProcessor: None,
+    LogitNormalization: None,
+    SuppressTokensLogitsProcessor: None,
+}
+# Of these, what looks at the tokens so far: which they are, not where.
+_READS_IDS = {RepetitionPenaltyLogitsProcessor}
+
+
+class RowSampler:
+    """How the rows of one call choose their tokens.
+
+    Attributes:
+        kind: Rows of one kind are processed together, whatever their calls and steps; `None`: only those of this call
+            that are at one step.
+        processors: transformers' own, row-wise.
+        noise: Where draws come from; `None`: the likeliest token is taken.
+        criteria: transformers' own, row-wise, that a row's tokens may meet; `None`: there are none.
+        table: The tokens of the call's rows, where processors or criteria look at them: one for all calls on a device.
+        table_rows: The rows of `table` that are the call's.
+        width: Tokens of each row before the first that is generated.
+        device: Where scores are processed, as in transformers' loop: the prompt's; `None`: where they are.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[Any],
+        noise: StepNoise | None,
+        kinds: list[Hashable],
+        criteria: Callable[[Tensor, Any], Tensor] | None = None,
+        table: TokenTable | None = None,
+        table_rows: Sequence[int] = (),
+        width: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """Of a call; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
+        self.processors = list(processors)
+        self.noise = noise
+        self.criteria = criteria
+        self.table = table
+        self.table_rows = table_rows
+        self.width = width
+        self.device = device
+        self.reads_ids = needs_ids(processors)
+        self.kind: Hashable = None if None in kinds else (noise is None, device, *kinds)
+
+
+def processor_kinds(processors: Sequence[Any]) -> list[Hashable]:
+    """Of each, what processors of different calls must have in common to become one; `None` if they can't."""
+    return [_kind(processor) for processor in processors]
+
+
+def needs_ids(processors: Sequence[Any]) -> bool:
+    """Whether one of these processors looks at the tokens so far."""
+    return any(type(processor) in _READS_IDS or type(processor) not in _PARAMETERS for processor in processors)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Rows of one call that are to choose a token.
+
+    Attributes:
+        sampler: The call's.
+        rows: Rows of the call.
+        step: What each has generated so far; the same for all of them.
+        sources: Their rows of the logits.
+        oldest_step: No row of the call will come to an earlier step any more.
+    """
+
+    sampler: RowSampler
+    rows: list[int]
+    step: int
+    sources: list[int]
+    oldest_step: int
+
+    @property
+    def table_rows(self) -> list[int]:
+        """Of its rows."""
+        return [self.sampler.table_rows[row] for row in self.rows]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that its rows have, padding included."""
+        return [self.sampler.width + self.step] * len(self.rows)
+
+
+Outcome = tuple[list[int], list[bool]] | Exception  # tokens of a choice's rows, and whether they meet criteria
+
+
+class ChosenTokens:
+    """Tokens that were chosen, on the device, and on their way to the host.
+
+    Attributes:
+        tokens: `[N]` int64, -1 for a row whose probabilities are none (NaN).
+        places: For each choice, where in `tokens` its rows' begin; or what its processors or criteria raised.
+    """
+
+    def __init__(
+        self, tokens: Tensor, places: list[int | Exception], lengths: list[int], stops: dict[int, Tensor]
+    ) -> None:
+        """Queues the transfer.
+
+        Args:
+            tokens: See the class.
+            places: See the class.
+            lengths: Rows of the choices.
+            stops: By number of the choice, `[rows]` bool: which of them meet the call's criteria.
+        """
+        self.tokens = tokens
+        self.places = places
+        self._lengths = lengths
+        self._stops = list(stops)
+        flags = [own.to(tokens.device, tokens.dtype) for own in stops.values()]
+        self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
+
+    def read(self) -> list[Outcome]:
+        """Of each choice. Waits until the step that computes them is over."""
+        # The one host read of a step: streams, ends of sequences and block hashes are the host's.
+        found = self._to_host.wait().tolist()
+        stops: dict[int, list[bool]] = {}
+        start = len(self.tokens)
+        for number in self._stops:
+            stops[number] = [bool(stop) for stop in found[start : start + self._lengths[number]]]
+            start += self._lengths[number]
+        return [
+            place
+            if isinstance(place, Exception)
+            else (found[place : place + length], stops.get(number, [False] * length))
+            for number, (place, length) in enumerate(zip(self.places, self._lengths, strict=True))
+        ]
+
+
+@torch.inference_mode()
+def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
+    """The next token of every row: exactly those that transformers' own loop chooses. Waits for nothing.
+
+    Args:
+        choices: Who chooses. Tables of tokens are written to.
+        logits: `[K, vocab_size]`.
+    """
+    kinds: dict[Hashable, list[int]] = defaultdict(list)
+    for number, choice in enumerate(choices):
+        kind = choice.sampler.kind
+        kinds[(id(choice.sampler), choice.step) if kind is None else kind].append(number)
+    places: list[int | Exception] = [0] * len(choices)
+    stops: dict[int, Tensor] = {}
+    chosen: list[Tensor] = []
+    num_tokens = 0
+
+    def choose(members: list[int]) -> None:
+        nonlocal num_tokens
+        tokens = _choose([choices[number] for number in members], logits)
+        chosen.append(tokens if tokens.device == logits.device else tokens.to(logits.device))
+        for number in members:
+            places[number] = num_tokens
+            num_tokens += len(choices[number].rows)
+
+    for members in kinds.values():
+        try:
+            choose(members)
+        except Exception as error:  # of one row's scores: whose?
+            if len(members) == 1:
+                places[members[0]] = error
+                continue
+            for number in members:
+                try:
+                    choose([number])
+                except Exception as own_error:
+                    places[number] = own_error
+    for number, choice in enumerate(choices):
+        sampler = choice.sampler
+        if sampler.criteria is not None and sampler.table is not None and not isinstance(places[number], Exception):
+            try:
+                stops[number] = sampler.criteria(
+                    sampler.table.read(choice.table_rows, [n + 1 for n in choice.lengths]), None
+                )
+            except Exception as error:
+                places[number] = error
+    # The usual step chooses once.
+    tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen or [logits.new_empty(0, dtype=torch.int64)])
+    return ChosenTokens(tokens, places, [len(choice.rows) for choice in choices], stops)
+
+
+def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
+    """`[rows]` of choices of one kind."""
+    sources = [source for choice in choices for source in choice.sources]
+    if sources != list(range(logits.shape[0])):
+        logits = logits[to_device(sources, logits.device)]
+    samplers = [choice.sampler for choice in choices]
+    first = samplers[0]
+    scores = logits.to(first.device or logits.device, torch.float32)
+    lengths = [len(choice.rows) for choice in choices]
+    ids: Any = None
+    if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
+        ids = first.table.read(*_table_rows(choices))
+    for own in zip(*(sampler.processors for sampler in samplers), strict=True):
+        scores = _merged(own, lengths, scores)(ids, scores)
+    if first.noise is None:
+        tokens = scores.argmax(dim=-1)
+    else:
+        probs = scores.softmax(dim=-1)
+        noise = [
+            choice.sampler.noise.rows(choice.step, choice.rows, probs, choice.oldest_step)
+            for choice in choices
+            if choice.sampler.noise is not None
+        ]
+        tokens = (probs / (noise[0] if len(noise) == 1 else torch.cat(noise))).argmax(dim=-1)
+        # A row with a NaN anywhere is all NaN behind the softmax.
+        is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
+        tokens = torch.where(is_number, tokens, -1)
+    if any(sampler.table is not None for sampler in samplers):
+        _note(choices, lengths, tokens.clamp(min=0))
+    return tokens
+
+
+def _note(choices: list[Choice], lengths: list[int], tokens: Tensor) -> None:
+    """Puts tokens into the table, of those calls of one kind that have theirs in it."""
+    parts = zip(choices, tokens.split(lengths), strict=True)
+    noted = [(choice, part) for choice, part in parts if choice.sampler.table is not None]
+    table = noted[0][0].sampler.table
+    assert table is not None
+    if len(noted) < len(choices):
+        tokens = torch.cat([part for _, part in noted])
+    table.write(*_table_rows([choice for choice, _ in noted]), tokens)
+
+
+def _table_rows(choices: list[Choice]) -> tuple[list[int], list[int]]:
+    """Where the tokens of all their rows are, and how many each has."""
+    rows = [row for choice in choices for row in choice.table_rows]
+    return rows, [length for choice in choices for length in choice.lengths]
+
+
+def _kind(processor: Any) -> Hashable:
+    if type(processor) not in _PARAMETERS:
+        return None
+    if getattr(processor, "prompt_ignore_length", None) is not None:  # looks where tokens are
+        return None
+    parameter = _PARAMETERS[type(processor)]
+    settings = ((name, _plain(value)) for name, value in sorted(vars(processor).items()) if name != parameter)
+    return type(processor), tuple(settings)
+
+
+def _plain(value: Any) -> Hashable:
+    if isinstance(value, Tensor) and value.device.type == "cuda":  # a caller's own, not worth waiting for
+        return id(value)
+    return tuple(value.reshape(-1).tolist()) if isinstance(value, Tensor) else repr(value)
+
+
+def _merged(processors: Sequence[Any], lengths: list[int], scores: Tensor) -> Callable[[Any, Tensor], Tensor]:
+    """One processor for the rows of all, of which the first `lengths[0]` belong to the first of `processors`, etc."""
+    first: Callable[[Any, Tensor], Tensor] = processors[0]
+    parameter = _PARAMETERS.get(type(processors[0]))
+    if parameter is None:
+        return first
+    values = [getattr(processor, parameter) for processor in processors]
+    if values.count(values[0]) == len(values):
+        return first
+    if parameter == "top_k":
+        values = [min(value, scores.shape[-1]) for value in values]
+    if parameter == "top_p":
+        # transformers compares float32 with `1 - top_p`, rounded to float32.
+        values = [1 - float(np.float32(1 - value)) for value in values]
+    dtype = {"top_k": np.int64, "top_p": np.float64}.get(parameter, np.float32)
+    column = to_device(np.repeat(np.array(values, dtype=dtype), lengths)[:, None], scores.device)
+    if parameter == "top_k":
+        return _top_k_rows(column, max(values), processors[0].filter_value)
+    merged = copy.copy(processors[0])
+    setattr(merged, parameter, _Divisor(column) if parameter in ("temperature", "penalty") else column)
+    return merged
+
+
+class _Divisor:
+    """Divides scores and multiplies them, as a Python number does: a GPU multiplies by a number's reciprocal.
+
+    (`div_true_kernel_cuda` in ATen/native/cuda/BinaryDivTrueKernel.cu; float32.)
+    """
+
+    def __init__(self, column: Tensor) -> None:
+        self._column = column
+
+    def __rtruediv__(self, scores: Tensor) -> Tensor:
+        return scores * self._column.reciprocal() if scores.device.type == "cuda" else scores / self._column
+
+    def __rmul__(self, scores: Tensor) -> Tensor:
+        return scores * self._column
+
+
+def _top_k_rows(top_k: Tensor, largest: int, filter_value: float) -> Callable[[Any, Tensor], Tensor]:
+    """`TopKLogitsWarper` with a number for each row: `[rows, 1]`."""
+
+    def process(input_ids: Any, scores: Tensor) -> Tensor:
+        best = torch.topk(scores, largest, dim=-1)[0]
+        return scores.masked_fill(scores < best.gather(1, top_k - 1), filter_value)
+
+    return process

@@ -1,0 +1,1 @@
+"""Programs around the package: the command line, and its report."""

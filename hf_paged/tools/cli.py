@@ -1,0 +1,379 @@
+"""The command line: `hf-paged run` generates for a file of prompts, with hf_paged and without, and compares the two."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+from hf_paged.api.patching import patch, unpatch
+from hf_paged.tools.report import RunReport, comparison_table, generated_lengths, paged_kv_usage, stock_kv_usage
+
+TINY_MODEL = Path(__file__).parents[1] / "assets" / "tiny_lm"
+TINY_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts.jsonl"
+PROMPT_KEYS = ("prompt", "question", "turns", "text")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+)
+console = Console(highlight=False)
+error_console = Console(stderr=True, highlight=False)
+
+
+def main() -> None:
+    """The entry point of `hf-paged` and `python -m hf_paged`."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            own = version("hf-paged")
+        except PackageNotFoundError:  # used from a checkout
+            own = "(not installed)"
+        console.print(f"hf_paged {own}, transformers {version('transformers')}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """A paged KV cache behind Hugging Face generate()."""
+
+
+@app.command()
+def run(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME_OR_PATH",
+            help="A causal language model, by name or folder; default: the embedded one.",
+            show_default=False,
+        ),
+    ] = str(TINY_MODEL),
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="Text, a prompt a line, or .jsonl with prompt, question, turns or text; default: the embedded ones.",
+            show_default=False,
+        ),
+    ] = TINY_PROMPTS,
+    limit: Annotated[int, typer.Option(min=1, help="Take N of the prompts.")] = 16,
+    in_order: Annotated[
+        bool, typer.Option("--in-order", help="Take the first N as they come; otherwise N at random (--seed).")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt, at most.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in one generate() call.")] = 8,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in one KV block; default: 16.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks in the pool; default: from free memory.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="One of float32, bfloat16, float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; default: cuda where there is one.")] = "",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; default: one for the embedded model, else torch's choice.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the prompts and of --sample.")] = 0,
+    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
+    show: Annotated[int, typer.Option(min=0, help="How many of the generated texts to print.")] = 3,
+    stream: Annotated[bool, typer.Option("--stream", help="Print each batch's first text while it is made.")] = False,
+) -> None:
+    """Generate for a file of prompts with hf_paged and with stock generate(); compare tokens, time and KV memory.
+
+    Both get the same left-padded batches and the same seed, one after the other in this process, each after one short
+    generate() to warm up. Without options: the tiny model and the prompts that come with the package.
+    """
+    transformers_logging.disable_progress_bar()  # of loading weights
+    transformers_logging.set_verbosity_error()
+    try:
+        texts = read_prompts(prompts)
+        num_texts = len(texts)
+        texts = texts[:limit] if in_order else random.Random(seed).sample(texts, min(limit, num_texts))
+        place = _device(device)
+        tokenizer, stock_model = _load(model, dtype, place)
+        batches, num_cut = _make_batches(tokenizer, texts, batch_size, _prompt_room(stock_model, max_new_tokens), place)
+    except ValueError as error:
+        _fail(error)
+    if threads or model == str(TINY_MODEL):
+        torch.set_num_threads(threads or 1)  # the tiny model's threads would only wait for each other
+    prompt_ids = [ids for batch in batches for ids in batch.prompt_ids]
+    lengths = [len(ids) for ids in prompt_ids]
+    name = "the embedded tiny model" if model == str(TINY_MODEL) else model
+    num_threads = torch.get_num_threads()
+    where = f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})" if place.type == "cpu" else str(place)
+    console.print(
+        f"{name}, {dtype} on {where}: {len(texts)} of {num_texts} prompts {'' if in_order else 'in random order '}with "
+        f"{min(lengths)} to {max(lengths)} tokens, up to {max_new_tokens} new ones each, "
+        f"{'sampled' if sample else 'greedy'}, {batch_size} to a generate() call",
+        markup=False,
+    )
+    if num_cut:
+        cut = f"{num_cut} prompts are" if num_cut > 1 else "1 prompt is"
+        console.print(
+            f"{cut} cut to the last {max(lengths)} tokens: the model's positions less --max-new-tokens", style="yellow"
+        )
+
+    work = Work(tokenizer, batches, max_new_tokens, sample, seed, _eos_token_ids(stock_model))
+    paged_model = copy.deepcopy(stock_model)
+    try:
+        given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
+        patch(paged_model, **{name: value for name, value in given.items() if value is not None})
+        paged = work.run_paged(paged_model, stream)
+        unpatch(paged_model)
+    except ValueError as error:  # the settings, the model (UnsupportedModelError), or a prompt larger than the pool
+        _fail(error)
+    stock = work.run_stock(stock_model)
+
+    for before, new in list(zip(prompt_ids, paged.token_ids, strict=True))[: 0 if stream else show]:
+        console.print()
+        console.print(_styled(tokenizer, before, new))
+    console.print()
+    rounding = None if dtype == "float32" else f"{dtype} may round a near-tie either way: see hf_paged.testing"
+    console.print(comparison_table(stock, paged, caption=rounding))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file.
+
+    Args:
+        path: A text file with one prompt a line (empty lines do not count), or a `.jsonl` file with one object a line
+            that has a string under `prompt`, `question` or `text`, or a list whose first item is one under `turns`.
+
+    Raises:
+        ValueError: The file cannot be read, there is no prompt in it, or a line is not what it should be.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a UTF-8 text file") from None
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path} has no prompts in it")
+    if path.suffix != ".jsonl":
+        return [line for _, line in numbered]
+    return [_json_prompt(line, f"{path}, line {number}") for number, line in numbered]
+
+
+def _json_prompt(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f'{where}: expected an object such as {{"prompt": "..."}}, got {line[:60]}')
+    key = next((key for key in PROMPT_KEYS if key in record), None)
+    if key is None:
+        raise ValueError(f"{where}: none of the keys {', '.join(PROMPT_KEYS)}; it has {', '.join(record) or 'none'}")
+    prompt = record[key]
+    if key == "turns" and isinstance(prompt, list) and prompt:
+        prompt = prompt[0]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{where}: {key!r} holds no text, but {json.dumps(record[key])[:60]}")
+    return prompt
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of one `generate()` call."""
+
+    input_ids: torch.Tensor  # [rows, longest prompt], padded on the left
+    attention_mask: torch.Tensor
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """The tokens of each prompt, without padding."""
+        return [ids[mask.bool()].tolist() for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides are given to do."""
+
+    tokenizer: Any
+    batches: Sequence[Batch]
+    max_new_tokens: int
+    sample: bool
+    seed: int
+    eos_token_ids: Collection[int]
+
+    def run_paged(self, model: Any, stream: bool = False) -> RunReport:
+        """Everything through a patched model."""
+        report = RunReport("hf_paged")
+        self._warm_up(model)
+        model.paged.reset_prefix_cache()  # the first batch starts cold
+        self._run(model, report, stream=stream)
+        stats = model.paged.stats()
+        report.peak_kv = paged_kv_usage(model.paged)
+        report.peak_blocks, report.num_blocks = stats.peak_blocks_in_use, stats.num_blocks
+        return report
+
+    def run_stock(self, model: Any) -> RunReport:
+        """Everything through an unpatched model, whose caches are measured."""
+        report = RunReport("stock")
+        self._warm_up(model)
+        self._run(model, report, measure_cache=True)
+        return report
+
+    def _warm_up(self, model: Any) -> None:
+        """Threads, kernels, lazy allocations: what only the first call pays."""
+        self._generate(model, self.batches[0], 0, max_new_tokens=min(2, self.max_new_tokens))
+
+    def _run(self, model: Any, report: RunReport, stream: bool = False, measure_cache: bool = False) -> None:
+        num_prompts = sum(len(batch.input_ids) for batch in self.batches)
+        total = num_prompts * self.max_new_tokens
+        # disable=None: no bar where there is no terminal
+        with tqdm(total=total, desc=report.name, unit="tok", leave=False, disable=True if stream else None) as bar:
+            for index, batch in enumerate(self.batches):
+                streamer = _FirstRowStreamer(self.tokenizer) if stream else _ProgressStreamer(bar, self.eos_token_ids)
+                start = time.perf_counter()
+                output = self._generate(model, batch, index, streamer=streamer, return_dict_in_generate=measure_cache)
+                if batch.input_ids.is_cuda:
+                    torch.cuda.synchronize(batch.input_ids.device)
+                report.seconds += time.perf_counter() - start
+
+                sequences = output.sequences if measure_cache else output
+                new_tokens = sequences[:, batch.input_ids.shape[1] :].cpu()
+                lengths = generated_lengths(new_tokens, self.eos_token_ids)
+                report.token_ids += [row[:length].tolist() for row, length in zip(new_tokens, lengths, strict=True)]
+                if measure_cache:
+                    kv = stock_kv_usage(output.past_key_values, batch.attention_mask, lengths)
+                    report.peak_kv = max(report.peak_kv, kv, key=lambda usage: usage.allocated_bytes)
+                total -= len(lengths) * self.max_new_tokens - sum(lengths)  # what ended before the limit
+                bar.total = total
+                bar.refresh()
+
+    def _generate(self, model: Any, batch: Batch, index: int, **kwargs: Any) -> Any:
+        torch.manual_seed(self.seed + index)
+        settings: dict[str, Any] = {
+            "do_sample": self.sample,
+            "num_beams": 1,
+            "max_new_tokens": self.max_new_tokens,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        return model.generate(batch.input_ids, attention_mask=batch.attention_mask, **(settings | kwargs))
+
+
+class _ProgressStreamer(BaseStreamer):
+    """Moves a progress bar by the tokens of the rows that are not finished."""
+
+    def __init__(self, bar: tqdm[NoReturn], eos_token_ids: Collection[int]) -> None:
+        self.bar = bar
+        self.eos_token_ids = torch.tensor(sorted(eos_token_ids))
+        self.running: torch.Tensor | None = None  # [rows], from the prompt on
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompts `[rows, length]` first, then the next token of each row, `[rows]`."""
+        if self.running is None:
+            self.running = torch.ones(len(value), dtype=torch.bool)
+            return
+        self.bar.update(int(self.running.sum()))
+        self.running &= ~torch.isin(value.cpu(), self.eos_token_ids)
+
+    def end(self) -> None:
+        """The call is done."""
+
+
+class _FirstRowStreamer(TextStreamer):
+    """Prints the first row's text, prompt included, while it is generated."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompts `[rows, length]` first, then the next token of each row, `[rows]`."""
+        super().put(value[:1])
+
+
+def _make_batches(
+    tokenizer: Any, texts: Sequence[str], batch_size: int, room: int, device: torch.device
+) -> tuple[list[Batch], int]:
+    """The prompts as batches in their order, and how many of them had to be cut to `room` tokens."""
+    num_cut = sum(len(ids) > room for ids in tokenizer(list(texts))["input_ids"])
+    batches = []
+    for start in range(0, len(texts), batch_size):
+        rows = list(texts[start : start + batch_size])
+        encoded = tokenizer(rows, return_tensors="pt", padding=True, truncation=True, max_length=room).to(device)
+        batches.append(Batch(encoded["input_ids"], encoded["attention_mask"]))
+    return batches, num_cut
+
+
+def _prompt_room(model: Any, max_new_tokens: int) -> int:
+    """Tokens that a prompt may have."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return 1 << 30
+    if max_new_tokens >= positions:
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the model has {positions} positions"
+        )
+    return positions - max_new_tokens
+
+
+def _load(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    """Tokenizer (set up for batches) and model."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"the folder {name} holds no model: it has no config.json")
+    if not folder.is_dir() and name.startswith((".", "/", "~")):
+        raise ValueError(f"there is no folder {name}")
+    source = str(folder) if folder.is_dir() else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", truncation_side="left")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).to(device).eval()
+    except (OSError, ValueError, ImportError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(f"cannot load the model {name!r}: {reason}") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer, model
+
+
+def _device(name: str) -> torch.device:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"cannot use --device {name!r}: {str(error).splitlines()[0]}") from None
+
+
+def _eos_token_ids(model: Any) -> list[int]:
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _styled(tokenizer: Any, prompt_ids: list[int], new_ids: list[int], limit: int = 300) -> Text:
+    """A prompt (its end, when long) in dim and what follows it in bold."""
+    prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+    whole = tokenizer.decode(prompt_ids + new_ids, skip_special_tokens=True)  # decoded apart, a space may get lost
+    return Text.assemble(
+        (prompt if len(prompt) <= limit else "… " + prompt[-limit:], "dim"), (whole[len(prompt) :], "bold")
+    )
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Ends the command with one sentence in place of a traceback."""
+    error_console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(code=2)

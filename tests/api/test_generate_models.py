@@ -1,0 +1,228 @@
+"""Every architecture of the table through the essential modes; what is refused, and that asking changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair, assert_same_cache, new_cache
+from models import MODELS, REFUSED, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
+from torch import nn
+from transformers import LlamaForCausalLM, pipeline
+
+import hf_paged
+
+MakePair = Callable[..., Pair]
+
+NEW = 14
+"""With prompts of up to 11 tokens: beyond the windows (5, 6) and the original contexts (16) of the table."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "sample": {"do_sample": True, "top_k": 20},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
+    "eos_often": {"eos_token_id": list(range(2, 30))},
+    "positions": {"position_ids": (ragged_batch()["attention_mask"].cumsum(dim=1) - 1).clamp_min(0) + 3},
+    "prefill_chunks": {"prefill_chunk_size": 5},
+    "right_padded": ragged_batch(side="right"),
+}
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.mark.core
+@every_model
+def test_greedy_ragged_batch(make_pair: MakePair, name: str) -> None:
+    """Would break: this architecture's attention, positions or masks over the pool."""
+    pair = make_pair(name)
+    assert pair.engine.traits.runs_flat == MODELS[name].runs_flat
+    expected, _ = pair.generate(**ragged_batch(), max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True)
+    del _
+    assert pair.delta["num_steps"] >= NEW or not MODELS[name].runs_flat
+    # The row of the table is worth something: diverse text, decided by gaps that rounding can't close.
+    best = torch.stack(expected.logits, dim=1).topk(2, dim=-1).values
+    assert float((best[..., 0] - best[..., 1]).min()) > 1e-3 * float(best.abs().max())
+    assert min(len(set(row[11:].tolist())) for row in expected.sequences) >= 5
+    pair.generate(**ragged_batch(), max_new_tokens=NEW)
+
+
+@every_model
+@pytest.mark.parametrize("mode", MODES)
+def test_mode(make_pair: MakePair, name: str, mode: str) -> None:
+    """Would break: this mode for this architecture."""
+    pair = make_pair(name, block_size=3)
+    pair.generate(**(ragged_batch() | {"max_new_tokens": NEW} | MODES[mode]))
+    assert pair.delta["num_steps"] > 0
+    if mode in ("samples", "beams") and MODELS[name].runs_flat:
+        assert pair.seen[0] == 11 + 7 + 2, "a prompt was computed for every copy"
+
+
+@pytest.mark.core
+@every_model
+def test_cache_kept_over_two_turns(make_pair: MakePair, name: str) -> None:
+    """Would break: a prompt that continues tokens in the cache (masks, windows, positions beyond them)."""
+    pair = make_pair(name)
+    caches = []
+
+    def call(model: Any) -> Any:
+        cache, batch = new_cache(model), ragged_batch()
+        first = model.generate(**batch, past_key_values=cache, max_new_tokens=6, eos_token_id=None)
+        ids = torch.cat([first, random_ids(3, 4, seed=1)], dim=1)
+        mask = nn.functional.pad(batch["attention_mask"], (0, ids.shape[1] - 11), value=1)
+        second = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, eos_token_id=None)
+        caches.append((cache, mask))
+        return first, second
+
+    pair.both(call)
+    (stock, mask), (paged, _) = caches
+    if stock.get_seq_length() == paged.get_seq_length() > 0:
+        assert_same_cache(stock, paged, nn.functional.pad(mask, (0, 5), value=1))
+    caches.clear()
+    del stock, paged
+    pair.assert_all_free()
+
+
+@every_model
+def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
+    """Would break: several candidates a forward, and taking back those that were wrong."""
+    pair = make_pair(name, block_size=2)
+    ids = random_ids(1, 4).repeat(1, 3)
+    pair.generate(input_ids=ids, max_new_tokens=NEW, prompt_lookup_num_tokens=3, repetition_penalty=0.6)
+    assert max(pair.seen[1:]) > 1, "no candidates: the test is too easy"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.runs_flat])
+@pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=name_of)
+def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
+    """Would break: rows evicted and computed again in chunks of three tokens."""
+    pair = make_pair(name, block_size=2, num_blocks=10, max_num_batched_tokens=3)
+    pair.generate(**ragged_batch(), max_new_tokens=8, **arguments)
+    assert pair.delta["num_preemptions"] > 0
+    assert max(pair.seen) <= 3
+
+
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if not row.runs_flat])
+def test_pool_too_small_for_the_batch_of_a_model_that_cannot_wait(make_pair: MakePair, name: str) -> None:
+    """Would break: a model whose rows all need their keys at once: refused with the numbers, and nothing is left."""
+    pair = make_pair(name, block_size=2, num_blocks=13)
+    with pytest.raises(hf_paged.OutOfBlocksError, match="at once, the pool has 13"):
+        pair.paged.generate(**ragged_batch(), max_new_tokens=NEW)
+    pair.engine.check_invariants()
+    pair.assert_all_free()
+    pair.generate(**ragged_batch((3, 2)), max_new_tokens=4)
+
+
+@every_model
+def test_prompts_of_growing_length_with_one_beginning(make_pair: MakePair, name: str) -> None:
+    """Would break: prefix hits and chunks where keys depend on how long the prompt is (dynamic and long rope)."""
+    pair = make_pair(name, block_size=2, max_num_batched_tokens=5)
+    for length in (12, 16, 26):
+        pair.generate(input_ids=random_ids(1, 26)[:, :length], max_new_tokens=5)
+        if MODELS[name].runs_flat:
+            assert (pair.delta["prefix_cache_hit_tokens"] > 0) == (length > 12)
+
+
+# What is refused
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    """Would break: wrong tokens from a model that the pool can't stand behind, or a refusal nobody understands."""
+    make, reason = REFUSED[name]
+    model = make()
+    kind = type(model)
+    report = hf_paged.is_supported(model)
+    assert not report and reason in " ".join(report.reasons)
+    with pytest.raises(hf_paged.UnsupportedModelError, match=reason) as caught:
+        hf_paged.patch(model)
+    assert caught.value.reasons == report.reasons and kind.__name__ in str(caught.value)
+    assert type(model) is kind and not hasattr(model, "paged")
+
+
+@pytest.mark.parametrize("thing", ["gpt2", None, 3, nn.Linear], ids=str)
+def test_not_a_model(thing: Any) -> None:
+    """Would break: an AttributeError deep inside in place of a sentence."""
+    report = hf_paged.is_supported(thing)
+    assert not report and type(thing).__name__ in report.reasons[0]
+    with pytest.raises(ValueError, match=type(thing).__name__):
+        hf_paged.patch(thing)
+
+
+def _raises(*_: Any) -> Any:
+    raise RuntimeError("it varies from layer to layer")
+
+
+def with_config(**attributes: Any) -> Any:
+    """A model whose config says something else."""
+    model = build("llama")
+    vars(model.config).update(attributes)
+    return model
+
+
+def with_a_config_that_raises() -> Any:
+    """As Gemma 4's does, whose heads differ in width from layer to layer."""
+    model = build("llama")
+    model.config.__class__ = type("Config", (type(model.config),), {"head_dim": property(_raises)})
+    return model
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "raises in getattr": (lambda: type("Thing", (), {"__getattr__": _raises})(), "raised RuntimeError"),
+    "not constructed": (lambda: LlamaForCausalLM.__new__(LlamaForCausalLM), "raised AttributeError"),
+    "on meta": (lambda: build("llama").to("meta"), "meta device"),
+    "config raises": (with_a_config_that_raises, "for all layers"),
+    "no heads": (lambda: with_config(num_attention_heads=0, num_key_value_heads=0), "for all layers"),
+    "nonsense": (lambda: with_config(num_hidden_layers="many"), "for all layers"),
+    "other nonsense": (lambda: with_config(layer_types=7), "raised TypeError"),
+    "a config": (lambda: build("llama").config, "LlamaConfig, not a Hugging Face model"),
+    "compiled": (lambda: torch.compile(build("llama")), "patch the one inside of it, its ._orig_mod"),
+    "wrapped": (lambda: nn.DataParallel(build("llama")), "patch the one inside of it, its .module"),
+    "pipeline": (lambda: pipeline("text-generation", tiny_lm(), tokenizer=tiny_tokenizer()), "patch its .model"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_asking_never_raises(name: str) -> None:
+    """Would break: an answer that is an exception from deep inside, or a way out that is none."""
+    make, reason = WRONG[name]
+    thing = make()
+    report = hf_paged.is_supported(thing)
+    assert not report and reason in report.reasons[0]
+    with pytest.raises(ValueError, match=type(thing).__name__):
+        hf_paged.patch(thing)
+
+
+def test_a_copy_that_would_take_gigabytes_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: memory and minutes, for an architecture that can't be made narrow."""
+    monkeypatch.setattr("hf_paged.api.support._MAX_ELEMENTS", 1000)
+    report = hf_paged.is_supported(build("llama"))
+    assert not report and "parameters" in report.reasons[0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mpt", "phi3_longrope", "mixtral"])
+def test_asking_changes_nothing(name: str) -> None:
+    """Would break: a probe that runs the user's model, takes its random numbers or writes into its config."""
+    model = build(name)
+    forwards: list[Any] = []
+    model.register_forward_pre_hook(lambda *args: forwards.append(args))
+    config, generation = deepcopy(model.config.to_dict()), deepcopy(model.generation_config.to_dict())
+    attributes, kind = set(model.__dict__), type(model)
+    tensors = {key: (value, value._version, value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
+    implementation, training = model.config._attn_implementation, model.training
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert hf_paged.is_supported(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not forwards
+    assert model.config.to_dict() == config and model.generation_config.to_dict() == generation
+    assert (set(model.__dict__), type(model), model.training) == (attributes, kind, training)
+    assert model.config._attn_implementation == implementation
+    for key, value in model.state_dict(keep_vars=True).items():
+        tensor, version, content = tensors[key]
+        assert value is tensor and value._version == version and torch.equal(value, content)

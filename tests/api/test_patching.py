@@ -1,0 +1,571 @@
+"""`patch` and `unpatch`: everything around generation stays what it was, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from conftest import Pair, assert_same
+from models import MODELS, build, name_of, ragged_batch, random_ids
+from test_packed_linears import held_step
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
+
+import hf_paged
+from hf_paged.attention.paged_attention import attention_configs
+
+MakePair = Callable[..., Pair]
+
+SETTINGS = {"block_size": 4, "num_blocks": 64}
+
+
+def patched_llama(**settings: Any) -> Any:
+    """A patched tiny Llama."""
+    return hf_paged.patch(build("llama"), **(SETTINGS | settings))
+
+
+def text_of(model: Any) -> Tensor:
+    """What the model says to the ragged batch."""
+    return model.generate(**ragged_batch(), max_new_tokens=6)
+
+
+# Patched, and back
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_unpatch_brings_everything_back(attention: str) -> None:
+    """Would break: a class, config, hook or attribute that stays behind."""
+    model = build("llama", attention=attention)
+
+    def facts() -> Any:
+        return (
+            type(model),
+            model.forward.__func__,
+            model.config._attn_implementation,
+            model.config.to_dict(),
+            model.generation_config.to_dict(),
+            set(model.__dict__),
+            {name: id(parameter) for name, parameter in model.named_parameters()},
+            [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        )
+
+    before, text = facts(), text_of(model)
+    assert hf_paged.patch(model, **SETTINGS) is model
+    assert torch.equal(text_of(model), text)
+    assert model.paged.stats().num_steps > 0
+    assert hf_paged.unpatch(model) is model
+    assert facts() == before and not hasattr(model, "paged")
+    assert torch.equal(text_of(model), text)
+    hf_paged.unpatch(model)
+    assert facts() == before
+
+
+@pytest.mark.core
+def test_patched_block() -> None:
+    """Would break: a `with` block that forgets to unpatch after an exception, or unpatches what others patched."""
+    model = build("llama")
+    kind = type(model)
+    with pytest.raises(RuntimeError, match="inside"), hf_paged.patched(model, **SETTINGS) as same:
+        assert same is model and model.paged.config.block_size == 4
+        raise RuntimeError("inside")
+    assert type(model) is kind
+    hf_paged.patch(model, **SETTINGS)
+    with hf_paged.patched(model, **SETTINGS):
+        pass
+    assert model.paged.config.block_size == 4
+    with pytest.raises(ValueError, match="already patched"), hf_paged.patched(model, block_size=8):
+        pass
+    assert model.paged.config.block_size == 4
+
+
+@pytest.mark.core
+def test_the_class_looks_like_the_models_own() -> None:
+    """Would break: isinstance checks, and code that reads the class's name, module or signature."""
+    stock, model = build("llama"), patched_llama()
+    kind = type(model)
+    assert isinstance(model, LlamaForCausalLM) and issubclass(kind, LlamaForCausalLM)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(kind, name) == getattr(LlamaForCausalLM, name)
+    assert repr(model) == repr(stock)
+    for method in ("forward", "generate", "_sample", "_beam_search"):
+        assert signature(getattr(kind, method)) == signature(getattr(LlamaForCausalLM, method))
+    assert list(model.state_dict()) == list(stock.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in stock.named_modules()]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_implementation_is_ours_only_inside_our_forwards(attention: str) -> None:
+    """Would break: a config that names our attention while others run, save or copy the model."""
+    model = hf_paged.patch(build("llama", attention=attention), **SETTINGS)
+    seen = []
+    note = hf_paged.packed_hook(lambda *_: seen.append(model.config._attn_implementation))
+    handle = model.model.layers[0].register_forward_hook(note)
+    assert model.config._attn_implementation == attention
+    text_of(model)
+    assert model.config._attn_implementation == attention
+    assert set(seen) == {f"hf_paged_{attention}"}
+    seen.clear()
+    model(random_ids(2, 5))
+    handle.remove()
+    assert seen == [attention]
+
+
+@pytest.mark.core
+def test_attention_implementation_set_afterwards(make_pair: MakePair) -> None:
+    """Would break: `set_attn_implementation` on a patched model: ignored, or lost at `unpatch`."""
+    pair = make_pair(build("llama", attention="sdpa"))
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+    for model in (pair.stock, pair.paged):
+        model.set_attn_implementation("eager")
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+    pair.generate(**ragged_batch(side="right"), max_new_tokens=4)
+    assert pair.paged.config._attn_implementation == "eager"
+    hf_paged.unpatch(pair.paged)
+    assert pair.paged.config._attn_implementation == "eager"
+
+
+def test_accelerate_hooks_after_patching(pair: Pair) -> None:
+    """Would break: models whose `forward` becomes an attribute of the instance, as accelerate's offloading sets it."""
+    add_hook_to_module(pair.paged, AlignDevicesHook(execution_device="cpu"))
+    for arguments in ({}, {"num_beams": 3}, {"eos_token_id": list(range(2, 30))}):
+        pair.generate(**ragged_batch(), max_new_tokens=9, **arguments)
+        assert pair.seen[0] <= 20
+    hf_paged.unpatch(pair.paged)
+    assert_same(text_of(pair.stock), text_of(pair.paged))
+
+
+def test_accelerate_hooks_before_patching() -> None:
+    """Would break: the same, but our forward would never be called."""
+    model = add_hook_to_module(build("llama"), AlignDevicesHook(execution_device="cpu"))
+    with pytest.raises(hf_paged.UnsupportedModelError, match="forward was replaced on the instance"):
+        hf_paged.patch(model)
+
+
+# A model of which this process holds a share
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def shard_a_weight(model: Any, mesh: DeviceMesh) -> None:
+    """What tensor and expert parallelism come down to."""
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
+
+
+def shard_fully(model: Any, mesh: DeviceMesh) -> None:
+    """FSDP2."""
+    fully_shard(model, mesh=mesh)
+
+
+def wrap_a_layer(model: Any, mesh: DeviceMesh) -> None:
+    """FSDP1, as its auto-wrap policies leave a model."""
+    layers = model.model.layers
+    layers[0] = FullyShardedDataParallel(layers[0], process_group=mesh.get_group(), device_id=torch.device("cpu"))
+
+
+def share_out_layers(model: Any, mesh: DeviceMesh) -> None:
+    """transformers' pipeline: plain weights, of some layers."""
+    model._device_mesh = SimpleNamespace(size=lambda: 2)
+
+
+def mark_as_deepspeed(model: Any, mesh: DeviceMesh) -> None:
+    """ZeRO-3."""
+    model.lm_head.weight.ds_id = 0
+
+
+SHARES = [shard_a_weight, shard_fully, wrap_a_layer, share_out_layers, mark_as_deepspeed]
+
+
+@pytest.mark.core
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("share", SHARES, ids=lambda share: share.__name__)
+def test_a_share_of_a_model_is_refused(share: Callable[[Any, DeviceMesh], None], mesh: DeviceMesh) -> None:
+    """Would break: tokens computed from some of the heads, and kernels that read beyond them."""
+    model = build("llama")
+    share(model, mesh)
+    report = hf_paged.is_supported(model)
+    assert not report and "processes" in report.reasons[0]
+    with pytest.raises(hf_paged.UnsupportedModelError, match="processes"):
+        hf_paged.patch(model)
+
+
+@pytest.mark.parametrize("share", [shard_a_weight, shard_fully], ids=lambda share: share.__name__)
+def test_a_model_shared_out_after_patching(share: Callable[[Any, DeviceMesh], None], mesh: DeviceMesh) -> None:
+    """Would break: the same, a call later."""
+    model = patched_llama()
+    text_of(model)
+    share(model, mesh)
+    with pytest.raises(hf_paged.UnsupportedModelError, match="processes"):
+        text_of(model)
+    assert model.paged.stats().num_running == 0
+
+
+# Everything but generation
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", MODELS)
+def test_scoring_and_training_are_bit_identical(name: str) -> None:
+    """Would break: logits, loss or gradients of calls that have nothing to do with the pool, even by rounding."""
+    stock = build(name)
+    model = hf_paged.patch(build(name), **SETTINGS)
+    text_of(model)  # a call over the pool leaves no trace in the others
+    results = []
+    for each in (stock, model):
+        each.train()
+        torch.manual_seed(0)
+        batch = ragged_batch()
+        output = each(**batch, labels=batch["input_ids"], use_cache=False)
+        output.loss.backward()
+        each.eval()
+        scored = each(**batch).logits
+        gradients = {key: parameter.grad for key, parameter in each.named_parameters() if parameter.grad is not None}
+        results.append({"loss": output.loss, "logits": output.logits, "scored": scored} | gradients)
+    expected, found = results
+    assert list(expected) == list(found) and len(expected) > 10
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.core
+def test_forward_with_its_own_cache_is_bit_identical(pair: Pair) -> None:
+    """Would break: loops over a `DynamicCache` of the user's on a patched model."""
+    ids = random_ids(2, 9)
+
+    def call(model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            first = model(ids, use_cache=True)
+            return [first.logits, model(ids[:, :3], past_key_values=first.past_key_values).logits]
+
+    for one, other in zip(*pair.both(call)):
+        assert torch.equal(one, other)
+    assert pair.delta["num_steps"] == 0
+
+
+# torch.compile
+
+
+class Graphs:
+    """A backend that runs what it is given as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.num_nodes: list[int] = []
+
+    def __call__(self, module: Any, _: Any) -> Any:
+        self.num_nodes.append(len(module.graph.nodes))
+        return module.forward
+
+
+@pytest.mark.parametrize("what", ["forward", "model"])
+def test_compiled_forwards_without_a_paged_cache(what: str) -> None:
+    """Would break: a dispatch that the compiler can't see through, or that it sees as more than what stock does."""
+    found = []
+    for model in (build("llama", layers=1), hf_paged.patch(build("llama", layers=1), **SETTINGS)):
+        text_of(model)
+        torch.compiler.reset()
+        graphs = Graphs()
+        compiled = torch.compile(getattr(model, what) if what == "forward" else model, fullgraph=True, backend=graphs)
+        ids = random_ids(1, 9)
+        logits = [compiled(ids, use_cache=use_cache).logits for use_cache in (False, True)]
+        compiled(ids, labels=ids).loss.backward()
+        found.append((*logits, model.get_output_embeddings().weight.grad, graphs.num_nodes))
+    assert_same(*found)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=name_of)
+def test_compiled_forwards_over_a_paged_cache(mode: dict[str, Any]) -> None:
+    """Would break: the compiler in the engine's locks and queues; code of ours that it runs once for all."""
+    stock, model = build("llama"), patched_llama()
+    graphs = Graphs()
+    model.forward = torch.compile(model.forward, backend=graphs)
+    given = ragged_batch(lengths=(11,)) | {"max_new_tokens": 6} | mode
+    assert torch.equal(model.generate(**given), stock.generate(**given))
+    assert not graphs.num_nodes
+    assert model.paged.stats().num_steps > 0
+    model.paged.check_invariants()
+    torch.compiler.reset()
+    model.forward = torch.compile(type(model).forward.__get__(model), fullgraph=True, backend=graphs)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="over a PagedCache is no part of a graph"):
+        model.generate(**given)
+    assert model.paged.stats().num_free_blocks == model.paged.stats().num_blocks
+    torch.compiler.reset()
+
+
+# Copies and files
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_saved_files_are_those_of_the_unpatched_model(tmp_path: Path, name: str) -> None:
+    """Would break: our class or attention in `config.json`, which nobody else could load."""
+    stock = build(name)
+    model = hf_paged.patch(build(name), **SETTINGS)
+    text_of(model)
+    stock.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "paged")
+    files = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "paged").iterdir()) and "config.json" in files
+    for file in files:
+        assert (tmp_path / "paged" / file).read_bytes() == (tmp_path / "stock" / file).read_bytes(), file
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "paged").eval()
+    assert type(loaded) is type(stock)
+    assert torch.equal(text_of(loaded), text_of(model))
+
+
+def by_deepcopy(model: Any) -> Any:
+    """`copy.deepcopy`."""
+    return copy.deepcopy(model)
+
+
+def by_torch_save(model: Any) -> Any:
+    """`torch.save` and `torch.load`."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def by_pickle(model: Any) -> Any:
+    """`pickle`."""
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("copied", [by_deepcopy, by_torch_save, by_pickle], ids=lambda copied: copied.__name__)
+def test_copy_of_a_patched_model(copied: Callable[[Any], Any]) -> None:
+    """Would break: a copy that isn't patched, shares the pool, or keeps the original alive."""
+    model = patched_llama()
+    cache = hf_paged.PagedCache(model)
+    text = model.generate(**ragged_batch(), past_key_values=cache, max_new_tokens=6)
+    twin = copied(model)
+    assert type(twin).__name__ == "LlamaForCausalLM" and isinstance(twin, LlamaForCausalLM)
+    assert twin.paged is not model.paged and twin.paged.config == model.paged.config
+    assert twin.paged.stats().num_steps == 0
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    other = text_of(twin)
+    assert not torch.equal(other, text) and torch.equal(text_of(model), text)
+    twin.paged.check_invariants()
+    dead = weakref.ref(model)
+    del model, cache
+    gc.collect()
+    assert dead() is None
+    assert torch.equal(text_of(twin), other)
+    hf_paged.unpatch(twin)
+    assert type(twin) is LlamaForCausalLM and torch.equal(text_of(twin), other)
+
+
+SAVERS: dict[str, Callable[[Any, Path], Any]] = {
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: by_pickle(model),
+    "torch.save": lambda model, _: by_torch_save(model),
+    "config": lambda model, _: LlamaForCausalLM(copy.deepcopy(model.config)),
+    "pickled config": lambda model, _: LlamaForCausalLM(pickle.loads(pickle.dumps(model.config))),
+    "from_config": lambda model, _: AutoModelForCausalLM.from_config(model.config),
+    "save_pretrained": lambda model, path: (
+        model.save_pretrained(path) or AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", SAVERS)
+def test_copies_made_during_a_step_have_their_own_attention(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would break: a copy that looks for paged attention for good, and files that say so."""
+    stock = build("llama", attention="eager")
+    model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS)
+    with held_step(model, monkeypatch):
+        assert model.config._attn_implementation != "eager", "no step is held in its midst"
+        other = SAVERS[how](model, tmp_path)
+    hf_paged.unpatch(other)
+    own = [config._attn_implementation for config in attention_configs(other)]
+    assert own == ["eager"] and type(own[0]) is str
+    assert not any("forward" in vars(m) or "_compiled_call_impl" in vars(m) for m in other.modules())
+    stock.save_pretrained(tmp_path / "stock")
+    other.save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "config.json").read_bytes() == (tmp_path / "stock" / "config.json").read_bytes()
+    if "config" not in how:
+        assert torch.equal(text_of(other), text_of(stock))
+
+
+def test_a_copy_of_a_compiled_model_is_not_compiled() -> None:
+    """Would break: a copy that runs the original's compiled code, with the original's weights; stock leaves it out."""
+    model = patched_llama()
+    model.compile(backend="eager")
+    twin = copy.deepcopy(model)
+    assert twin._compiled_call_impl is None and model._compiled_call_impl is not None
+
+
+def test_patched_model_inside_a_module() -> None:
+    """Would break: a wrapper of the user's (deep-copied, moved, saved) with a patched model in it."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, model: PreTrainedModel) -> None:
+            super().__init__()
+            self.model = model
+
+    wrapper = Wrapper(patched_llama())
+    text = text_of(wrapper.model)
+    twin = copy.deepcopy(wrapper)
+    assert torch.equal(text_of(twin.model), text) and twin.model.paged is not wrapper.model.paged
+    fresh = Wrapper(build("llama", seed=3))
+    fresh.load_state_dict(wrapper.state_dict())
+    assert torch.equal(text_of(fresh.model), text)
+
+
+# The class of a patched model makes models of its own
+
+
+def by_calling(model: Any, folder: Path) -> Any:
+    """`type(model)(config)`."""
+    return type(model)(model.config)
+
+
+def by_from_config(model: Any, folder: Path) -> Any:
+    """`type(model)._from_config`."""
+    return type(model)._from_config(model.config)
+
+
+def by_from_pretrained(model: Any, folder: Path) -> Any:
+    """`type(model).from_pretrained`."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [by_calling, by_from_config, by_from_pretrained], ids=lambda make: make.__name__)
+def test_the_patched_class_makes_models_of_the_base_class(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Would break: a model without an engine whose methods all look for one."""
+    model = patched_llama()
+    fresh = make(model, tmp_path)
+    assert type(fresh) is LlamaForCausalLM and not hasattr(fresh, "paged")
+    fresh.load_state_dict(model.state_dict())
+    fresh.eval()
+    text = text_of(fresh)
+    assert torch.equal(text, text_of(model))
+    twin = copy.deepcopy(fresh)
+    assert type(twin) is LlamaForCausalLM
+    assert torch.equal(text_of(hf_paged.patch(fresh, **SETTINGS)), text) and fresh.paged is not model.paged
+
+
+# Settings
+
+
+@pytest.mark.core
+def test_environment_replaces_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: `HF_PAGED_*`, and that arguments win over it."""
+    environment = {"BLOCK_SIZE": "8", "NUM_BLOCKS": "40", "ENABLE_PREFIX_CACHING": "0", "MEMORY_FRACTION": "0.125"}
+    for name, value in environment.items():
+        monkeypatch.setenv("HF_PAGED_" + name, value)
+    config = hf_paged.patch(build("llama")).paged.config
+    assert config == hf_paged.PagedConfig(8, 40, 0.125, enable_prefix_caching=False)
+    model = hf_paged.patch(build("llama"), block_size=2)
+    assert (model.paged.config.block_size, model.paged.config.num_blocks) == (2, 40)
+    text_of(model)
+    assert model.paged.stats().num_blocks == 40
+    monkeypatch.setenv("HF_PAGED_NUM_BLOCKS", "None")
+    assert hf_paged.patch(build("llama")).paged.config.num_blocks is None
+    explicit = hf_paged.PagedConfig(block_size=3, num_blocks=9)
+    assert hf_paged.patch(build("llama"), explicit).paged.config is explicit
+
+
+@pytest.mark.core
+def test_pool_is_sized_from_memory(make_pair: MakePair) -> None:
+    """Would break: the default pool: none, one of a single block, or one that takes what the process needs."""
+    pair = make_pair(num_blocks=None, max_num_seqs=4)
+    assert pair.engine.stats().num_blocks == 0, "memory was taken before the first use"
+    pair.generate(**ragged_batch(), max_new_tokens=4)
+    assert pair.engine.stats().num_blocks == 4 * 256 // 4  # four sequences of the model's full context
+
+
+# Several models, and none
+
+
+@pytest.mark.core
+def test_two_patched_models_side_by_side(make_pair: MakePair) -> None:
+    """Would break: state shared between engines, in particular the attention that both register."""
+    one = make_pair("llama", block_size=2)
+    two = make_pair("gemma2", block_size=5)
+    for _ in range(2):
+        one.generate(**ragged_batch(), max_new_tokens=4)
+        two.generate(**ragged_batch(), max_new_tokens=4, num_beams=2)
+    hf_paged.unpatch(one.paged)
+    two.generate(**ragged_batch(), max_new_tokens=4)
+    assert_same(text_of(one.stock), text_of(one.paged))
+
+
+def test_two_models_over_one_config(make_pair: MakePair) -> None:
+    """Would break: models made from one config object, when the forward of one is inside that of the other."""
+    config = MODELS["llama"].config()
+    first, second = (LlamaForCausalLM(config).eval() for _ in range(2))
+    text = text_of(second)
+    model = hf_paged.patch(first, **SETTINGS)
+    expected = text_of(hf_paged.unpatch(copy.deepcopy(first)))
+    inner: list[Tensor] = []
+    run_second = hf_paged.packed_hook(lambda *_: inner.append(text_of(second)) if not inner else None)
+    handle = model.model.layers[0].register_forward_hook(run_second)
+    found = text_of(model)
+    handle.remove()
+    assert torch.equal(found, expected) and torch.equal(inner[0], text)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_dropped_model_dies(used: bool) -> None:
+    """Would break: a model (and its pool) that stays in memory for ever."""
+    model = patched_llama()
+    if used:
+        text_of(model)
+        text_of(hf_paged.patch(hf_paged.unpatch(model), **SETTINGS))
+    dead, engine, pool = weakref.ref(model), weakref.ref(model.paged), weakref.ref(model.paged.kv_cache)
+    del model
+    for _ in range(100):  # the worker's thread may be on its way out of its last step
+        gc.collect()
+        if dead() is None and engine() is None and pool() is None:
+            break
+        time.sleep(0.05)
+    assert dead() is None and engine() is None and pool() is None
+
+
+def test_unpatched_model_lets_its_engine_die() -> None:
+    """Would break: the pool's memory after `unpatch`."""
+    model = patched_llama()
+    text_of(model)
+    engine = weakref.ref(model.paged)
+    hf_paged.unpatch(model)
+    gc.collect()
+    assert engine() is None
+
+
+def test_base_model_is_left_alone() -> None:
+    """Would break: other instances of the class, or the inner model's own class."""
+    model = patched_llama()
+    assert type(model.model) is LlamaModel
+    assert type(build("llama")) is LlamaForCausalLM and not hasattr(build("llama"), "paged")
+    assert "paged" not in vars(LlamaForCausalLM)

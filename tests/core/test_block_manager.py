@@ -1,0 +1,878 @@
+"""BlockManager: growth, copy-on-write, crop, fork and the prefix cache, one behaviour a test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.event_log import as_dicts
+
+
+def manager_of(num_blocks: int = 16, block_size: int = 4, **kwargs: int) -> BlockManager:
+    return BlockManager(num_blocks, block_size, **kwargs)
+
+
+def grown(manager: BlockManager, seq_id: int, n: int) -> list[int]:
+    """Adds a sequence of n tokens and returns its (live) table."""
+    manager.add(seq_id)
+    if n:
+        assert manager.append([(seq_id, n)]) == []
+    return manager.block_table(seq_id)
+
+
+def written(manager: BlockManager, seq_id: int, token_ids: list[int], extra_key: tuple[object, ...] = ()) -> list[int]:
+    """As `grown`, with its full blocks committed."""
+    table = grown(manager, seq_id, len(token_ids))
+    manager.commit(seq_id, token_ids, extra_key)
+    return table
+
+
+def matched(manager: BlockManager, seq_id: int, token_ids: list[int], **kwargs: object) -> int:
+    manager.add(seq_id)
+    return manager.match_prefix(seq_id, token_ids, **kwargs)  # type: ignore[arg-type]
+
+
+# Growing
+
+
+def test_append_takes_blocks_only_when_the_last_one_is_full() -> None:
+    manager = manager_of()
+    table = grown(manager, 7, 0)
+    sizes = []
+    for _ in range(9):
+        manager.append([(7, 1)])
+        sizes.append(len(table))
+    assert sizes == [1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert manager.num_tokens(7) == 9
+    assert manager.block_table(7) is table
+    manager.check_invariants()
+
+
+def test_blocks_needed() -> None:
+    manager = manager_of()
+    grown(manager, 0, 6)
+    assert [manager.blocks_needed(0, n) for n in (0, 1, 2, 3, 6, 7)] == [0, 0, 0, 1, 1, 2]
+    manager.fork(0, 1)
+    assert [manager.blocks_needed(0, n) for n in (0, 1, 2, 3)] == [0, 1, 1, 2]
+    manager.append([(0, 2)])
+    manager.fork(0, 2)
+    assert [manager.blocks_needed(0, n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2], "a full shared block is not written"
+
+
+def test_append_is_atomic_over_the_list() -> None:
+    manager = manager_of(num_blocks=4)
+    grown(manager, 0, 3)
+    manager.fork(0, 1)
+    grown(manager, 2, 4)
+    before = ([list(manager.block_table(s)) for s in range(3)], [manager.num_tokens(s) for s in range(3)])
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.append([(0, 1), (2, 1), (1, 2)])  # copy, new block, new block behind the block kept
+    assert (caught.value.needed, caught.value.free) == (3, 2)
+    assert before == ([list(manager.block_table(s)) for s in range(3)], [manager.num_tokens(s) for s in range(3)])
+    assert (manager.num_cow_copies, manager.pool.num_free) == (0, 2)
+    manager.check_invariants()
+    assert len(manager.append([(0, 1), (2, 1)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [([(0, 1), (0, 2)], "sequence 0 is listed twice"), ([(1, 1), (0, 0)], "append 0 tokens"), ([(0, 1), (9, 1)], "9")],
+)
+def test_a_bad_append_changes_nothing(requests: list[tuple[int, int]], message: str) -> None:
+    manager = manager_of()
+    grown(manager, 0, 3)
+    grown(manager, 1, 3)
+    with pytest.raises(ValueError, match=message):
+        manager.append(requests)
+    assert (manager.num_tokens(0), manager.num_tokens(1)) == (3, 3)
+    manager.check_invariants()
+
+
+def test_append_nothing() -> None:
+    assert manager_of().append([]) == []
+
+
+# Copy-on-write
+
+
+@pytest.mark.parametrize(("holders", "writers"), [(r, k) for r in range(1, 5) for k in range(1, r + 1)])
+def test_copies_when_some_holders_of_a_partial_block_write(holders: int, writers: int) -> None:
+    expected = writers if writers < holders else writers - 1
+    manager = manager_of(num_blocks=1 + expected)  # not one block more than needed
+    (shared,) = grown(manager, 0, 2)
+    for child in range(1, holders):
+        manager.fork(0, child)
+    copies = manager.append([(seq_id, 1) for seq_id in range(writers)])
+    assert len(copies) == manager.num_cow_copies == expected
+    assert {source for source, _ in copies} <= {shared}
+    last_blocks = [manager.block_table(seq_id)[-1] for seq_id in range(writers)]
+    assert len(set(last_blocks)) == writers
+    assert all(manager.pool.ref_count(block_id) == 1 for block_id in last_blocks)
+    assert manager.pool.num_free == 0
+    manager.check_invariants()
+
+
+def test_a_full_shared_block_is_not_copied() -> None:
+    manager = manager_of()
+    grown(manager, 0, 4)
+    manager.fork(0, 1)
+    assert manager.append([(0, 1), (1, 1)]) == []
+    assert manager.block_table(0)[0] == manager.block_table(1)[0]
+    assert manager.block_table(0)[1] != manager.block_table(1)[1]
+
+
+def test_a_block_that_is_full_for_another_holder_is_copied_before_a_cropped_one_writes() -> None:
+    manager = manager_of()
+    (shared,) = grown(manager, 0, 4)
+    manager.fork(0, 1)
+    manager.crop(1, 3)
+    copies = manager.append([(0, 1), (1, 1)])  # 0 does not write into the shared block
+    assert copies == [(shared, manager.block_table(1)[0])]
+    manager.check_invariants()
+
+
+def test_copy_and_growth_in_one_append() -> None:
+    manager = manager_of()
+    grown(manager, 0, 6)
+    manager.fork(0, 1)
+    assert manager.blocks_needed(1, 7) == 3
+    ((source, destination),) = manager.append([(1, 7)])
+    table = manager.block_table(1)
+    assert (len(table), table[0], table[1]) == (4, manager.block_table(0)[0], destination)
+    assert source == manager.block_table(0)[1]
+    manager.check_invariants()
+
+
+# Fork, crop, free
+
+
+def test_fork_shares_and_free_returns() -> None:
+    manager = manager_of()
+    grown(manager, 0, 6)
+    manager.fork(0, 1)
+    assert manager.block_table(1) == manager.block_table(0)
+    assert manager.block_table(1) is not manager.block_table(0)
+    assert (manager.pool.num_in_use, manager.sequences()) == (2, [0, 1])
+    manager.free(0)
+    assert manager.pool.num_in_use == 2 and 0 not in manager and 1 in manager
+    manager.free(1)
+    assert manager.pool.num_in_use == 0
+    manager.check_invariants()
+
+
+def test_crop_releases_whole_blocks_only() -> None:
+    manager = manager_of()
+    table = grown(manager, 0, 10)
+    kept = list(table)
+    manager.crop(0, 9)
+    assert table == kept
+    manager.crop(0, 8)
+    assert table == kept[:2]
+    manager.crop(0, 5)
+    assert table == kept[:2] and manager.num_tokens(0) == 5
+    manager.crop(0, 0)
+    assert table == [] and manager.pool.num_in_use == 0
+    manager.check_invariants()
+
+
+def test_bad_arguments() -> None:
+    manager = manager_of()
+    grown(manager, 3, 2)
+    for call in (manager.num_tokens, manager.block_table, manager.free):
+        with pytest.raises(ValueError, match="unknown sequence 8"):
+            call(8)
+    with pytest.raises(ValueError, match="sequence 3 exists"):
+        manager.add(3)
+    with pytest.raises(ValueError, match="sequence 3 exists"):
+        manager.fork(3, 3)
+    with pytest.raises(ValueError, match="unknown sequence 8"):
+        manager.fork(8, 9)
+    for num_tokens in (3, -1):
+        with pytest.raises(ValueError, match=f"of 2 tokens to {num_tokens}"):
+            manager.crop(3, num_tokens)
+    with pytest.raises(ValueError, match="append -1 tokens"):
+        manager.blocks_needed(3, -1)
+    with pytest.raises(ValueError, match="cannot commit 3 tokens of sequence 3, it has 2"):
+        manager.commit(3, [1, 2, 3])
+    with pytest.raises(ValueError, match="sequence 3 has 2 tokens"):
+        manager.match_prefix(3, [1, 2, 3])
+    with pytest.raises(ValueError, match="got 0"):
+        BlockManager(4, 0)
+    with pytest.raises(ValueError, match="got 0"):
+        BlockManager(0, 4)
+    manager.check_invariants()
+
+
+# Prefix cache
+
+
+def test_a_committed_prefix_is_shared_with_a_live_sequence() -> None:
+    manager = manager_of()
+    table = written(manager, 0, list(range(11)))
+    assert matched(manager, 1, [*range(8), 99, 98, 97, 96, 95]) == 8
+    assert manager.block_table(1) == table[:2]
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (13, 8)
+    assert manager.append([(1, 5)]) == []
+    manager.check_invariants()
+
+
+def test_a_committed_prefix_outlives_its_sequence() -> None:
+    manager = manager_of()
+    table = list(written(manager, 0, list(range(11))))
+    manager.free(0)
+    assert (manager.pool.num_in_use, manager.pool.num_cached_free) == (0, 2)
+    assert matched(manager, 1, list(range(11))) == 8
+    assert manager.block_table(1) == table[:2]
+    assert (manager.pool.num_in_use, manager.pool.num_cached_free) == (2, 0)
+    manager.check_invariants()
+
+
+def test_the_last_token_is_always_computed() -> None:
+    manager = manager_of()
+    written(manager, 0, list(range(8)))
+    assert [matched(manager, 1 + n, list(range(n))) for n in range(10)] == [0, 0, 0, 0, 0, 4, 4, 4, 4, 8]
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (100, 8), (None, 8)])
+def test_max_tokens_bounds_the_match(max_tokens: int | None, expected: int) -> None:
+    manager = manager_of()
+    written(manager, 0, list(range(8)))
+    assert matched(manager, 1, list(range(12)), max_tokens=max_tokens) == expected
+    with pytest.raises(ValueError, match="-1"):
+        matched(manager, 2, list(range(12)), max_tokens=-1)
+
+
+def test_a_hash_stands_for_the_whole_prefix() -> None:
+    manager = manager_of()
+    written(manager, 0, [1, 1, 1, 1, 5, 5, 5, 5])
+    assert matched(manager, 1, [2, 2, 2, 2, 5, 5, 5, 5, 0]) == 0
+    assert matched(manager, 2, [5, 5, 5, 5, 0]) == 0
+    assert matched(manager, 3, [1, 1, 1, 1, 1, 1, 1, 1, 0]) == 4
+    assert matched(manager, 4, [-1, 2**63 - 1, -(2**63), 0, 1]) == 0
+
+
+def test_extra_keys_keep_prefixes_apart_and_are_fixed_for_life() -> None:
+    manager = manager_of()
+    tokens = list(range(9))
+    written(manager, 0, tokens, ("adapter", 1))
+    assert matched(manager, 1, tokens) == 0
+    assert matched(manager, 2, tokens, extra_key=("adapter", "1")) == 0
+    assert matched(manager, 3, tokens, extra_key=("adapter", 1)) == 8
+    with pytest.raises(ValueError, match=r"\('adapter', 1\), not \(\)"):
+        manager.commit(0, tokens)
+    manager.fork(0, 4)
+    with pytest.raises(ValueError, match="sequence 4 has the extra key"):
+        manager.commit(4, tokens, ("other",))
+    with pytest.raises(ValueError, match="sequence 1 has the extra key"):
+        manager.match_prefix(1, tokens, ("other",))
+    manager.check_invariants()
+
+
+def test_commit_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_of(num_blocks=64)
+    hashed: list[int] = []
+    original = BlockManager._next_hash
+
+    def counting(self, chain, token_ids, extra_key):  # type: ignore[no-untyped-def]
+        hashed.append(len(chain))
+        return original(self, chain, token_ids, extra_key)
+
+    monkeypatch.setattr(BlockManager, "_next_hash", counting)
+    tokens = list(range(100))
+    grown(manager, 0, 100)
+    registered = [manager.commit(0, tokens[:n]) for n in range(101)]
+    assert sum(registered) == 25 and set(registered) == {0, 1}
+    assert hashed == list(range(25))
+
+
+def test_uncommitted_tokens_are_not_found() -> None:
+    manager = manager_of()
+    grown(manager, 0, 8)
+    assert manager.commit(0, list(range(7))) == 1
+    assert matched(manager, 1, list(range(9))) == 4
+
+
+def test_duplicate_content_is_registered_once_and_its_chain_goes_on() -> None:
+    manager = manager_of()
+    tokens = list(range(12))
+    first, second = grown(manager, 0, 8), grown(manager, 1, 12)
+    assert (manager.commit(0, tokens[:8]), manager.commit(1, tokens)) == (2, 1)
+    assert matched(manager, 2, [*tokens, 0]) == 12
+    assert manager.block_table(2) == [*first, second[2]]
+    manager.check_invariants()
+
+
+def test_a_fork_inherits_the_chain() -> None:
+    manager = manager_of()
+    tokens = list(range(8))
+    written(manager, 0, tokens)
+    manager.fork(0, 1)
+    manager.append([(1, 4)])
+    assert manager.commit(1, [*tokens, 9, 9, 9, 9]) == 1
+    manager.append([(0, 4)])
+    assert manager.commit(0, [*tokens, 8, 8, 8, 8]) == 1
+    assert matched(manager, 2, [*tokens, 9, 9, 9, 9, 0]) == 12
+    assert matched(manager, 3, [*tokens, 8, 8, 8, 8, 0]) == 12
+    manager.check_invariants()
+
+
+def test_a_fork_made_before_the_commit_may_commit_too() -> None:
+    manager = manager_of()
+    grown(manager, 0, 8)
+    manager.fork(0, 1)
+    assert (manager.commit(0, list(range(8))), manager.commit(1, list(range(8)))) == (2, 2)
+    assert manager.pool.block_hash(manager.block_table(0)[0]) is not None
+    manager.check_invariants()
+
+
+def test_a_cropped_block_is_unhashed_when_it_is_written_not_before() -> None:
+    manager = manager_of()
+    table = written(manager, 0, list(range(8)))
+    manager.crop(0, 6)
+    assert matched(manager, 1, list(range(9))) == 8, "nothing was overwritten yet"
+    manager.free(1)
+    assert manager.append([(0, 2)]) == []
+    assert manager.pool.block_hash(table[1]) is None
+    assert matched(manager, 2, list(range(9))) == 4
+    assert manager.commit(0, [0, 1, 2, 3, 4, 5, 60, 70]) == 1
+    assert matched(manager, 3, [0, 1, 2, 3, 4, 5, 60, 70, 0]) == 8
+    manager.check_invariants()
+
+
+def test_a_cropped_block_that_is_shared_is_copied_and_keeps_its_hash() -> None:
+    manager = manager_of()
+    table = written(manager, 0, list(range(8)))
+    shared = table[1]
+    assert matched(manager, 1, list(range(9))) == 8
+    manager.crop(0, 6)
+    assert manager.append([(0, 1)]) == [(shared, table[1])]
+    assert manager.pool.block_hash(shared) is not None and manager.pool.block_hash(table[1]) is None
+    manager.check_invariants()
+
+
+def test_when_all_holders_write_a_cropped_block_its_hash_goes() -> None:
+    manager = manager_of()
+    (shared,) = written(manager, 0, list(range(4)))
+    manager.fork(0, 1)
+    manager.crop(0, 2)
+    manager.crop(1, 3)
+    assert len(manager.append([(0, 1), (1, 1)])) == 1
+    assert manager.block_table(1) == [shared] and manager.pool.block_hash(shared) is None
+    manager.check_invariants()
+
+
+def test_what_is_offered_is_found_when_it_is_published() -> None:
+    manager = manager_of()
+    grown(manager, 0, 9)
+    tokens = list(range(9))
+    offers = manager.offer(0, tokens)
+    assert [offer.block_id for offer in offers] == manager.block_table(0)[:2]
+    assert manager.offer(0, tokens) == [] and matched(manager, 1, tokens) == 0
+    assert manager.publish(offers) == 2
+    assert matched(manager, 2, tokens) == 8
+    manager.check_invariants()
+
+
+def cut_and_grow(manager: BlockManager) -> None:
+    manager.crop(0, 6)
+    manager.append([(0, 3)])
+    manager.offer(0, list(range(9)))  # the same tokens, computed again: that offer is another
+
+
+def hand_over(manager: BlockManager) -> None:
+    manager.free(0)
+    grown(manager, 3, 16 * 4)
+
+
+def evict(manager: BlockManager) -> None:
+    manager.evict(0)
+    manager.append([(0, 9)])
+    manager.evict(0)
+
+
+def swap(manager: BlockManager) -> None:
+    manager.swap_out([0])
+
+
+@pytest.mark.parametrize(("happens", "expected"), [(cut_and_grow, 4), (hand_over, 0), (evict, 0), (swap, 0)])
+def test_what_has_changed_since_it_was_offered_is_not_published(
+    happens: Callable[[BlockManager], None], expected: int
+) -> None:
+    manager = manager_of(num_swap_blocks=16)
+    grown(manager, 0, 9)
+    offers = manager.offer(0, list(range(9)))
+    happens(manager)
+    manager.publish(offers)
+    assert matched(manager, 4, list(range(9))) == expected
+    manager.check_invariants()
+
+
+def test_what_is_withdrawn_is_never_found() -> None:
+    """Neither by way of forks, of a swap, or of tokens that follow; by who computes it anew, it is."""
+    manager = manager_of(32, num_swap_blocks=16)
+    tokens = list(range(9))
+    grown(manager, 0, 9)
+    offers = manager.offer(0, tokens)
+    manager.fork(0, 1)
+    manager.swap_out([0, 1])
+    manager.fork(0, 2)
+    manager.withdraw(offers)
+    manager.swap_in([0, 1, 2])
+    for seq_id in range(3):
+        manager.append([(seq_id, 3)])
+        assert manager.commit(seq_id, list(range(12))) == 0
+    assert matched(manager, 3, tokens) == 0
+    manager.append([(3, 9)])
+    assert manager.commit(3, tokens) == 2
+    manager.evict(0)
+    assert manager.match_prefix(0, tokens) == 8
+    manager.append([(0, 4)])
+    assert manager.commit(0, list(range(12))) == 1
+    manager.check_invariants()
+
+
+def test_a_cached_prefix_is_evicted_from_its_tail() -> None:
+    manager = manager_of(num_blocks=4)
+    written(manager, 0, list(range(16)))
+    manager.free(0)
+    grown(manager, 1, 8)
+    assert manager.pool.num_evictions == 2
+    assert matched(manager, 2, list(range(17))) == 8
+
+
+def test_a_sequence_from_before_a_reset_is_never_cached_again() -> None:
+    """Its K/V stems from the old weights, so blocks that it fills later must not continue a new sequence's prefix."""
+    manager = manager_of()
+    tokens = list(range(12))
+    written(manager, 0, tokens[:8])
+    grown(manager, 1, 2)  # nothing hashed yet, but two tokens are written
+    assert manager.reset_prefix_cache() == 2
+    manager.append([(0, 4), (1, 2)])
+    manager.fork(0, 2)
+    assert manager.commit(0, tokens) == manager.commit(1, tokens[:4]) == manager.commit(2, tokens) == 0
+    assert matched(manager, 3, [*tokens, 0]) == 0
+    manager.append([(3, 13)])
+    assert manager.commit(3, [*tokens, 0]) == 3
+    assert matched(manager, 4, [*tokens, 0]) == 12
+    manager.crop(0, 0)  # begins anew
+    manager.append([(0, 4)])
+    assert manager.commit(0, [5, 5, 5, 5]) == 1
+    manager.check_invariants()
+
+
+def test_disabled_prefix_caching() -> None:
+    manager = manager_of(enable_prefix_caching=False)
+    grown(manager, 0, 8)
+    assert manager.commit(0, list(range(8))) == 0
+    assert matched(manager, 1, list(range(9))) == 0
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (0, 0)
+    manager.free(0)
+    assert manager.pool.num_cached_free == 0
+
+
+def test_hashes_follow_the_tokens_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_of()
+    manager.add(0)
+    prompt = list(range(12))
+    hashes = manager.prompt_hashes(0, prompt, (), 0, 12)
+    assert len(set(hashes)) == 3 and manager.prompt_hashes(0, prompt, (), 4, 11) == hashes[1:2]
+    assert manager.match_prefix(0, prompt) == 0
+    manager.append([(0, 12)])
+    manager.forget_hashes(0, 6)  # from here on it became another sequence
+    changed = [*prompt[:6], *range(60, 66)]
+    assert manager.commit(0, changed) == 3
+    assert manager.prompt_hashes(0, changed, (), 0, 12)[:1] == hashes[:1]
+    assert matched(manager, 1, [*prompt, 0]) == 4
+    assert matched(manager, 2, [*changed, 0]) == 12
+    manager.crop(0, 9)
+    monkeypatch.setattr(BlockManager, "_next_hash", lambda *_: pytest.fail("hashed again"))
+    assert len(manager.prompt_hashes(0, changed, (), 0, 11)) == 2
+
+
+def test_hashes_without_a_prefix_cache() -> None:
+    manager = manager_of(enable_prefix_caching=False)
+    manager.add(0)
+    assert manager.prompt_hashes(0, list(range(12)), (), 0, 12) == []
+
+
+def test_commit_of_the_first_tokens_only() -> None:
+    manager = manager_of()
+    tokens = list(range(12))
+    grown(manager, 0, 9)
+    assert manager.commit(0, tokens, num_tokens=9) == 2, "the tokens after them have no slots yet"
+    with pytest.raises(ValueError, match="cannot commit 10 tokens"):
+        manager.commit(0, tokens, num_tokens=10)
+    assert matched(manager, 1, [*tokens, 0]) == 8
+
+
+def test_an_evicted_sequence_begins_anew_without_hashing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_of()
+    tokens = list(range(10))
+    table = list(written(manager, 0, tokens))
+    manager.evict(0)
+    assert (manager.block_table(0), manager.num_tokens(0), manager.pool.num_in_use) == ([], 0, 0)
+    monkeypatch.setattr(BlockManager, "_next_hash", lambda *_: pytest.fail("hashed again"))
+    assert manager.match_prefix(0, tokens) == 8
+    assert manager.block_table(0) == table[:2]
+    manager.check_invariants()
+
+
+def test_unmatch_takes_back_one_match() -> None:
+    manager = manager_of()
+    tokens = list(range(9))
+    written(manager, 0, tokens)
+    assert matched(manager, 1, tokens) == 8
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8)
+    manager.fork(1, 2)
+    manager.unmatch(2)
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8), "a fork has asked for nothing"
+    manager.unmatch(1)
+    manager.unmatch(1)
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (0, 0)
+    assert manager.match_prefix(1, tokens) == 8
+    manager.evict(1)
+    manager.unmatch(1)
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8), "it was computed with, and lost later"
+    manager.check_invariants()
+
+
+# The short way of a decode step
+
+
+def test_append_in_place() -> None:
+    manager = manager_of()
+    table = written(manager, 0, list(range(7)))
+    assert manager.append_in_place(0) and manager.num_tokens(0) == 8 and len(table) == 2
+    assert not manager.append_in_place(0), "the last block is full"
+    manager.crop(0, 7)
+    manager.fork(0, 1)
+    assert not manager.append_in_place(0), "the last block is shared"
+    manager.free(1)
+    assert manager.commit(0, list(range(7))) == 0 and manager.append_in_place(0)
+    manager.commit(0, list(range(8)))
+    manager.crop(0, 6)
+    assert not manager.append_in_place(0), "the last block can still be found by what it held"
+    manager.add(2)
+    assert not manager.append_in_place(2), "there is no block"
+    assert (manager.num_tokens(0), manager.num_tokens(2)) == (6, 0)
+    manager.check_invariants()
+
+
+def test_append_need_is_what_append_takes() -> None:
+    manager = manager_of()
+    grown(manager, 0, 3)
+    manager.fork(0, 1)
+    manager.fork(0, 2)
+    for requests in ([(0, 2)], [(0, 1), (1, 1)], [(0, 6), (1, 1), (2, 2)]):
+        expected = manager.append_need(requests)
+        free = manager.pool.num_free
+        manager.append(requests)
+        assert free - manager.pool.num_free == expected
+    assert manager.append_need([]) == 0
+
+
+# Swap
+
+
+def test_swapped_sequences_keep_their_sharing() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    grown(manager, 0, 6)
+    manager.fork(0, 1)
+    manager.append([(1, 1)])
+    tables = [list(manager.block_table(s)) for s in (0, 1)]
+    assert manager.can_swap_out([0, 1])
+    pairs = dict(manager.swap_out([0, 1]))
+    assert set(pairs) == {*tables[0], *tables[1]} and len(pairs) == 3
+    assert [manager.block_table(s) for s in (0, 1)] == [[pairs[block] for block in table] for table in tables]
+    assert (manager.pool.num_in_use, manager.num_swapped_blocks, manager.num_stored_tokens) == (0, 3, 0)
+    manager.check_invariants()
+    assert manager.swap_in_need([0, 1]) == 3 and manager.append_need([(0, 3), (1, 1)]) == 1
+    back = dict(manager.swap_in([0, 1]))
+    assert set(back) == set(pairs.values())
+    assert manager.block_table(0)[0] == manager.block_table(1)[0] == back[pairs[tables[0][0]]]
+    assert (manager.pool.num_in_use, manager.num_swapped_blocks, manager.num_stored_tokens) == (3, 0, 9)
+    manager.check_invariants()
+
+
+def test_a_block_shared_with_others_stays_with_them() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    table = list(written(manager, 0, list(range(8))))
+    assert matched(manager, 1, list(range(9))) == 8
+    assert len(manager.swap_out([1])) == 2 and manager.block_table(0) == table
+    assert manager.swap_in([1]) == [] and manager.block_table(1) == table, "its content is still there"
+    assert [manager.pool.ref_count(block) for block in table] == [2, 2]
+    manager.check_invariants()
+
+
+def test_a_swapped_block_is_findable_again_when_it_is_back() -> None:
+    manager = manager_of(num_blocks=4, num_swap_blocks=4)
+    written(manager, 0, list(range(9)))
+    manager.swap_out([0])
+    grown(manager, 1, 16)  # overwrites all that was cached
+    manager.free(1)
+    assert len(manager.swap_in([0])) == 3
+    assert matched(manager, 2, list(range(9))) == 8 and manager.block_table(2) == manager.block_table(0)[:2]
+    manager.check_invariants()
+
+
+def test_a_block_from_before_a_reset_is_not_findable_when_it_is_back() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    written(manager, 0, list(range(9)))
+    manager.swap_out([0])
+    manager.reset_prefix_cache()
+    assert len(manager.swap_in([0])) == 3
+    assert matched(manager, 1, list(range(9))) == 0
+
+
+def test_a_failed_swap_changes_nothing() -> None:
+    manager = manager_of(num_blocks=4, num_swap_blocks=2)
+    grown(manager, 0, 8)
+    grown(manager, 1, 8)
+    assert manager.can_swap_out([0]) and not manager.can_swap_out([0, 1])
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.swap_out([0, 1])
+    assert (caught.value.needed, caught.value.free) == (4, 2)
+    assert (manager.pool.num_in_use, manager.num_swapped_blocks) == (4, 0)
+    manager.swap_out([0])
+    grown(manager, 2, 4)
+    swapped = list(manager.block_table(0))
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.swap_in([0])
+    assert (caught.value.needed, caught.value.free) == (2, 1)
+    assert manager.block_table(0) == swapped and (manager.pool.num_in_use, manager.num_swapped_blocks) == (3, 2)
+    manager.check_invariants()
+
+
+def test_bad_swaps() -> None:
+    manager = manager_of(num_swap_blocks=4)
+    grown(manager, 0, 5)
+    grown(manager, 1, 5)
+    with pytest.raises(ValueError, match=r"not all of the sequences \[0\] are swapped out"):
+        manager.swap_in([0])
+    manager.swap_out([0])
+    with pytest.raises(ValueError, match="swapped out already"):
+        manager.swap_out([1, 0])
+    with pytest.raises(ValueError, match="sequence 0 is swapped out"):
+        manager.append([(1, 1), (0, 1)])
+    assert manager.num_tokens(1) == 5
+    without = manager_of()
+    grown(without, 0, 5)
+    assert not without.can_swap_out([0]) and without.num_swapped_blocks == 0
+    with pytest.raises(ValueError, match="no swap space"):
+        without.swap_out([0])
+    manager.check_invariants()
+
+
+def test_swapped_sequences_are_forked_cropped_evicted_and_freed() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    grown(manager, 0, 10)
+    manager.swap_out([0])
+    manager.fork(0, 1)
+    manager.fork(0, 2)
+    manager.fork(0, 3)
+    manager.crop(1, 5)
+    manager.crop(2, 0)
+    manager.evict(3)
+    assert [len(manager.block_table(s)) for s in range(4)] == [3, 2, 0, 0] and manager.num_swapped_blocks == 3
+    manager.append([(2, 1), (3, 5)])  # with nothing left in CPU memory they begin anew
+    manager.free(0)
+    assert manager.num_swapped_blocks == 2
+    assert len(manager.swap_in([1])) == 2 and manager.num_swapped_blocks == 0
+    manager.check_invariants()
+
+
+def test_a_sequence_without_blocks_goes_along() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    grown(manager, 0, 5)
+    manager.add(1)
+    manager.swap_out([0, 1])
+    manager.append([(1, 1)])
+    manager.crop(1, 0)
+    assert len(manager.swap_in([0, 1])) == 2
+    manager.append([(0, 1), (1, 1)])
+    manager.check_invariants()
+
+
+# Numbers and checks
+
+
+def test_stored_tokens_count_a_shared_block_once() -> None:
+    manager = manager_of()
+    grown(manager, 0, 6)
+    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (6, 8)
+    manager.fork(0, 1)
+    manager.crop(1, 5)
+    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (6, 8)
+    manager.append([(1, 4)])
+    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (6 + 5, 16)
+    manager.free(0)
+    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (9, 12)
+
+
+def test_check_invariants_notices() -> None:
+    def corrupted(change) -> BlockManager:  # type: ignore[no-untyped-def]
+        manager = manager_of(num_swap_blocks=4)
+        written(manager, 0, list(range(8)))
+        manager.fork(0, 1)
+        manager.check_invariants()
+        change(manager)
+        return manager
+
+    for change in (
+        lambda m: m.block_table(0).pop(),
+        lambda m: m.block_table(0).reverse(),
+        lambda m: m.block_table(0).__setitem__(1, m.block_table(0)[0]),
+        lambda m: m.pool.incref(0),
+        lambda m: m._tables[1].block_hashes.reverse(),
+        lambda m: m._tables[1].__setattr__("num_committed", 3),
+        lambda m: m.pool.__setattr__("_num_free", 3),
+        lambda m: m._tables[0].__setattr__("is_swapped", True),
+        lambda m: m.swap_pool.allocate(1),
+        lambda m: m.swap_pool.__setattr__("_num_free", 3),
+    ):
+        with pytest.raises(AssertionError) as caught:
+            corrupted(change).check_invariants()
+        assert str(caught.value)
+
+
+# The log
+
+
+def told(manager: BlockManager) -> list[tuple[object, ...]]:
+    """Kind, sequence and values of all events."""
+    common = {"id", "time", "step", "kind", "sequence"}
+    return [
+        (event["kind"], event.get("sequence"), *(value for name, value in event.items() if name not in common))
+        for event in as_dicts(*manager.log.newer())
+    ]
+
+
+def test_the_log_says_who_takes_and_gives_which_blocks() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    grown(manager, 1, 6)
+    manager.append([(1, 1)])
+    manager.fork(1, 2)
+    manager.append([(2, 6)])
+    manager.crop(2, 4)
+    manager.swap_out([2])
+    manager.free(2)
+    manager.evict(1)
+    manager.append([(1, 1)])
+    manager.free(1)
+    assert told(manager) == [
+        ("allocated", 1, [0, 1]),
+        ("shared", 2, [0, 1], 1),
+        ("copied", 2, 1, 2),
+        ("allocated", 2, [3, 4]),
+        ("freed", 2, [2, 3, 4]),
+        ("swapped_out", None, 1, [0]),
+        ("freed", 1, [0, 1]),
+        ("allocated", 1, [0]),
+        ("freed", 1, [0]),
+    ]
+
+
+def test_the_log_says_what_comes_back_by_a_swap() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    written(manager, 1, list(range(8)))
+    manager.fork(1, 2)
+    manager.append([(2, 1)])
+    manager.swap_out([1, 2])
+    grown(manager, 3, 1)
+    manager.swap_in([1, 2])
+    blocks = manager.block_table(1) + manager.block_table(2)
+    assert told(manager)[-3:] == [
+        ("swapped_out", None, 3, [0, 1, 0, 1, 2]),
+        ("allocated", 3, [2]),
+        ("swapped_in", None, 1, blocks),  # two of its blocks are still cached
+    ]
+
+
+def test_the_log_names_the_content_that_is_dropped() -> None:
+    manager = manager_of(num_blocks=4)
+    written(manager, 1, list(range(8)))
+    manager.free(1)
+    grown(manager, 2, 12)
+    assert told(manager)[-2:] == [("evicted", None, [1]), ("allocated", 2, [2, 3, 1])]
+
+
+def test_a_beginning_that_is_taken_back_is_no_event() -> None:
+    manager = manager_of()
+    tokens = list(range(9))
+    written(manager, 1, tokens)
+    before = told(manager)
+    assert matched(manager, 2, tokens) == 8
+    manager.unmatch(2)
+    manager.share_prefix(2, 1, 6)
+    manager.check_invariants()
+    manager.unmatch(2)
+    manager.check_invariants()
+    assert told(manager) == before and manager.pool.num_in_use == 3
+    manager.match_prefix(2, tokens)
+    manager.append([(2, 1)])
+    manager.add(3)
+    manager.share_prefix(3, 2, 6)
+    manager.append([(3, 1)])
+    assert told(manager)[len(before) :] == [
+        ("prefix_hit", 2, [0, 1], 8),
+        ("allocated", 2, [3]),
+        ("shared", 3, [0, 1], 2),
+        ("copied", 3, 1, 4),
+    ]
+
+
+def test_a_beginning_that_is_built_upon_is_an_event() -> None:
+    for use in (
+        lambda m: m.fork(2, 3),
+        lambda m: m.crop(2, 4),
+        lambda m: m.free(2),
+        lambda m: m.evict(2),
+        lambda m: m.swap_out([2]),
+        lambda m: (m.add(3), m.share_prefix(3, 2, 4), m.append([(3, 1)])),
+    ):
+        manager = manager_of(num_swap_blocks=8)
+        written(manager, 1, list(range(9)))
+        matched(manager, 2, list(range(9)))
+        use(manager)
+        assert told(manager)[1] == ("prefix_hit", 2, [0, 1], 8)
+
+
+def test_sharing_a_prefix() -> None:
+    manager = manager_of(num_swap_blocks=8)
+    written(manager, 1, list(range(9)))
+    manager.add(2)
+    manager.share_prefix(2, 1, 6)
+    assert manager.block_table(2) == [0, 1] and manager.num_tokens(2) == 6
+    assert [manager.pool.ref_count(block) for block in range(3)] == [2, 2, 1]
+    assert manager.append([(2, 1)]) == [(1, 3)]
+    manager.check_invariants()
+    for sibling, num_tokens in ((1, 10), (1, -1), (9, 1)):
+        manager.add(5)
+        with pytest.raises(ValueError):
+            manager.share_prefix(5, sibling, num_tokens)
+        manager.free(5)
+    with pytest.raises(ValueError, match="only an empty one"):
+        manager.share_prefix(2, 1, 4)
+    manager.swap_out([1])
+    manager.add(5)
+    with pytest.raises(ValueError, match="in the pool"):
+        manager.share_prefix(5, 1, 4)
+    manager.check_invariants()
+
+
+def test_the_layer_needs_no_torch() -> None:
+    code = (
+        "import sys, types, pathlib\n"
+        "package = types.ModuleType('hf_paged'); package.__path__ = [sys.argv[1]]; sys.modules['hf_paged'] = package\n"
+        "import hf_paged.core.block_manager\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy import'\n"
+    )
+    module = sys.modules[BlockManager.__module__].__file__
+    assert module is not None
+    subprocess.run([sys.executable, "-c", code, module.rsplit("/", 2)[0]], check=True)

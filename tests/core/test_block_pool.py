@@ -1,0 +1,242 @@
+"""BlockPool: order of reuse, ref counts, hash index, and that misuse is refused."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hf_paged.core.block_pool import BlockPool
+from hf_paged.core.errors import OutOfBlocksError
+
+
+def hash_of(n: int) -> bytes:
+    return n.to_bytes(32, "big")
+
+
+def cached_pool(num_blocks: int, hashed: list[int]) -> BlockPool:
+    """A pool with all blocks in use, the given ones hashed by their own id."""
+    pool = BlockPool(num_blocks)
+    pool.allocate(num_blocks)
+    for block_id in hashed:
+        assert pool.set_hash(block_id, hash_of(block_id))
+    return pool
+
+
+def test_allocates_distinct_blocks_with_one_reference() -> None:
+    pool = BlockPool(5)
+    first, second = pool.allocate(2), pool.allocate(3)
+    assert sorted(first + second) == list(range(5))
+    assert [pool.ref_count(block_id) for block_id in range(5)] == [1] * 5
+    assert (pool.num_free, pool.num_in_use, pool.peak_in_use) == (0, 5, 5)
+    pool.check()
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    pool = cached_pool(4, hashed=[1])
+    pool.free([0, 1])
+    with pytest.raises(OutOfBlocksError) as caught:
+        pool.allocate(3)
+    assert (caught.value.needed, caught.value.free) == (3, 2)
+    assert (pool.num_free, pool.num_cached_free, pool.num_evictions) == (2, 1, 0)
+    assert pool.lookup(hash_of(1)) == 1
+    pool.check()
+    assert pool.allocate(0) == []
+
+
+def test_plain_blocks_are_reused_before_cached_ones_and_cached_ones_oldest_first() -> None:
+    pool = cached_pool(6, hashed=[1, 3, 4])
+    for block_id in (3, 0, 4, 1, 2):
+        pool.decref(block_id)
+    pool.check()
+    assert (pool.num_free, pool.num_cached_free) == (5, 3)
+    assert pool.allocate(2) == [2, 0]  # plain, last freed first
+    assert pool.num_evictions == 0
+    assert pool.allocate(1) == [3]
+    assert pool.num_evictions == 1 and pool.lookup(hash_of(3)) is None
+    assert pool.allocate(2) == [4, 1]
+    assert (pool.num_evictions, pool.num_cached_free) == (3, 0)
+    pool.check()
+
+
+def test_a_freed_table_loses_its_tail_first() -> None:
+    pool = cached_pool(3, hashed=[0, 1, 2])
+    pool.free([0, 1, 2])
+    assert [pool.allocate(1) for _ in range(3)] == [[2], [1], [0]]
+
+
+def test_incref_revives_a_cached_free_block() -> None:
+    pool = cached_pool(3, hashed=[0, 1])
+    pool.free([0, 1])
+    pool.incref(0)
+    assert (pool.ref_count(0), pool.num_free, pool.num_cached_free) == (1, 1, 1)
+    assert pool.lookup(hash_of(0)) == 0
+    pool.check()
+    assert pool.allocate(1) == [1]
+
+
+def test_a_block_is_free_when_its_last_holder_is_gone() -> None:
+    pool = BlockPool(2)
+    (block_id,) = pool.allocate(1)
+    pool.incref(block_id)
+    pool.decref(block_id)
+    assert pool.num_free == 1
+    pool.decref(block_id)
+    assert pool.num_free == 2
+    pool.check()
+
+
+def test_first_block_registered_for_a_hash_wins() -> None:
+    pool = cached_pool(3, hashed=[0])
+    assert pool.set_hash(1, hash_of(0)) is False
+    assert pool.block_hash(1) is None
+    assert pool.set_hash(0, hash_of(0)) is True
+    assert pool.lookup(hash_of(0)) == 0
+    pool.check()
+
+
+def test_drop_hash_makes_a_cached_free_block_plain() -> None:
+    pool = cached_pool(3, hashed=[0, 1, 2])
+    pool.free([0, 1])
+    pool.drop_hash(0)
+    pool.drop_hash(0)
+    assert (pool.num_free, pool.num_cached_free) == (2, 1)
+    assert pool.lookup(hash_of(0)) is None and pool.block_hash(0) is None
+    pool.drop_hash(2)
+    assert pool.lookup(hash_of(2)) is None
+    pool.check()
+    assert pool.allocate(1) == [0]
+    assert pool.num_evictions == 0
+
+
+def test_reset_drops_the_hashes_of_free_blocks_and_of_blocks_in_use() -> None:
+    pool = cached_pool(4, hashed=[0, 1, 2])
+    pool.free([0, 1])
+    assert pool.reset_prefix_cache() == 3
+    assert (pool.num_free, pool.num_cached_free, pool.num_evictions, pool.cache_epoch) == (2, 0, 0, 1)
+    assert all(pool.lookup(hash_of(n)) is None and pool.block_hash(n) is None for n in range(3))
+    pool.check()
+    assert pool.reset_prefix_cache() == 0
+
+
+def test_peak_counts_revived_blocks_and_never_falls() -> None:
+    pool = cached_pool(4, hashed=[0])
+    assert pool.peak_in_use == 4
+    pool = BlockPool(4)
+    a, b = pool.allocate(2)
+    pool.set_hash(a, hash_of(0))
+    pool.free([a, b])
+    assert pool.peak_in_use == 2
+    pool.allocate(2)
+    pool.incref(a)
+    assert pool.peak_in_use == 3
+    pool.check()
+
+
+@pytest.mark.parametrize("num_blocks", [0, -3])
+def test_a_pool_has_at_least_one_block(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match=f"got {num_blocks}"):
+        BlockPool(num_blocks)
+
+
+def test_misuse_raises_with_the_value_and_changes_nothing() -> None:
+    pool = cached_pool(3, hashed=[0])
+    pool.decref(1)
+    with pytest.raises(ValueError, match="-1 blocks"):
+        pool.allocate(-1)
+    with pytest.raises(ValueError, match="block 1 is already free"):
+        pool.decref(1)
+    with pytest.raises(ValueError, match="block 1 is already free"):
+        pool.free([1])
+    with pytest.raises(ValueError, match="block 1 is free and not cached"):
+        pool.incref(1)
+    with pytest.raises(ValueError, match="block 1 is free"):
+        pool.set_hash(1, hash_of(1))
+    with pytest.raises(ValueError, match="block 0 carries the hash"):
+        pool.set_hash(0, hash_of(9))
+    for block_id in (-1, 3, 1000):
+        for method in (pool.incref, pool.decref, pool.ref_count, pool.block_hash, pool.drop_hash):
+            with pytest.raises(ValueError, match=f"block id {block_id} "):
+                method(block_id)
+        with pytest.raises(ValueError, match=f"block id {block_id} "):
+            pool.set_hash(block_id, hash_of(5))
+    pool.check()
+    assert (pool.num_free, pool.lookup(hash_of(9)), pool.lookup(hash_of(1))) == (1, None, None)
+
+
+def corrupt_link(pool: BlockPool) -> None:
+    pool._blocks[0].next = 0
+
+
+def corrupt_back_link(pool: BlockPool) -> None:
+    pool._blocks[1].prev = 1
+
+
+def corrupt_ref_count(pool: BlockPool) -> None:
+    pool._blocks[0].ref_count = 1
+
+
+def corrupt_leaked_block(pool: BlockPool) -> None:
+    pool._blocks[3].ref_count = 0
+
+
+def corrupt_count(pool: BlockPool) -> None:
+    pool._num_free += 1
+
+
+def corrupt_cached_count(pool: BlockPool) -> None:
+    pool.num_cached_free += 1
+
+
+def corrupt_index(pool: BlockPool) -> None:
+    pool._index[hash_of(7)] = 1
+
+
+def corrupt_hash(pool: BlockPool) -> None:
+    pool._blocks[3].block_hash = hash_of(3)
+
+
+def corrupt_peak(pool: BlockPool) -> None:
+    pool.peak_in_use = 0
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        corrupt_link,
+        corrupt_back_link,
+        corrupt_ref_count,
+        corrupt_leaked_block,
+        corrupt_count,
+        corrupt_cached_count,
+        corrupt_index,
+        corrupt_hash,
+        corrupt_peak,
+    ],
+)
+def test_check_notices_a_corrupted_pool(corrupt) -> None:  # type: ignore[no-untyped-def]
+    pool = cached_pool(4, hashed=[2])
+    pool.free([0, 1])
+    pool.check()
+    corrupt(pool)
+    with pytest.raises(AssertionError) as caught:
+        pool.check()
+    assert str(caught.value)
+
+
+def test_cost_does_not_grow_with_the_pool() -> None:
+    """Freeing and reviving in the middle of a long free list: quadratic code would take minutes here."""
+    num_blocks = 50_000
+    pool = BlockPool(num_blocks)
+    begin = time.perf_counter()
+    block_ids = pool.allocate(num_blocks)
+    for block_id in block_ids:
+        pool.set_hash(block_id, hash_of(block_id))
+    pool.free(block_ids)
+    for block_id in range(0, num_blocks, 2):
+        pool.incref(block_id)
+    for block_id in range(1, num_blocks, 2):
+        pool.drop_hash(block_id)
+    assert (pool.num_free, pool.num_cached_free) == (num_blocks // 2, 0)
+    assert time.perf_counter() - begin < 10
+    pool.check()

@@ -1,0 +1,978 @@
+"""`Scheduler`: what runs in a step, who is let in, and who gives up blocks for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+
+WAITING, RUNNING, SWAPPED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED
+
+
+class Setup:
+    """A scheduler, its manager, and the part of the engine that feeds them."""
+
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        block_size: int = 2,
+        budget: int = 100,
+        max_num_seqs: int = 100,
+        caching: bool = True,
+        num_swap_blocks: int = 0,
+        prefers_swap: bool = False,
+    ) -> None:
+        self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
+        self.scheduler = Scheduler(self.manager, budget, max_num_seqs, lambda group: prefers_swap)
+        self.pool = self.manager.pool
+        self.next_token = 1000
+
+    def add(
+        self,
+        tokens: int | list[int],
+        group: SequenceGroup | None = None,
+        priority: int = 0,
+        batch_key: Hashable = None,
+        owner: object = None,
+        is_known: bool = True,
+        is_wanted: bool = True,
+        logits_from: int | None = None,
+    ) -> Sequence:
+        """A sequence of these tokens (a number: that many of its own) that somebody waits for."""
+        group = group or self.scheduler.new_group(priority, batch_key, owner)
+        sequence = self.scheduler.new_sequence(group)
+        if isinstance(tokens, int):
+            self.next_token += 1000
+            tokens = [self.next_token + i for i in range(tokens)]
+        sequence.token_ids = list(tokens) if is_known else None
+        sequence.num_tokens = len(tokens)
+        sequence.logits_from = len(tokens) - 1 if logits_from is None else logits_from
+        sequence.is_wanted = is_wanted
+        self.scheduler.wake(group)
+        return sequence
+
+    def extend(self, *sequences: Sequence, num_tokens: int = 1) -> None:
+        for sequence in sequences:
+            if sequence.token_ids is not None:
+                sequence.token_ids += [500 + i for i in range(num_tokens)]
+            sequence.num_tokens += num_tokens
+            sequence.logits_from = sequence.num_tokens - 1
+            sequence.is_wanted = True
+            self.scheduler.wake(sequence.group)
+
+    def step(self, **options: Any) -> SchedulerOutput:
+        step = self.scheduler.schedule(**options)
+        self.scheduler.update(step)
+        self.manager.check_invariants()
+        return step
+
+    def run(self) -> list[SchedulerOutput]:
+        """Steps until nothing is left to do."""
+        steps = []
+        while self.scheduler.has_work:
+            step = self.step()
+            steps.append(step if step.chunks else self.step(forced=True))
+        return steps
+
+    def computed(self, tokens: int | list[int], **options: Any) -> Sequence:
+        """A sequence whose tokens were computed, and for which nobody waits at the moment."""
+        sequence = self.add(tokens, **options)
+        self.run()
+        assert sequence.num_pending_tokens == 0
+        sequence.is_wanted = False
+        return sequence
+
+    def beams(self, tokens: int | list[int], num_rows: int, **options: Any) -> list[Sequence]:
+        """A group of so many rows after one computed prompt."""
+        first = self.computed(tokens, **options)
+        return [first, *(self.scheduler.fork(first) for _ in range(num_rows - 1))]
+
+    def table(self, sequence: Sequence) -> list[int]:
+        return self.manager.block_table(sequence.seq_id).copy()
+
+
+def chunks(step: SchedulerOutput) -> list[tuple[int, int, int]]:
+    return [(chunk.sequence.seq_id, chunk.start, chunk.num_tokens) for chunk in step.chunks]
+
+
+def status(*sequences: Sequence) -> list[SequenceStatus]:
+    return [sequence.group.status for sequence in sequences]
+
+
+# Budget and order
+
+
+def test_a_step_holds_everything_that_fits() -> None:
+    setup = Setup()
+    a, b, c = setup.add(3), setup.add(1), setup.add(4)
+    step = setup.scheduler.schedule()
+    assert chunks(step) == [(1, 0, 3), (2, 0, 1), (3, 0, 4)]
+    assert step.block_copies == step.swap_outs == step.swap_ins == []
+    assert step.new_blocks == setup.table(a) + setup.table(b) + setup.table(c)
+    assert a.num_computed_tokens == 0, "nothing is computed before update()"
+    assert setup.scheduler.is_in_flight(a.group)
+    setup.scheduler.update(step)
+    assert [s.num_pending_tokens for s in (a, b, c)] == [0, 0, 0]
+    assert not setup.scheduler.is_in_flight(a.group) and not setup.scheduler.has_work
+    assert (setup.scheduler.num_running, setup.scheduler.num_waiting, setup.scheduler.num_swapped) == (3, 0, 0)
+
+
+def test_prompts_are_chunked_to_the_token_budget() -> None:
+    setup = Setup(block_size=4, budget=5)
+    setup.add(7), setup.add(6)
+    steps = setup.run()
+    assert [chunks(step) for step in steps] == [[(1, 0, 5)], [(1, 5, 2), (2, 0, 3)], [(2, 3, 3)]]
+    # Blocks are new in the step whose tokens first need them.
+    assert [len(step.new_blocks) for step in steps] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("budget", range(1, 8))
+def test_the_budget_is_spent_exactly(budget: int) -> None:
+    setup = Setup(num_blocks=64, budget=budget)
+    for n in (3, 1, 5, 2, 7):
+        setup.add(n)
+    sizes = [sum(chunk.num_tokens for chunk in step.chunks) for step in setup.run()]
+    assert sizes[:-1] == [budget] * (len(sizes) - 1) and 0 < sizes[-1] <= budget and sum(sizes) == 18
+
+
+def test_decodes_go_before_prefill_chunks_and_these_before_new_prompts() -> None:
+    setup = Setup(num_blocks=64, budget=4)
+    long = setup.add(7)
+    setup.step()
+    short = setup.computed(1)
+    setup.extend(short)
+    long_2 = setup.add(6)
+    setup.step()
+    assert long.num_pending_tokens == 0
+    setup.extend(short, long)
+    third = setup.add(9)
+    step = setup.step()
+    assert chunks(step)[:2] == [(long.seq_id, 7, 1), (short.seq_id, 2, 1)], "decodes, in order of arrival"
+    assert chunks(step)[2][0] == long_2.seq_id, "what has begun goes on"
+    assert third.num_computed_tokens == 0
+    assert sum(n for _, _, n in chunks(step)) == 4
+
+
+def test_max_num_seqs_bounds_the_rows_of_a_step() -> None:
+    setup = Setup(max_num_seqs=2)
+    for _ in range(5):
+        setup.add(1)
+    assert [len(step.chunks) for step in setup.run()] == [2, 2, 1]
+
+
+def test_max_tokens_makes_one_step_smaller() -> None:
+    setup = Setup(budget=4)
+    setup.add(9)
+    assert [chunks(setup.step(max_tokens=n)) for n in (2, 50, None)] == [[(1, 0, 2)], [(1, 2, 4)], [(1, 6, 3)]]
+
+
+def test_first_come_first_served_within_a_priority() -> None:
+    setup = Setup(max_num_seqs=1)
+    setup.add(1, priority=1), setup.add(1), setup.add(1, priority=-1), setup.add(1), setup.add(1, priority=-1)
+    assert [chunks(step)[0][0] for step in setup.run()] == [3, 5, 2, 4, 1]
+
+
+def test_an_unwanted_sequence_stays_pending() -> None:
+    setup = Setup()
+    a, b = setup.add(2, is_wanted=False), setup.add(3)
+    assert [chunks(step) for step in setup.run()] == [[(2, 0, 3)]]
+    assert not setup.scheduler.has_work and a.num_pending_tokens == 2 and a.num_wanted_tokens == 0
+    a.is_wanted = True
+    setup.scheduler.wake(a.group)
+    assert setup.scheduler.has_work and [chunks(step) for step in setup.run()] == [[(1, 0, 2)]]
+    assert b.num_pending_tokens == 0
+
+
+@pytest.mark.parametrize("where", ["waiting", "swapped"])
+def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
+    setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
+    a = setup.add(4) if where == "waiting" else setup.computed(4)
+    if where == "swapped":
+        setup.scheduler.preempt(a.group)
+        setup.extend(a)
+    assert setup.scheduler.has_work
+    a.is_wanted = False  # nobody tells the scheduler
+    assert not setup.scheduler.has_work
+    b = setup.add(2)
+    assert chunks(setup.step())[0][0] == b.seq_id
+    a.is_wanted = True
+    setup.scheduler.wake(a.group)
+    setup.run()
+    assert a.num_pending_tokens == 0
+
+
+def test_chunk_is_a_value() -> None:
+    sequence = Sequence(1, SequenceGroup(1))
+    assert ScheduledChunk(sequence, 0, 1) == ScheduledChunk(sequence, 0, 1) != ScheduledChunk(sequence, 0, 2)
+
+
+# Batch keys and owners
+
+
+def test_groups_of_different_batch_keys_alternate() -> None:
+    setup = Setup(num_blocks=64)
+    rows = [setup.add(2, batch_key=key) for key in ("a", "b", "a", "b")]
+    seen = []
+    for _ in range(6):
+        step = setup.step()
+        seen.append("".join(str(chunk.sequence.group.batch_key) for chunk in step.chunks))
+        setup.extend(*(chunk.sequence for chunk in step.chunks))
+    # The second "a" waits behind the first "b": order of arrival goes before full steps.
+    assert seen[:2] == ["a", "b"] and set(seen[2:]) == {"aa", "bb"} and seen[2:] == [seen[2], seen[3]] * 2
+    assert all(row.num_computed_tokens > 2 for row in rows)
+
+
+def test_two_prefills_of_different_keys_do_not_share_a_step() -> None:
+    setup = Setup(num_blocks=64, budget=9)
+    a, b = setup.computed(1, batch_key="a"), setup.computed(1, batch_key="b")
+    setup.extend(a, b, num_tokens=3)
+    assert [chunks(step) for step in setup.run()] == [[(1, 1, 3)], [(2, 1, 3)]]
+
+
+def test_a_key_without_work_costs_no_step() -> None:
+    setup = Setup()
+    setup.add(1, batch_key="a")
+    b = setup.add(1, batch_key="b")
+    setup.step()
+    setup.scheduler.free(b)  # was to be next
+    c = setup.add(1, batch_key="a")
+    assert chunks(setup.step()) == [(c.seq_id, 0, 1)]
+
+
+def test_only_one_owner() -> None:
+    setup = Setup(num_blocks=64)
+    mine, other = object(), object()
+    a, b = setup.computed(3, owner=other), setup.computed(3, owner=mine)
+    setup.extend(a, b)
+    c, d = setup.add(2, owner=mine), setup.add(2, owner=other)
+    assert chunks(setup.step(only=mine)) == [(b.seq_id, 3, 1), (c.seq_id, 0, 2)]
+    assert setup.step(only=mine).chunks == [] and setup.scheduler.has_work
+    assert chunks(setup.step(only=other)) == [(a.seq_id, 3, 1), (d.seq_id, 0, 2)]
+
+
+def test_only_one_owner_forced_past_older_ones() -> None:
+    setup = Setup(num_blocks=4)
+    mine = object()
+    older = setup.computed(6)
+    waiting, own = setup.add(4), setup.add(4, owner=mine)
+    assert setup.step(only=mine).chunks == []
+    assert chunks(setup.step(only=mine, forced=True)) == [(own.seq_id, 0, 4)]
+    assert status(older, waiting, own) == [WAITING, WAITING, RUNNING]
+
+
+# Admission
+
+
+def test_a_prompt_is_admitted_only_as_a_whole() -> None:
+    setup = Setup(num_blocks=8, budget=4)
+    a = setup.computed(8)
+    setup.extend(a)
+    b = setup.add(8)
+    assert chunks(setup.step()) == [(a.seq_id, 8, 1)], "4 blocks were free, 3 are, and it needs 4 for its tokens so far"
+    assert setup.scheduler.num_admission_stalls == 1 and status(b) == [WAITING] and setup.table(b) == []
+
+
+def test_a_watermark_is_kept_for_what_runs() -> None:
+    setup = Setup(num_blocks=300)
+    a = setup.computed(2)
+    setup.extend(a)
+    b = setup.add(2 * 297)
+    assert chunks(setup.step()) == [(a.seq_id, 2, 1)]
+    assert setup.pool.num_free == 298, "297 + a watermark of 3 would have to fit"
+    setup.scheduler.free(a)
+    assert chunks(setup.step())[0][0] == b.seq_id
+    alone = Setup(num_blocks=300)
+    alone.add(600)
+    assert len(alone.step().chunks) == 1, "an empty pool needs no watermark"
+
+
+def test_nobody_is_admitted_past_one_that_does_not_fit() -> None:
+    setup = Setup(num_blocks=8)
+    setup.extend(setup.computed(6))
+    big, small = setup.add(12), setup.add(1)
+    assert chunks(setup.step()) == [(1, 6, 1)]
+    assert status(big, small) == [WAITING, WAITING]
+
+
+def test_admission_takes_nothing_from_running_groups() -> None:
+    setup = Setup(num_blocks=6)
+    a, b = setup.computed(4), setup.computed(4)
+    setup.extend(a, b)
+    first = setup.add(1, priority=-1)
+    step = setup.step()
+    assert [c.sequence for c in step.chunks] == [a, b], "not even for a higher priority"
+    assert status(first) == [WAITING] and setup.scheduler.num_preemptions == 0
+
+
+def test_when_blocks_run_out_nobody_is_admitted() -> None:
+    setup = Setup(num_blocks=4)
+    a, b = setup.computed(4), setup.computed(4)
+    setup.extend(a, b)
+    c = setup.add(1)
+    assert chunks(setup.step()) == [(a.seq_id, 4, 1)]
+    assert status(a, b, c) == [RUNNING, WAITING, WAITING]
+    assert setup.pool.num_free == 1, "c would have fitted"
+
+
+def test_all_rows_of_a_group_run_or_none() -> None:
+    setup = Setup(num_blocks=5)
+    beams = setup.beams(4, 3)
+    older = setup.computed(2, priority=-1)
+    setup.extend(*beams)
+    assert setup.pool.num_free == 2 and setup.step().chunks == [], "three blocks are needed"
+    assert [len(setup.table(s)) for s in (*beams, older)] == [2, 2, 2, 1], "and none is taken"
+    setup.scheduler.free(older)
+    assert [c.sequence for c in setup.step().chunks] == beams
+
+
+def test_rows_of_one_prompt_compute_it_once() -> None:
+    setup = Setup(num_blocks=8)
+    group = setup.scheduler.new_group()
+    rows = [setup.add([1, 2, 3, 4, 5], group=group) for _ in range(3)]
+    assert [chunks(step) for step in setup.run()] == [[(1, 0, 5)], [(2, 4, 1), (3, 4, 1)]]
+    assert len({setup.table(row)[1] for row in rows}) == 1 and setup.pool.num_in_use == 5
+
+
+# Prefix cache and deferral
+
+
+@pytest.mark.parametrize(("logits_from", "start"), [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (5, 4)])
+def test_tokens_whose_logits_are_wanted_are_computed(logits_from: int, start: int) -> None:
+    setup = Setup()
+    setup.computed([1, 2, 3, 4, 5, 6])
+    second = setup.add([1, 2, 3, 4, 5, 6], logits_from=logits_from)
+    assert chunks(setup.step()) == [(second.seq_id, start, 6 - start)]
+
+
+def test_full_blocks_are_shared_once_computed_and_cost_no_budget() -> None:
+    setup = Setup(budget=3)
+    first = setup.computed([1, 2, 3, 4, 5])  # in steps of 3 and 2
+    second = setup.add([1, 2, 3, 4, 5, 6, 7])
+    step = setup.step()
+    assert chunks(step) == [(2, 4, 3)]
+    assert setup.table(second)[:2] == setup.table(first)[:2] and step.new_blocks == setup.table(second)[2:]
+    assert (setup.manager.prefix_hit_tokens, setup.manager.prefix_query_tokens) == (4, 12)
+
+
+def test_the_extra_key_is_part_of_what_is_shared() -> None:
+    setup = Setup()
+    first = setup.add([1, 2, 3, 4])
+    first.extra_key = (7,)
+    setup.run()
+    same, other = setup.add([1, 2, 3, 4]), setup.add([1, 2, 3, 4])
+    same.extra_key = (7,)
+    assert chunks(setup.step()) == [(2, 2, 2), (3, 0, 4)]
+    assert other.num_pending_tokens == 0
+
+
+def test_unknown_tokens_and_irregular_positions_are_neither_shared_nor_found() -> None:
+    setup = Setup()
+    setup.add(4, is_known=False)
+    setup.add([1, 2, 3, 4]).position_offset = None
+    setup.run()
+    assert all(setup.pool.block_hash(block_id) is None for block_id in range(16))
+    setup.computed([1, 2, 3, 4])
+    again = setup.add([1, 2, 3, 4])
+    again.position_offset = None
+    assert chunks(setup.step()) == [(again.seq_id, 0, 4)]
+
+
+def test_a_prompt_waits_for_the_first_block_that_this_step_computes() -> None:
+    setup = Setup()
+    a, b, c = setup.add([1, 2, 3, 4]), setup.add([1, 2, 5, 6]), setup.add([7, 8, 9])
+    assert [chunks(step) for step in setup.run()] == [[(1, 0, 4)], [(2, 2, 2), (3, 0, 3)]]
+    assert setup.table(b)[0] == setup.table(a)[0] and c.num_pending_tokens == 0
+    assert setup.scheduler.num_admission_stalls == 0
+    assert (setup.manager.prefix_hit_tokens, setup.manager.prefix_query_tokens) == (2, 11), "each prompt counts once"
+
+
+def test_a_prompt_does_not_wait_for_what_it_could_not_share() -> None:
+    setup = Setup(block_size=4)
+    setup.add([1, 2, 3, 4, 5])
+    setup.add([1, 2, 3, 4])  # the last token is computed anyway
+    setup.add([1, 2, 3, 4, 5], logits_from=0)
+    setup.add([9, 2, 3, 4, 5])
+    assert len(setup.step().chunks) == 4
+
+
+def test_a_stalled_prompt_counts_one_query() -> None:
+    setup = Setup(num_blocks=8)
+    first = setup.computed([1, 2, 3, 4])
+    setup.computed(9)
+    big = setup.add([1, 2, 3, 4, *range(10, 18)])
+    for _ in range(3):
+        assert setup.step().chunks == []
+    setup.scheduler.free(first)
+    assert (setup.manager.prefix_query_tokens, setup.manager.prefix_hit_tokens) == (13, 0)
+    assert setup.table(big) == [] and big.num_computed_tokens == 0
+
+
+# Sharing and copies
+
+
+def test_forks_copy_the_block_they_write() -> None:
+    setup = Setup()
+    parent, child = setup.beams([1, 2, 3], 2)
+    shared = setup.table(parent)
+    setup.extend(parent, child)
+    step = setup.step()
+    # The first of the two writes into a copy, the last holder keeps the block.
+    assert step.block_copies == [(shared[1], setup.table(parent)[1])]
+    assert setup.table(child) == shared
+    assert step.new_blocks == [], "the destination of a copy is not to be zeroed"
+
+
+def test_a_fork_is_equal_to_its_parent() -> None:
+    setup = Setup()
+    parent = setup.computed([1, 2, 3], owner="me")
+    parent.extra_key, parent.position_offset = (4,), 2
+    child = setup.scheduler.fork(parent)
+    assert child.group is parent.group and child.seq_id != parent.seq_id
+    assert child.token_ids == parent.token_ids and child.token_ids is not parent.token_ids
+    fields = ("num_tokens", "num_computed_tokens", "logits_from", "is_wanted", "position_offset", "extra_key")
+    assert [getattr(child, name) for name in fields] == [getattr(parent, name) for name in fields]
+    opaque = setup.scheduler.fork(setup.computed(3, is_known=False))
+    assert opaque.token_ids is None and not opaque.is_reproducible
+
+
+@pytest.mark.parametrize("where", [WAITING, RUNNING, SWAPPED])
+def test_a_fork_into_a_group_of_its_own_is_where_its_parent_is(where: SequenceStatus) -> None:
+    setup = Setup(num_swap_blocks=16, prefers_swap=where is SWAPPED)
+    parent = setup.computed(3)
+    if where is not RUNNING:
+        setup.scheduler.preempt(parent.group)
+    child = setup.scheduler.fork(parent, setup.scheduler.new_group())
+    assert status(parent, child) == [where, where]
+    setup.extend(child)
+    setup.run()
+    assert status(parent, child) == [where, RUNNING] and child.num_pending_tokens == 0
+    setup.scheduler.free(parent), setup.scheduler.free(child)
+    assert setup.pool.num_in_use == setup.manager.num_swapped_blocks == 0
+
+
+# Preemption
+
+
+def test_the_newest_group_is_preempted_first_and_as_a_whole() -> None:
+    setup = Setup(num_blocks=8)
+    old, *middle = setup.computed(4), *setup.beams(4, 2)
+    new = setup.beams(4, 2)
+    setup.extend(old, *middle, *new)
+    step = setup.step()
+    assert [c.sequence for c in step.chunks] == [old, *middle]
+    assert step.num_preempted == setup.scheduler.num_preemptions == 2
+    assert [len(setup.table(s)) for s in (old, *middle, *new)] == [3, 3, 3, 0, 0]
+    assert status(old, middle[0], new[0]) == [RUNNING, RUNNING, WAITING]
+    assert [s.num_computed_tokens for s in new] == [0, 0]
+
+
+def test_the_newest_runs_only_if_it_needs_nobody_elses_blocks() -> None:
+    setup = Setup(num_blocks=4)
+    old, new = setup.computed(4), setup.computed(4)
+    setup.extend(new)
+    assert setup.step().chunks == [], "older ones are not preempted for it"
+    assert status(old, new) == [RUNNING, RUNNING]
+    assert [c.sequence for c in setup.step(forced=True).chunks] == [new], "unless nothing else could ever run"
+    assert status(old, new) == [WAITING, RUNNING]
+
+
+def test_a_lower_priority_is_preempted_before_a_newer_group() -> None:
+    setup = Setup(num_blocks=6)
+    a, low, new = setup.computed(4), setup.computed(4, priority=1), setup.computed(4)
+    setup.extend(a)
+    setup.step()
+    assert status(a, low, new) == [RUNNING, WAITING, RUNNING]
+
+
+def test_idle_groups_go_first_however_old() -> None:
+    setup = Setup(num_blocks=6)
+    idle, a, new = setup.computed(4), setup.computed(4), setup.computed(4)
+    idle.group.is_idle = True
+    setup.extend(a)
+    setup.step()
+    assert status(idle, a, new) == [WAITING, RUNNING, RUNNING]
+
+
+def test_an_idle_group_makes_room_for_a_waiting_one() -> None:
+    setup = Setup(num_blocks=4)
+    idle = setup.computed(4)
+    idle.group.is_idle = True
+    setup.add(6)
+    assert len(setup.step().chunks) == 1 and status(idle) == [WAITING]
+
+
+def test_an_idle_group_that_just_ran_may_be_preempted_in_the_next_step() -> None:
+    setup = Setup(num_blocks=3)
+    a = setup.computed(4)
+    idle = setup.add(2, priority=-1)
+    setup.step(forced=True)
+    idle.group.is_idle = True
+    setup.extend(a)
+    assert [c.sequence for c in setup.step().chunks] == [a]
+    assert status(idle, a) == [WAITING, RUNNING]
+
+
+def test_a_pinned_group_is_not_preempted() -> None:
+    setup = Setup(num_blocks=6)
+    a, b, pinned = setup.computed(4), setup.computed(4), setup.computed(4)
+    pinned.group.num_pins += 1
+    pinned.group.is_idle = True
+    setup.extend(a)
+    setup.step()
+    assert status(a, b, pinned) == [RUNNING, WAITING, RUNNING]
+
+
+def test_no_more_is_preempted_than_needed() -> None:
+    setup = Setup(num_blocks=8)
+    rows = [setup.computed(4) for _ in range(4)]
+    setup.extend(rows[0], num_tokens=4)
+    setup.step()
+    assert status(*rows) == [RUNNING, RUNNING, RUNNING, WAITING]
+
+
+def test_a_preempted_sequence_comes_back_to_what_is_still_cached() -> None:
+    setup = Setup(num_blocks=4)
+    a = setup.computed([1, 2, 3, 4, 5])
+    blocks = setup.table(a)
+    setup.scheduler.preempt(a.group)
+    assert (a.num_computed_tokens, a.num_pending_tokens, setup.scheduler.num_running) == (0, 5, 0)
+    setup.scheduler.free(setup.computed(2))  # takes the plain free block, not a cached one
+    setup.extend(a)
+    assert chunks(setup.step()) == [(1, 4, 2)]
+    assert setup.table(a)[:2] == blocks[:2]
+
+
+def test_a_preempted_group_shares_its_blocks_again() -> None:
+    setup = Setup(num_blocks=16, caching=False)
+    beams = setup.beams(8, 3)
+    setup.extend(*beams)
+    setup.step()
+    in_use = setup.pool.num_in_use
+    assert in_use == 4 + 3
+    setup.scheduler.preempt(beams[0].group)
+    assert setup.pool.num_in_use == 0
+    setup.run()
+    # No prefix cache: what one row has computed, the others take from it.
+    assert setup.pool.num_in_use == in_use and all(s.num_pending_tokens == 0 for s in beams)
+
+
+def test_blocks_that_others_share_are_not_freed_by_preemption() -> None:
+    setup = Setup(num_blocks=4)
+    a = setup.computed([1, 2, 3, 4])
+    b = setup.scheduler.fork(a, setup.scheduler.new_group())
+    other = setup.computed(2)
+    c = setup.add(6, priority=-1)
+    setup.step(forced=True)
+    assert status(a, b, other, c) == [WAITING, WAITING, WAITING, RUNNING]
+    assert setup.scheduler.num_preemptions == 3, "b gave nothing, only a and b together gave two"
+
+
+def test_what_cannot_be_computed_again_is_never_dropped() -> None:
+    setup = Setup(num_blocks=4)
+    a, unknown, irregular = setup.computed(2), setup.computed(2, is_known=False), setup.computed(2)
+    irregular.position_offset = None
+    setup.extend(a, num_tokens=4)
+    with pytest.raises(OutOfBlocksError) as caught:
+        setup.step(forced=True)
+    assert (caught.value.needed, caught.value.free) == (2, 1)
+    assert caught.value.group is a.group and caught.value.swap_outs == []
+    assert status(unknown, irregular) == [RUNNING, RUNNING] and setup.scheduler.num_preemptions == 0
+
+
+# Swap
+
+
+def test_swap_moves_a_group_with_its_sharing() -> None:
+    setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
+    beams = setup.beams(5, 3)
+    setup.extend(*beams)
+    setup.step()
+    before = [setup.table(s) for s in beams]
+    assert setup.pool.num_in_use == 2 + 3
+    swap_outs = setup.scheduler.preempt(beams[0].group)
+    assert len(swap_outs) == 5 and setup.manager.num_swapped_blocks == 5, "a shared block is swapped once"
+    assert status(beams[0]) == [SWAPPED] and setup.scheduler.num_swapped == 3 and setup.scheduler.num_running == 0
+    assert [s.num_computed_tokens for s in beams] == [6, 6, 6], "nothing has to be computed again"
+    to_cpu = dict(swap_outs)
+    assert [setup.table(s) for s in beams] == [[to_cpu[block] for block in table] for table in before]
+    setup.manager.reset_prefix_cache()
+    setup.extend(*beams)
+    step = setup.step()
+    assert len(step.swap_ins) == 5 and chunks(step) == [(s.seq_id, 6, 1) for s in beams]
+    assert setup.pool.num_in_use == 2 + 3 + 3 and setup.manager.num_swapped_blocks == 0
+    assert setup.scheduler.num_swapped_out == setup.scheduler.num_preemptions == 3
+
+
+def test_a_block_that_is_still_cached_is_not_copied_back() -> None:
+    setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
+    a = setup.computed([1, 2, 3, 4, 5])
+    table = setup.table(a)
+    setup.scheduler.preempt(a.group)
+    setup.extend(a)
+    step = setup.step()
+    assert len(step.swap_ins) == 1 and setup.table(a)[:2] == table[:2]
+
+
+def test_what_cannot_be_computed_again_is_swapped() -> None:
+    setup = Setup(num_blocks=4, num_swap_blocks=4)
+    a, opaque = setup.computed(4), setup.computed(4, is_known=False)
+    setup.extend(a)
+    step = setup.step()
+    assert len(step.swap_outs) == 2 and status(a, opaque) == [RUNNING, SWAPPED]
+    assert (setup.scheduler.num_swapped_out, setup.scheduler.num_preemptions) == (1, 1)
+
+
+def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
+    setup = Setup(num_blocks=6, num_swap_blocks=1, prefers_swap=True)
+    a, opaque, known = setup.computed(4), setup.computed(4, is_known=False), setup.computed(4)
+    setup.extend(a)
+    assert setup.step().swap_outs == [] and status(a, opaque, known) == [RUNNING, RUNNING, WAITING]
+
+
+def test_swapped_groups_come_back_before_waiting_ones_are_admitted() -> None:
+    setup = Setup(num_blocks=6, num_swap_blocks=6, prefers_swap=True)
+    a, b = setup.computed(4), setup.computed(4)
+    setup.scheduler.preempt(b.group)
+    setup.computed(2)
+    setup.extend(b)
+    first = setup.add(1, priority=-1)
+    setup.extend(a)
+    assert [c.sequence for c in setup.step().chunks] == [a], "two blocks are free, three and a watermark are needed"
+    assert status(b, first) == [SWAPPED, WAITING], "it would have fitted, but not past a swapped group"
+    setup.scheduler.free(a)
+    assert [c.sequence for c in setup.step().chunks] == [b, first]
+
+
+def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
+    """Its swap-outs come first, and would go to the CPU blocks that the swap-ins read."""
+    setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
+    a, b = setup.computed(4, is_known=False), setup.computed(4, is_known=False)
+    for sequence in (a, b):
+        setup.scheduler.preempt(sequence.group)
+    idle = setup.computed(8, is_known=False)
+    idle.group.is_idle = True
+    setup.extend(a, b)
+    step = setup.step()
+    assert [c.sequence for c in step.chunks] == [a] and len(step.swap_ins) == 2 and step.swap_outs == []
+    step = setup.step()
+    assert [c.sequence for c in step.chunks] == [b] and len(step.swap_outs) == 4
+
+
+def test_a_swapped_group_comes_back_only_with_room_for_its_copies() -> None:
+    """Two rows that write into one shared partial block take a copy and perhaps a block behind it."""
+    setup = Setup(num_blocks=8, block_size=4, num_swap_blocks=8, prefers_swap=True, caching=False)
+    rows = setup.beams(3, 2)
+    setup.scheduler.preempt(rows[0].group)
+    blocker = setup.computed(16, is_known=False)
+    setup.extend(*rows, num_tokens=2)
+    step = setup.step()  # one to swap in, one to copy, two to grow: exactly what is free, but for the watermark
+    assert step.chunks == step.swap_ins == [] and status(rows[0], blocker) == [SWAPPED, RUNNING]
+    step = setup.step(forced=True)
+    assert len(step.chunks) == 2 and len(step.swap_ins) == 1 and len(step.block_copies) == 1
+    assert setup.pool.num_free == 0 and status(blocker) == [RUNNING]
+
+
+def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -> None:
+    setup = Setup(num_blocks=5, num_swap_blocks=5, prefers_swap=True)
+    rows = setup.beams(6, 2)
+    setup.extend(*rows)
+    setup.run()  # three blocks shared, one each
+    setup.scheduler.preempt(rows[0].group)
+    for row in rows:
+        row.is_wanted = False
+    setup.extend(*rows, num_tokens=2)
+    assert setup.step().chunks == []
+    for _ in range(8):
+        for chunk in setup.step(forced=True).chunks:
+            chunk.sequence.is_wanted = chunk.sequence.num_pending_tokens > 0
+        if not setup.scheduler.has_work:
+            break
+    assert not setup.scheduler.has_work, "both rows had their turn"
+
+
+def test_a_row_of_a_swapped_group_may_end_or_begin_anew() -> None:
+    setup = Setup(num_swap_blocks=16, prefers_swap=True)
+    rows = setup.beams(5, 3)
+    setup.scheduler.preempt(rows[0].group)
+    setup.scheduler.crop(rows[0], 0)
+    setup.scheduler.free(rows[1])
+    setup.extend(*(rows[0], rows[2]))
+    setup.run()
+    assert [s.num_computed_tokens for s in (rows[0], rows[2])] == [1, 6]
+    setup.manager.check_invariants()
+
+
+def test_a_swapped_group_left_with_nothing_computed_is_a_waiting_one() -> None:
+    setup = Setup(budget=4, num_swap_blocks=16, prefers_swap=True)
+    group = setup.scheduler.new_group()
+    first, second = setup.add(6, group=group), setup.add(3, group=group)
+    setup.step()
+    setup.scheduler.preempt(group)
+    assert group.status is SWAPPED
+    setup.scheduler.free(first)
+    assert group.status is WAITING and setup.manager.num_swapped_blocks == 0
+    assert chunks(setup.step()) == [(second.seq_id, 0, 3)]
+
+
+def test_swap_in_now_and_make_room() -> None:
+    setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
+    a = setup.computed(6)
+    swap_outs = setup.scheduler.make_room(3, [])
+    assert len(swap_outs) == 3 and status(a) == [SWAPPED]
+    b = setup.computed(4)
+    assert setup.scheduler.make_room(4, [b.group]) == [] and status(b) == [RUNNING]
+    b.group.num_pins += 1
+    with pytest.raises(OutOfBlocksError) as caught:
+        setup.scheduler.swap_in_now(a.group)
+    assert caught.value.group is a.group and status(a) == [SWAPPED]
+    b.group.num_pins -= 1
+    setup.scheduler.free(b)
+    step = setup.scheduler.swap_in_now(a.group)
+    assert status(a) == [RUNNING] and step.chunks == [] and setup.pool.num_in_use == 3
+
+
+def test_preempt_all_is_all_or_nothing() -> None:
+    setup = Setup(num_swap_blocks=16)
+    a, b, opaque = setup.computed(2), setup.computed(2), setup.computed(2, is_known=False)
+    assert setup.scheduler.preempt_all() == 1
+    assert setup.scheduler.num_preemptions == 0 and status(a, b, opaque) == [RUNNING] * 3
+    setup.scheduler.free(opaque)
+    a.group.num_pins = 1
+    assert setup.scheduler.preempt_all() == 1 and status(a, b) == [RUNNING] * 2
+    a.group.num_pins = 0
+    assert setup.scheduler.preempt_all() == 0
+    assert status(a, b) == [WAITING] * 2 and setup.pool.num_in_use == setup.scheduler.num_running == 0
+
+
+# Forced steps
+
+
+def test_forced_runs_the_first_in_line_whoever_has_to_go() -> None:
+    setup = Setup(num_blocks=4)
+    older, newer = setup.computed(4), setup.computed(4)
+    c = setup.add(8)
+    assert setup.step().chunks == []
+    step = setup.step(forced=True)
+    assert chunks(step) == [(c.seq_id, 0, 8)] and status(older, newer) == [WAITING, WAITING]
+
+
+def test_forced_is_for_the_first_one_only() -> None:
+    setup = Setup(num_blocks=6)
+    idle_older = setup.computed(4)  # nobody waits for it, but it is not idle either
+    a, b = setup.computed(4), setup.computed(4)
+    setup.extend(a, b)
+    step = setup.step(forced=True)
+    assert [c.sequence for c in step.chunks] == [a], "b may not take from an older group"
+    assert status(idle_older, a, b) == [RUNNING, RUNNING, WAITING]
+
+
+def test_a_group_that_does_not_fit_as_a_whole_runs_row_by_row() -> None:
+    setup = Setup(num_blocks=4)
+    rows = setup.beams(6, 3)
+    setup.extend(*rows, num_tokens=2)
+    done = []
+    for _ in range(9):
+        step = setup.step()
+        step = step if step.chunks else setup.step(forced=True)
+        for chunk in step.chunks:
+            if chunk.sequence.num_pending_tokens == 0:
+                done.append(chunk.sequence)
+                chunk.sequence.is_wanted = False  # its logits are out
+        if not setup.scheduler.has_work:
+            break
+    assert done == rows
+
+
+def test_rows_of_a_pinned_group_are_not_dropped_for_each_other() -> None:
+    setup = Setup(num_blocks=4)
+    rows = setup.beams(6, 2)
+    rows[0].group.num_pins += 1
+    setup.extend(*rows, num_tokens=2)
+    assert chunks(setup.step(forced=True)) == [(rows[0].seq_id, 6, 2)], "there is room for one"
+    rows[0].is_wanted = False
+    with pytest.raises(OutOfBlocksError) as caught:
+        setup.step(forced=True)
+    assert caught.value.group is rows[0].group and caught.value.needed > caught.value.free == 0
+    assert [s.num_computed_tokens for s in rows] == [8, 6]
+
+
+def test_out_of_blocks_leaves_a_waiting_group_waiting() -> None:
+    setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
+    setup.scheduler.free(setup.computed([1, 2, 3, 4]))
+    pinned, other = setup.computed(2, is_known=False), setup.computed(2)
+    pinned.group.num_pins += 1
+    big = setup.add([1, 2, 3, 4, *range(10, 20)])
+    with pytest.raises(OutOfBlocksError) as caught:
+        setup.step(forced=True)
+    assert caught.value.group is big.group and (caught.value.needed, caught.value.free) == (7, 3)
+    assert len(caught.value.swap_outs) == 1 and status(big, other) == [WAITING, SWAPPED], "its swap has to be executed"
+    assert setup.table(big) == [] and not setup.scheduler.is_in_flight(big.group)
+    setup.scheduler.free(big)
+    setup.manager.check_invariants()
+
+
+def test_nothing_to_do() -> None:
+    setup = Setup()
+    assert not setup.scheduler.has_work
+    for forced in (False, True):
+        assert setup.step(forced=forced) == SchedulerOutput()
+
+
+# Idle time, crop, undo, nested steps
+
+
+def test_a_renewed_group_is_the_newest() -> None:
+    setup = Setup(num_blocks=6)
+    a, b, c = setup.computed(4), setup.computed(4), setup.computed(4)
+    setup.scheduler.renew(a.group)
+    assert [g.order for g in setup.scheduler.groups] == sorted(g.order for g in setup.scheduler.groups)
+    setup.extend(a, b)
+    assert [x.sequence for x in setup.step().chunks] == [b]
+    assert status(a, b, c) == [WAITING, RUNNING, RUNNING]
+
+
+def test_crop_in_every_state() -> None:
+    setup = Setup(num_swap_blocks=16, prefers_swap=True)
+    waiting, running, swapped = setup.computed([1] * 6), setup.computed([2] * 6), setup.computed([3] * 6)
+    setup.scheduler.preempt(waiting.group, allow_swap=False)
+    setup.scheduler.preempt(swapped.group)
+    for sequence in (waiting, running, swapped):
+        setup.scheduler.crop(sequence, 3)
+    assert [s.num_tokens for s in (waiting, running, swapped)] == [3, 3, 3]
+    assert [s.num_computed_tokens for s in (waiting, running, swapped)] == [0, 3, 3]
+    assert [len(setup.table(s)) for s in (waiting, running, swapped)] == [0, 2, 2]
+    assert setup.manager.num_swapped_blocks == 2
+    setup.extend(waiting, running, swapped, num_tokens=3)
+    setup.run()
+    assert [s.token_ids for s in (waiting, running, swapped)] == [[i] * 3 + [500, 501, 502] for i in (1, 2, 3)]
+    again = setup.add([1, 1, 1, 1, 1, 1, 1])
+    assert chunks(setup.step()) == [(again.seq_id, 6, 1)], (
+        "the waiting one's old blocks are cached under its old tokens"
+    )
+    fresh = setup.add([2, 2, 2, 500, 501, 502, 0])
+    assert chunks(setup.step()) == [(fresh.seq_id, 6, 1)]
+
+
+@pytest.mark.parametrize("where", [WAITING, RUNNING, SWAPPED])
+def test_crop_to_nothing_and_free(where: SequenceStatus) -> None:
+    setup = Setup(num_swap_blocks=16, prefers_swap=where is SWAPPED)
+    a = setup.computed(5)
+    if where is not RUNNING:
+        setup.scheduler.preempt(a.group)
+    setup.scheduler.crop(a, 0)
+    assert (a.num_tokens, a.num_computed_tokens, a.token_ids, a.group.status) == (0, 0, [], WAITING)
+    assert setup.pool.num_in_use == setup.manager.num_swapped_blocks == 0
+    setup.extend(a, num_tokens=2)
+    assert chunks(setup.step()) == [(a.seq_id, 0, 2)]
+    setup.scheduler.free(a)
+    assert list(setup.scheduler.groups) == [] and setup.pool.num_in_use == setup.scheduler.num_running == 0
+
+
+def test_undo_takes_back_the_slots_of_a_step() -> None:
+    setup = Setup()
+    a, b = setup.computed(3), setup.computed([0, 1, 2, 3])
+    child = setup.scheduler.fork(a, setup.scheduler.new_group())
+    c = setup.add([0, 1, 2, 3, 4, 5, 6])
+    d = setup.add(2)
+    shared = setup.table(a)
+    setup.extend(a, num_tokens=2)
+    setup.extend(b)
+    step = setup.scheduler.schedule()
+    assert len(step.chunks) == 4
+    setup.scheduler.undo(step)
+    setup.manager.check_invariants()
+    assert [setup.manager.num_tokens(s.seq_id) for s in (a, b, c, d, child)] == [3, 4, 4, 0, 3]
+    assert [s.num_computed_tokens for s in (a, b, c, d, child)] == [3, 4, 4, 0, 3]
+    assert status(c, d) == [RUNNING, WAITING] and not setup.scheduler.is_in_flight(a.group)
+    # The copy was made, so the sequence keeps it.
+    assert setup.table(child) == shared and setup.table(a) == [shared[0], step.block_copies[0][1]]
+    again = setup.step()
+    assert chunks(again) == chunks(step) and again.block_copies == []
+
+
+def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
+    setup = Setup(num_blocks=6)
+    a, b, other = setup.computed(4), setup.computed(2), setup.computed(4)
+    setup.extend(a, b)
+    setup.scheduler.preempt(other.group)
+    outer = setup.scheduler.schedule()
+    tables = [setup.table(s) for s in (a, b)]
+    inner = setup.add(2, priority=-1)
+    assert chunks(setup.step(forced=True)) == [(inner.seq_id, 0, 2)]
+    setup.add(8, priority=-1)
+    with pytest.raises(OutOfBlocksError):
+        setup.scheduler.schedule(forced=True)
+    assert [setup.table(s) for s in (a, b)] == tables and setup.scheduler.is_in_flight(a.group)
+    assert [s.num_pending_tokens for s in (a, b)] == [1, 1]
+    setup.scheduler.update(outer)
+    assert [s.num_pending_tokens for s in (a, b)] == [0, 0] and not setup.scheduler.is_in_flight(b.group)
+
+
+def test_tokens_that_somebody_else_computed() -> None:
+    setup = Setup()
+    a = setup.computed(3)
+    setup.manager.append([(a.seq_id, 2)])
+    a.token_ids = None
+    setup.scheduler.extend_computed(a, 2)
+    assert (a.num_tokens, a.num_computed_tokens, a.group.status) == (5, 5, RUNNING)
+    empty = setup.scheduler.new_sequence()
+    setup.manager.append([(empty.seq_id, 2)])
+    setup.scheduler.extend_computed(empty, 2)
+    assert setup.scheduler.num_running == 2 and not setup.scheduler.has_work
+
+
+# Cost
+
+
+class CountingManager(BlockManager):
+    """Counts calls of all methods."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: Counter[str] = Counter()
+        super().__init__(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if callable(found) and not name.startswith("_") and name != "calls":
+            self.calls[name] += 1
+        return found
+
+
+class CountedGroups(dict[int, SequenceGroup]):
+    """A queue that must not be walked through."""
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        raise AssertionError("all waiting groups were looked at")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+def test_a_step_costs_what_runs_not_what_waits() -> None:
+    costs = []
+    for num_waiting in (10, 100_000):
+        setup = Setup(num_blocks=40, num_swap_blocks=40)
+        setup.manager.__class__ = CountingManager
+        setup.manager.calls = Counter()  # type: ignore[attr-defined]
+        running = [setup.computed(4) for _ in range(4)]
+        for sequence in running:
+            sequence.is_wanted = True
+        for _ in range(num_waiting):
+            setup.add([9] * 72)
+        setup.scheduler._waiting = CountedGroups(setup.scheduler._waiting)
+        calls = setup.manager.calls  # type: ignore[attr-defined]
+        before = calls.total()
+        for _ in range(12):
+            setup.extend(*running)
+            assert setup.scheduler.has_work
+            step = setup.scheduler.schedule()
+            assert len(step.chunks) == 4
+            setup.scheduler.update(step)
+        costs.append(calls.total() - before)
+    assert costs[0] == costs[1] < 12 * 60

@@ -1,0 +1,1195 @@
+"""Random requests through Scheduler and BlockManager, with memories and a "model" that notice every token gone wrong.
+
+`World` plays the engine: requests arrive, steps run, finish, fail or run inside one another, callers give up. The model
+that computes a token's K/V is a hash of the token, of its position and of what the *memory* holds for the token before
+it, read through the block table. So a missed copy, a block given away too early, a stale prefix hit, a swap to the
+wrong place or a chunk that does not continue where the last one ended shows as a sequence that does not read back what
+it should hold.
+
+Two drivers share it: hypothesis, which shrinks what it finds, and a seeded random walk, which goes far.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from event_ledger import Ledger
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+
+NUM_RANDOM_STEPS = 300_000
+CALLS_PER_EPISODE = 400
+STEPS_BETWEEN_CHECKS = 24  # of the whole state, in the random walk; what a step touches is checked in every step
+MAX_ROWS = 10
+MAX_LENGTH = 28
+
+WAITING, RUNNING, SWAPPED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence and what must become of it.
+
+    Attributes:
+        inputs: Its tokens; one whose id nobody was told is a number of its own.
+        values: Their K/V.
+        has_logits: Whether the logits of its last token were handed out.
+        target: Length at which it ends, if the engine samples it.
+    """
+
+    sequence: Sequence
+    request: Request
+    inputs: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    has_logits: bool = True
+    target: int = 0
+
+    def copy(self, sequence: Sequence) -> Row:
+        return Row(sequence, self.request, self.inputs.copy(), self.values.copy(), self.has_logits, self.target)
+
+
+@dataclass(eq=False)
+class Request:
+    """Somebody's rows.
+
+    Attributes:
+        kind: "samples": rows that grow independently of each other; "beams": rows that grow together, each from any of
+            them; "cache": rows of a cache, whose caller runs one forward after another.
+        num_rows: How many rows the prompt is forked to.
+        forwards: How many forwards more a caller will run.
+    """
+
+    kind: str
+    num_rows: int = 1
+    forwards: int = 0
+    key: int = 0
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        return list({row.sequence.group.arrival: row.sequence.group for row in self.rows}.values())
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether it is a cache between two forwards."""
+        return self.kind == "cache" and all(row.has_logits for row in self.rows)
+
+
+class WatchedScheduler(Scheduler):
+    """Counts what can't be seen from outside."""
+
+    events: Counter[str]
+    split: set[SequenceGroup]  # by the last `schedule`
+
+    def _preempt_for(self, group, step):  # type: ignore[no-untyped-def]
+        found = super()._preempt_for(group, step)
+        self.events["left out until tokens are known"] += step.needs_tokens
+        return found
+
+    def _is_being_computed(self, step, sequence):  # type: ignore[no-untyped-def]
+        is_deferred = super()._is_being_computed(step, sequence)
+        self.events["deferral"] += is_deferred
+        return is_deferred
+
+    def _run_part(self, step, group):  # type: ignore[no-untyped-def]
+        num_before = len(step.output.chunks)
+        self.split.add(group)
+        is_running = super()._run_part(step, group)
+        num_rows, num_wanted = (
+            len(step.output.chunks) - num_before,
+            sum(s.num_wanted_tokens > 0 for s in group.sequences),
+        )
+        self.events["one row of a group"] += 1 == num_rows < num_wanted
+        self.events["some rows of a group"] += 1 < num_rows < num_wanted
+        return is_running
+
+
+@dataclass
+class Before:
+    """What `schedule` found."""
+
+    status: dict[SequenceGroup, SequenceStatus]
+    waiting: list[SequenceGroup]
+    computed: dict[Row, int]
+    fixed: dict[Row, list[int]]
+
+
+class World:
+    """Scheduler, manager and memories, and operations whose arguments are any small integers."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_num_seqs: int,
+        num_swap_blocks: int = 0,
+        caching: bool = True,
+        overlaps: bool = False,
+    ) -> None:
+        self.rng = rng
+        self.overlaps = overlaps
+        # Of each step in flight: rows with tokens that the device has chosen, and with what (None: it was the last).
+        self.expected: list[list[tuple[Row, int | None]]] = []
+        self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
+        self.scheduler = WatchedScheduler(
+            self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
+        )
+        self.events = self.scheduler.events = Counter()
+        self.ledger = Ledger()
+        self.pool = self.manager.pool
+        self.block_size = block_size
+        self.budget = budget
+        self.max_num_seqs = max_num_seqs
+        self.max_length = min(MAX_LENGTH, num_blocks * block_size)
+        self.requests: list[Request] = []
+        self.rows: dict[Sequence, Row] = {}
+        self.pinned: list[SequenceGroup] = []
+        self.in_flight: dict[Row, list[int]] = {}  # rows of the steps that are running, with their tables
+        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.cpu_slots: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
+        self.history: list[list[int]] = [[]]  # tokens of what was freed lately: prompts worth asking for again
+        self.next_unknown = 1_000_000
+        self.num_steps = 0
+        self.steps_since_logits = 0
+
+    # Operations. Each is complete: whatever the arguments, it does something that must be answered rightly.
+
+    def submit(
+        self,
+        kind: str,
+        source: int,
+        cut: int,
+        added: list[int],
+        num_rows: int = 1,
+        grows: int = 4,
+        key: int = 0,
+        priority: int = 0,
+        batch_key: int = 0,
+        is_opaque: bool = False,
+        keeps_logits: bool = True,
+    ) -> Request | None:
+        """A request arrives.
+
+        Args:
+            source, cut, added: Its prompt: the beginning of an earlier one, without its last `cut` tokens, and more.
+            grows: Tokens (or forwards) to come.
+            is_opaque: The prompt is given as embeddings (only by callers).
+            keeps_logits: Whether only the last token's logits are wanted: the prefix may come from the cache.
+        """
+        if len(self.rows) + num_rows > MAX_ROWS:
+            return None
+        known = [*self.history, *(row.inputs for row in self.rows.values())]
+        beginning = known[source % len(known)]
+        prompt = [token for token in beginning[: max(0, len(beginning) - cut)] if token < 1000] + added
+        prompt = prompt[: self.max_length - 1] or added[:1]
+        request = Request(kind, num_rows, grows, key)
+        self.requests.append(request)
+        one_group = kind != "cache" or bool(grows % 2)  # rows of a cache may be in one group, or each in its own
+        group = None
+        for index in range(num_rows if kind == "cache" else 1):
+            if group is None or not one_group:
+                group = self.scheduler.new_group(priority, batch_key, request)
+            row = Row(self.scheduler.new_sequence(group), request)
+            row.sequence.extra_key = (key,)
+            row.target = min(len(prompt) + grows, self.max_length)
+            request.rows.append(row)
+            self.rows[row.sequence] = row
+            self._extend(row, prompt[index:] or prompt, is_opaque and kind == "cache")
+            row.sequence.logits_from = row.sequence.num_tokens - 1 if keeps_logits else 0
+        return request
+
+    def forward(self, pick: int, added: list[int], is_opaque: bool) -> None:
+        """A caller's next forward over its cache."""
+        request = self._pick_thinking(pick)
+        if request is None:
+            return
+        for group in request.groups:
+            if group.is_idle:
+                self.scheduler.renew(group)
+                group.is_idle = False
+                self.events["renewal"] += 1
+        for row in request.rows:
+            if len(row.inputs) + len(added) > self.max_length:
+                self._end(request)
+                return
+        if is_opaque and any(row.sequence.num_pending_tokens for row in request.rows):
+            is_opaque = False  # the engine would have to bring them back first
+        request.forwards -= 1
+        for row in request.rows:
+            self._extend(row, added, is_opaque)
+            row.sequence.logits_from = max(0, row.sequence.num_tokens - 1)
+
+    def lay_aside(self, pick: int) -> None:
+        """A caller keeps its cache for later."""
+        request = self._pick_thinking(pick)
+        for group in request.groups if request is not None else ():
+            group.is_idle = True
+
+    def crop(self, pick: int, cut: int) -> None:
+        request = self._pick_thinking(pick)
+        if request is None:
+            return
+        row = request.rows[cut % len(request.rows)]
+        num_tokens = max(0, len(row.inputs) - cut)
+        self.events[f"crop while {row.sequence.group.status}"] += num_tokens < len(row.inputs)
+        self.scheduler.crop(row.sequence, num_tokens)
+        del row.inputs[num_tokens:], row.values[num_tokens:]
+
+    def fork(self, pick: int) -> None:
+        """A copy of a cache: its rows share the blocks and go their own ways."""
+        request = self._pick_thinking(pick)
+        if request is None or len(self.rows) + len(request.rows) > MAX_ROWS:
+            return
+        copy = Request("cache", request.num_rows, request.forwards, request.key)
+        self.requests.append(copy)
+        for row in request.rows:
+            parent = row.sequence.group
+            self.events[f"fork while {parent.status}"] += 1
+            group = self.scheduler.new_group(parent.priority, parent.batch_key, copy)
+            child = row.copy(self.scheduler.fork(row.sequence, group))
+            child.request = copy
+            copy.rows.append(child)
+            self.rows[child.sequence] = child
+
+    def reorder(self, pick: int) -> None:
+        """`reorder_cache`: every row continues the first one."""
+        request = self._pick_thinking(pick)
+        if request is None or len({id(row.sequence.group) for row in request.rows}) > 1:
+            return
+        for row in request.rows[1:]:
+            self._replace(row, request.rows[0])
+
+    def pin(self, pick: int) -> None:
+        """Somebody reads keys and values: the group stays where it is meanwhile."""
+        if len(self.pinned) < 2 and (groups := [g for g in self.scheduler.groups if g.status is RUNNING]):
+            group = groups[pick % len(groups)]
+            group.num_pins += 1
+            self.pinned.append(group)
+
+    def unpin(self) -> None:
+        if self.pinned:
+            self.pinned.pop(0).num_pins -= 1
+
+    def cancel(self, pick: int) -> None:
+        """Whoever waits gives up, in whatever state the request is."""
+        candidates = [r for r in self.requests if not self._is_in_flight(r)]
+        if not candidates:
+            return
+        request = candidates[pick % len(candidates)]
+        state = "idle" if request.is_thinking else str(request.rows[0].sequence.group.status)
+        self.events[f"cancel while {state}"] += 1
+        self._end(request)
+
+    def drop_row(self, pick: int) -> None:
+        """One of several rows ends before the others."""
+        candidates = [r for r in self.requests if r.kind != "beams" and len(r.rows) > 1 and not self._is_in_flight(r)]
+        if candidates:
+            row = candidates[pick % len(candidates)].rows[pick // 2 % 2]
+            self.events[f"row dropped while {row.sequence.group.status}"] += 1
+            self._free(row)
+
+    def give_up(self, pick: int) -> None:
+        """A caller's forward is interrupted: nobody waits any more, and the scheduler isn't told before it is asked."""
+        candidates = [r for r in self.requests if r.kind == "cache" and not r.is_thinking and not self._is_in_flight(r)]
+        if not candidates:
+            return
+        self._stop_waiting(candidates[pick % len(candidates)].rows)
+        self.events["forward interrupted"] += 1
+
+    def reset_prefix_cache(self) -> None:
+        self.manager.reset_prefix_cache()
+
+    def make_room(self, num_blocks: int) -> None:
+        """Somebody needs blocks outside of a step."""
+        self.settle()
+        kept = [request for request in self.requests if request.is_thinking][:1]
+        protected = [group for request in kept for group in request.groups]
+        before = {row: self._table(row) for request in kept for row in request.rows}
+        self._execute_copies(SchedulerOutput(swap_outs=self.scheduler.make_room(num_blocks, protected)))
+        assert before == {row: self._table(row) for row in before}, "a protected group was preempted"
+        if self.pool.num_free < num_blocks:
+            assert not self._preemptible(protected), "some could have been preempted"
+
+    def swap_in_now(self, pick: int) -> None:
+        """A swapped cache is read."""
+        self.settle()
+        swapped = [g for g in self.scheduler.groups if g.status is SWAPPED]
+        if not swapped:
+            return
+        group = swapped[pick % len(swapped)]
+        try:
+            step = self.scheduler.swap_in_now(group)
+        except OutOfBlocksError as error:
+            assert error.group is group and group.status is SWAPPED
+            self._execute_copies(SchedulerOutput(swap_outs=error.swap_outs))
+        else:
+            assert group.status is RUNNING
+            self.events["swapped in at once"] += 1
+            self._execute_copies(step)
+
+    def grow_opaque(self, pick: int, num_tokens: int) -> None:
+        """Keys and values of a cache come from a forward that the engine doesn't drive."""
+        self.settle()
+        request = self._pick_thinking(pick)
+        if request is None or any(
+            row.sequence.num_pending_tokens
+            or row.sequence.group.status is SWAPPED
+            or len(row.inputs) + num_tokens > self.max_length
+            for row in request.rows
+        ):
+            return
+        requests = [(row.sequence.seq_id, num_tokens) for row in request.rows]
+        need = self.manager.append_need(requests)
+        swap_outs = self.scheduler.make_room(need, request.groups)
+        self._execute_copies(SchedulerOutput(swap_outs=swap_outs))
+        try:
+            copies = self.manager.append(requests)
+        except OutOfBlocksError:
+            assert not self._preemptible(request.groups), "some could have been preempted"
+            return
+        self._execute_copies(SchedulerOutput(block_copies=copies))
+        for row in request.rows:
+            sequence, start = row.sequence, len(row.inputs)
+            self._extend(row, [0] * num_tokens, is_opaque=True)
+            self._stop_waiting([row])
+            sequence.token_ids, sequence.num_tokens = None, start
+            self._write_tokens(row, start, num_tokens)
+            self.scheduler.extend_computed(sequence, num_tokens)
+        self.events["grown from outside"] += 1
+
+    def release(self) -> None:
+        """The pool's memory is given back, unless something in it can't be computed again."""
+        self.settle()
+        holders = [group for group in self.scheduler.groups if group.status is not WAITING]
+        fixed = [g for g in holders if g.num_pins or self.scheduler.is_in_flight(g) or not g.is_reproducible]
+        before = (self.pool.num_in_use, self.manager.num_swapped_blocks)
+        assert self.scheduler.preempt_all() == sum(len(group.sequences) for group in fixed)
+        assert (self.pool.num_in_use, self.manager.num_swapped_blocks) == (before if fixed else (0, 0))
+        if not fixed:
+            self.events["release of a filled pool"] += bool(holders)
+            self.manager.reset_prefix_cache()
+            self.slots = [[None] * self.block_size for _ in self.slots]
+
+    # A step
+
+    def step(self, failing: bool = False, nested: bool = False, max_tokens: int | None = None) -> bool:
+        """What the engine's worker does; False if nothing could run.
+
+        `failing`: it raises in the model; `nested`: a hook in the model runs steps of its own.
+        """
+        if nested:
+            self.settle()
+        step = self._schedule(max_tokens=max_tokens)
+        if step is None:
+            return True
+        if not step.chunks:
+            if self.settle():
+                return True
+            if not self.scheduler.has_work:
+                self._check_nothing_waits()
+                return False
+            step = self._schedule(forced=True, max_tokens=max_tokens)
+            if step is None:
+                return True
+            assert step.chunks, "nothing runs although everybody may be preempted"
+            self.events["forced"] += 1
+        if failing:
+            self._fail(step)
+        else:
+            self._run(step, nested)
+            self.settle(num_kept=1)
+        return True
+
+    def settle(self, num_kept: int = 0) -> bool:
+        """The host gets to know tokens; some are ends that nobody foresaw."""
+        is_any = len(self.expected) > num_kept
+        while len(self.expected) > num_kept:
+            for row, token in self.expected.pop(0):
+                sequence = row.sequence
+                if sequence not in self.rows:
+                    continue  # cancelled, or ended one step earlier
+                if token is None or self.rng.random() < 0.1:
+                    self.events["ended while it ran"] += token is not None and sequence.num_computed_tokens > len(
+                        sequence.token_ids or []
+                    )
+                    self._free(row)
+                    if not row.request.rows:
+                        self.requests.remove(row.request)
+                else:
+                    self.scheduler.reveal_token(sequence, token)
+        return is_any
+
+    def _schedule(
+        self, forced: bool = False, only: Request | None = None, max_tokens: int | None = None
+    ) -> SchedulerOutput | None:
+        """The next step, its copies executed; `None`: somebody does not fit and was failed."""
+        before, self.scheduler.split = self._before(), set()
+        preemptions, swapped_out = self.scheduler.num_preemptions, self.scheduler.num_swapped_out
+        try:
+            step = self.scheduler.schedule(forced=forced, only=only, max_tokens=max_tokens)
+        except OutOfBlocksError as error:
+            assert forced
+            self._check_out_of_blocks(error, before)
+            return None
+        self.num_steps += 1
+        swapped = self.scheduler.num_swapped_out - swapped_out
+        assert step.num_preempted == self.scheduler.num_preemptions - preemptions
+        self.events["preemption by swap"] += swapped
+        self.events["preemption by recomputation"] += step.num_preempted - swapped
+        self.events["group rescheduled"] += bool(step.num_preempted and step.chunks)
+        self._check_step(step, before, forced, only, max_tokens)
+        self._execute_copies(step)
+        return step
+
+    def _execute_copies(self, step: SchedulerOutput) -> None:
+        slots, cpu_slots = self.slots, self.cpu_slots
+        for source, destination in step.swap_outs:
+            cpu_slots[destination] = slots[source].copy()
+        for source, destination in step.swap_ins:
+            slots[destination] = cpu_slots[source].copy()
+        self.events["swap-in"] += len(step.swap_ins)
+        if step.block_copies:
+            destinations = [destination for _, destination in step.block_copies]
+            assert len(set(destinations)) == len(destinations)
+            self.events["copy-on-write"] += len(destinations)
+            content = [slots[source].copy() for source, _ in step.block_copies]
+            for destination, copied in zip(destinations, content):
+                slots[destination] = copied
+        for block_id in step.new_blocks:
+            slots[block_id] = [0] * self.block_size
+
+    def _run(self, step: SchedulerOutput, nested: bool = False) -> None:
+        self._write(step)
+        if nested and not self.in_flight:
+            self._step_inside(step)
+        self._check_written(step)
+        self.scheduler.update(step)
+        for chunk in step.chunks:
+            assert chunk.sequence.num_computed_tokens == chunk.start + chunk.num_tokens
+            assert not self.scheduler.is_in_flight(chunk.sequence.group)
+        self._deliver(step)
+
+    def _write(self, step: SchedulerOutput) -> None:
+        """Runs the model: all of a chunk's context is read from the memory."""
+        for sequence, start, num_tokens in step.chunks:
+            row = self.rows[sequence]
+            assert self._stored(row, start) == row.values[:start], "the context of a chunk is wrong"
+            self._write_tokens(row, start, num_tokens)
+
+    def _write_tokens(self, row: Row, start: int, num_tokens: int) -> None:
+        size, slots, known = self.block_size, self.slots, row.sequence.token_ids
+        table = self.manager.block_table(row.sequence.seq_id)
+        previous = row.values[start - 1] if start else None
+        for index in range(start, start + num_tokens):
+            block_id = table[index // size]
+            assert self.pool.is_plain(block_id), "a block that is shared or findable is written"
+            token = row.inputs[index] if known is None or index >= len(known) else known[index]
+            previous = slots[block_id][index % size] = _value(previous, token, index, row.request.key)
+
+    def _check_written(self, step: SchedulerOutput) -> None:
+        for sequence, start, num_tokens in step.chunks:
+            row, end = self.rows[sequence], start + num_tokens
+            assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
+
+    def _step_inside(self, outer: SchedulerOutput) -> None:
+        """A hook inside the model's forward runs steps of its own, which must take nothing from the running one."""
+        groups = {chunk.sequence.group.arrival: chunk.sequence.group for chunk in outer.chunks}.values()
+        rows = [self.rows[sequence] for group in groups for sequence in group.sequences]
+        self.in_flight = {row: self._table(row) for row in rows}
+        computed = {row: row.sequence.num_computed_tokens for row in rows}
+        request = self.submit("cache", self.rng.randrange(8), 1, [0, 1, 1], batch_key=self.rng.randrange(2))
+        for _ in range(6):
+            if request is None or request not in self.requests or request.is_thinking or not self.step():
+                break
+            self.events["step inside a step"] += 1
+        if request in self.requests and not self._is_in_flight(request):
+            self._end(request)
+        for row in rows:
+            assert self.scheduler.is_in_flight(row.sequence.group)
+            assert self._table(row) == self.in_flight[row], "a running step lost its blocks"
+            assert row.sequence.num_computed_tokens == computed[row]
+        self.in_flight = {}
+
+    def _fail(self, step: SchedulerOutput) -> None:
+        """A step raises after its copies and some of its writes; then its owners run by themselves."""
+        for chunk in step.chunks[::2]:
+            self._write(SchedulerOutput(chunks=[chunk]))
+        self.scheduler.undo(step)
+        self.events["undo"] += 1
+        self.settle()
+        for chunk in step.chunks:
+            assert not self.scheduler.is_in_flight(chunk.sequence.group)
+            if chunk.sequence in self.rows:
+                assert self.manager.num_tokens(chunk.sequence.seq_id) == chunk.start
+                assert chunk.sequence.num_computed_tokens == chunk.start
+        self.check()
+        if len(step.chunks) < 2:
+            return
+        for owner in {id(c.sequence.group.owner): c.sequence.group.owner for c in step.chunks}.values():
+            assert isinstance(owner, Request)
+            again = self._schedule(only=owner)
+            if again is not None and again.chunks:
+                self.events["step of one owner"] += 1
+                self._run(again)
+                self.settle()
+
+    def _deliver(self, step: SchedulerOutput) -> None:
+        """Hands out logits, and the tokens that follow from them."""
+        delivered: dict[Request, list[Row]] = {}
+        for sequence, _, _ in step.chunks:
+            row = self.rows[sequence]
+            if sequence.num_computed_tokens == sequence.num_tokens and not row.has_logits:
+                row.has_logits = True
+                if row.request.kind != "samples":
+                    sequence.is_wanted = False
+                delivered.setdefault(row.request, []).append(row)
+        if self.overlaps:
+            self.expected.append([])
+        self.steps_since_logits = 0 if delivered else self.steps_since_logits + 1
+        # Recomputing every live token, one a step, is the most that may lie between two rows' logits.
+        limit = 60 + 3 * sum(len(row.inputs) for row in self.rows.values())
+        assert self.steps_since_logits <= limit, "livelock"
+        for request, rows in delivered.items():
+            if request.kind == "samples":
+                self._grow_samples(request, rows)
+            elif request.kind == "beams" and all(row.has_logits for row in request.rows):
+                self._grow_beams(request)
+
+    def _grow_samples(self, request: Request, rows: list[Row]) -> None:
+        if len(request.rows) < request.num_rows:
+            rows = [*rows, *(self._fork_row(rows[0]) for _ in range(request.num_rows - 1))]
+            request.num_rows = 1
+        for row in rows:
+            if self.overlaps:
+                self._expect(row)
+            elif len(row.inputs) >= row.target:
+                self._free(row)
+            else:
+                self._extend(row, [self.rng.randrange(2)])
+        if not request.rows:
+            self.requests.remove(request)
+
+    def _expect(self, row: Row) -> None:
+        """The device has chosen the row's next token; the host knows only whether there is to be another one."""
+        sequence, token = row.sequence, self.rng.randrange(2)
+        if len(row.inputs) >= row.target:
+            sequence.is_wanted = False
+            self.expected[-1].append((row, None))
+            return
+        row.values.append(_value(row.values[-1], token, len(row.inputs), row.request.key))
+        row.inputs.append(token)
+        row.has_logits = False
+        self.scheduler.expect_token(sequence)
+        self.expected[-1].append((row, token))
+
+    def _grow_beams(self, request: Request) -> None:
+        if len(request.rows[0].inputs) >= request.rows[0].target:
+            self._end(request)
+            return
+        parents = [self.rng.choice(request.rows) for _ in range(request.num_rows)]
+        old = request.rows.copy()
+        children = [self._fork_row(parent) for parent in parents]
+        for row in old:
+            self._free(row)
+        for child in children:
+            self._extend(child, [self.rng.randrange(2)])
+
+    # What must hold
+
+    def check(self) -> None:
+        """The whole state, between steps."""
+        self.manager.check_invariants()
+        self.ledger.follow(self.manager)
+        for row in self.rows.values():
+            sequence = row.sequence
+            assert sequence.num_tokens == len(row.inputs)
+            known = sequence.token_ids
+            assert known is None or known == row.inputs[: len(known)]
+            assert known is None or len(known) == len(row.inputs) or sequence.expects_tokens
+            if row not in self.in_flight:
+                computed = sequence.num_computed_tokens
+                assert self.manager.num_tokens(sequence.seq_id) == computed <= sequence.num_tokens
+                assert self._stored(row, computed) == row.values[:computed], f"{sequence.seq_id} lost its content"
+        resident = 0
+        for group in self.scheduler.groups:
+            computed = [s for s in group.sequences if s.num_computed_tokens]
+            is_swapped = {self.manager._tables[s.seq_id].is_swapped for s in computed}
+            match group.status:
+                case SequenceStatus.WAITING:
+                    assert not computed, "a waiting group holds blocks"
+                case SequenceStatus.SWAPPED:
+                    assert is_swapped == {True}, "a swapped group is not swapped as a whole"
+                case SequenceStatus.RUNNING:
+                    assert is_swapped <= {False}, "a running group is partly swapped"
+                    resident += len(group.sequences)
+        assert self.scheduler.num_running == resident
+        assert self.scheduler.num_waiting + self.scheduler.num_swapped <= len(self.rows)
+        assert self.scheduler._in_flight == {row.sequence.group.arrival for row in self.in_flight}
+        assert {s for group in self.scheduler.groups for s in group.sequences} == set(self.rows)
+        assert self.manager.num_swapped_blocks <= self.pool.num_blocks
+        assert 0 <= self.manager.prefix_hit_tokens <= self.manager.prefix_query_tokens
+
+    def _before(self) -> Before:
+        status = {group: group.status for group in self.scheduler.groups}
+        return Before(
+            status,
+            [group for group, where in status.items() if where is WAITING and group.has_work],
+            {row: row.sequence.num_computed_tokens for row in self.rows.values()},
+            {
+                row: self._table(row)
+                for group in self.pinned
+                if group.status is RUNNING
+                for row in map(self.rows.__getitem__, group.sequences)
+            },
+        )
+
+    def _check_step(
+        self, step: SchedulerOutput, before: Before, forced: bool, only: Request | None, max_tokens: int | None
+    ) -> None:
+        chunks = step.chunks
+        assert len(chunks) <= self.max_num_seqs
+        assert sum(chunk.num_tokens for chunk in chunks) <= min(self.budget, max_tokens or self.budget)
+        running = {chunk.sequence.group for chunk in chunks}
+        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
+        assert len({group.batch_key for group in running}) <= 1
+        assert only is None or all(group.owner is only for group in running)
+        assert chunks or not step.swap_ins, "swapped in for nothing"
+        for sequence, start, num_tokens in chunks:
+            row = self.rows[sequence]
+            assert row not in self.in_flight, "scheduled twice"
+            assert sequence.is_wanted and sequence.group.status is RUNNING
+            assert self.scheduler.is_in_flight(sequence.group)
+            assert start == sequence.num_computed_tokens
+            assert 0 < num_tokens <= sequence.num_pending_tokens
+            assert self.manager.num_tokens(sequence.seq_id) == start + num_tokens
+            if start > before.computed[row]:
+                assert start <= sequence.logits_from, "logits that are wanted come from the cache"
+                self.events["prefix hit"] += 1
+        for row, table in before.fixed.items():
+            if row.sequence.group in running:
+                assert len(self._table(row)) >= len(table)
+            else:
+                assert self._table(row) == table, "a pinned group was preempted"
+        for row, table in self.in_flight.items():
+            assert self._table(row) == table, "a group of a running step was preempted"
+        preempted = self._check_preempted(before, running)
+        self.events["preemption of an idle group"] += any(group.is_idle for group in preempted)
+        self.events["chunked prefill"] += any(c.start + c.num_tokens < c.sequence.num_tokens for c in chunks)
+        if only is None:
+            self._check_admitted(before, running, preempted, forced)
+        # All rows of a group are scheduled unless the budget or the number of rows is spent.
+        if chunks:
+            is_spent = len(chunks) == self.max_num_seqs or sum(c.num_tokens for c in chunks) == min(
+                self.budget, max_tokens or self.budget
+            )
+            chosen = {chunk.sequence for chunk in chunks}
+            for group in running - self.scheduler.split if not is_spent else ():
+                left_out = [s for s in group.sequences if s.num_wanted_tokens and s not in chosen]
+                assert not any(s.num_computed_tokens for s in left_out), "a row was left out"
+                is_prefilling = any(c.num_tokens > 1 and c.sequence.group is group for c in chunks)
+                assert is_prefilling or not left_out, "a row without computed tokens was left out"
+
+    def _check_preempted(self, before: Before, running: set[SequenceGroup]) -> set[SequenceGroup]:
+        """Who gave up blocks: whole groups, idle ones first, then the newest."""
+        partly = {row.sequence.group for row, n in before.computed.items() if row.sequence.num_computed_tokens < n}
+        preempted = partly - self.scheduler.split
+        preempted |= {g for g, where in before.status.items() if where is RUNNING is not g.status}
+        for group in preempted:
+            # One that was swapped and does not fit as a whole any more begins anew.
+            assert group.status is not RUNNING or before.status[group] is not RUNNING, "preempted in part"
+            if before.status[group] is RUNNING:
+                assert group.is_reproducible or group.status is SWAPPED, "what can't be computed again is lost"
+        victims = [g for g in preempted if before.status[g] is RUNNING]
+        if victims:
+            others = [
+                g
+                for g in self._preemptible(running)
+                if before.status[g] is RUNNING and g.is_reproducible and g not in preempted
+            ]
+            for victim in victims:
+                for other in others:
+                    assert (other.is_idle, other.order) < (victim.is_idle, victim.order), "not the newest was preempted"
+        return preempted
+
+    def _check_admitted(
+        self, before: Before, running: set[SequenceGroup], preempted: set[SequenceGroup], forced: bool
+    ) -> None:
+        """Who came in: first those that ran, then the swapped, then the waiting; of each the first in line."""
+        swapped = [g for g, where in before.status.items() if where is SWAPPED and g.has_work]
+        for queue, where in ((swapped, SWAPPED), (before.waiting, WAITING)):
+            latest = max((group.order for group in queue if group.status is RUNNING), default=None)
+            left = [group for group in queue if group.status is where]
+            assert latest is None or all(group.order > latest for group in left), "admitted past an older group"
+        admitted = [g for g in before.waiting if g.status is RUNNING]
+        returned = [g for g in swapped if g.status is RUNNING]
+        if forced or not admitted + returned:
+            return
+        if admitted:
+            assert all(g.status is RUNNING for g in swapped), "a waiting group was admitted before a swapped one"
+        assert not any(not group.is_idle for group in preempted), "admitted at the cost of a running group"
+        key = (admitted + returned)[0].batch_key
+        outer = {row.sequence.group for row in self.in_flight}
+        for group, where in before.status.items():
+            if where is group.status is RUNNING and group.has_work and group.batch_key == key and group not in outer:
+                assert group in running, "admitted although a running group has found no room"
+
+    def _check_out_of_blocks(self, error: OutOfBlocksError, before: Before) -> None:
+        self.events["out of blocks"] += 1
+        group = error.group
+        assert group in before.status and not self.scheduler.is_in_flight(group)
+        self._execute_copies(SchedulerOutput(swap_outs=error.swap_outs))
+        for row, table in [*before.fixed.items(), *self.in_flight.items()]:
+            assert self._table(row) == table, "a group to keep was preempted"
+        assert not self._preemptible([group]), "something could have been preempted"
+        assert error.needed > error.free == self.pool.num_free
+        if group.is_reproducible and not group.num_pins:
+            # Not even its first row fits, by itself, beside what can't be preempted.
+            blocks = {
+                block
+                for row in self.rows.values()
+                if row.sequence.group is not group and not self.manager._tables[row.sequence.seq_id].is_swapped
+                for block in self._table(row)
+            }
+            first = next(s for s in group.sequences if s.num_wanted_tokens)
+            budget = self.budget if first.num_computed_tokens else MAX_LENGTH
+            length = first.num_computed_tokens + min(first.num_wanted_tokens, budget)
+            assert self.pool.num_blocks - len(blocks) < -(-length // self.block_size) + 1, "one row alone would fit"
+        before.status.pop(group)  # its rows may have lost their blocks to each other, in vain
+        before.computed = {row: n for row, n in before.computed.items() if row.sequence.group is not group}
+        self._check_preempted(before, {group})
+        request = group.owner
+        assert isinstance(request, Request)
+        if self._is_in_flight(request):
+            self._stop_waiting([row for row in request.rows if row.sequence.group is group])
+        else:
+            self._end(request)
+        self.check()
+
+    def _check_nothing_waits(self) -> None:
+        for row in self.rows.values():
+            assert row in self.in_flight or not row.sequence.num_wanted_tokens, "a row waits and nobody knows"
+
+    def _preemptible(self, protected: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Groups that could give up blocks, seen from the tables."""
+        kept = {*protected, *(row.sequence.group for row in self.in_flight)}
+        kept |= {group for group in self.scheduler.groups if group.expects_tokens}
+        swap_pool = self.manager.swap_pool
+        found = []
+        for group in self.scheduler.groups:
+            blocks = {block for s in group.sequences for block in self.manager.block_table(s.seq_id)}
+            if group.status is RUNNING and blocks and group not in kept and not group.num_pins:
+                can_swap = swap_pool is not None and len(blocks) <= swap_pool.num_free
+                if group.is_reproducible or can_swap:
+                    found.append(group)
+        return found
+
+    def drain(self) -> None:
+        """Everything finishes, and nothing stays."""
+        while self.pinned:
+            self.unpin()
+        while self.requests:
+            for request in list(self.requests):
+                if request.is_thinking:
+                    if request.forwards > 0:
+                        self.forward(self.requests.index(request), [1, 0], False)
+                    if request in self.requests and request.is_thinking:
+                        self._end(request)
+            if self.requests:
+                assert self.step(), "requests wait and nothing runs"
+        self.check()
+        assert not self.rows and not list(self.scheduler.groups)
+        self.settle()
+        assert not self.scheduler.has_work and not self.step()
+        assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.num_swapped == 0
+        assert self.pool.num_in_use == self.manager.num_swapped_blocks == 0
+
+    # Helpers
+
+    def _is_in_flight(self, request: Request) -> bool:
+        return any(self.scheduler.is_in_flight(row.sequence.group) for row in request.rows)
+
+    def _pick_thinking(self, pick: int) -> Request | None:
+        """The request at this place if it is a cache whose caller thinks, or the next one that is."""
+        thinking = [request for request in self.requests if request.is_thinking and not self._is_in_flight(request)]
+        if not thinking:
+            return None
+        if pick < len(self.requests) and self.requests[pick] in thinking:
+            return self.requests[pick]
+        return thinking[pick % len(thinking)]
+
+    def _extend(self, row: Row, tokens: list[int], is_opaque: bool = False) -> None:
+        """New tokens of a sequence that somebody waits for; opaque ones without ids, or at positions of their own."""
+        sequence = row.sequence
+        if is_opaque:
+            self.next_unknown += 100
+            tokens = [self.next_unknown + i for i in range(len(tokens))]
+            if self.next_unknown % 200:
+                sequence.token_ids = None
+            else:
+                sequence.position_offset = None
+        if sequence.token_ids is not None:
+            sequence.token_ids += tokens
+        for token in tokens:
+            row.values.append(_value(row.values[-1] if row.values else None, token, len(row.inputs), row.request.key))
+            row.inputs.append(token)
+        sequence.num_tokens += len(tokens)
+        sequence.logits_from = sequence.num_tokens - 1
+        sequence.is_wanted = True
+        row.has_logits = False
+        self.scheduler.wake(sequence.group)
+
+    def _stop_waiting(self, rows: list[Row]) -> None:
+        for row in rows:
+            row.sequence.is_wanted = False
+            row.has_logits = True
+
+    def _fork_row(self, parent: Row) -> Row:
+        self.events["fork"] += 1
+        child = parent.copy(self.scheduler.fork(parent.sequence))
+        parent.request.rows.append(child)
+        self.rows[child.sequence] = child
+        return child
+
+    def _replace(self, row: Row, parent: Row) -> None:
+        self._fork_row(parent)
+        self._free(row)
+
+    def _free(self, row: Row) -> None:
+        group = row.sequence.group
+        self.scheduler.free(row.sequence)
+        del self.rows[row.sequence]
+        row.request.rows.remove(row)
+        self.history = [*self.history[-4:], row.inputs]
+        if not group.sequences and group in self.pinned:
+            self.pinned.remove(group)
+
+    def _end(self, request: Request) -> None:
+        for row in request.rows.copy():
+            self._free(row)
+        self.requests.remove(request)
+
+    def _table(self, row: Row) -> list[int]:
+        return self.manager.block_table(row.sequence.seq_id).copy()
+
+    def _stored(self, row: Row, num_tokens: int) -> list[int | None]:
+        table = self.manager._tables[row.sequence.seq_id]
+        slots = self.cpu_slots if table.is_swapped else self.slots
+        content: list[int | None] = []
+        for block_id in table.blocks[: -(-num_tokens // self.block_size)]:
+            content += slots[block_id]
+        return content[:num_tokens]
+
+
+def _value(before: int | None, token: int, position: int, key: int) -> int:
+    return hash((before, token, position, key))
+
+
+# Driver 1: hypothesis
+
+small = st.integers(0, 7)
+token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+rarely = st.sampled_from([False, False, False, True])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(1, 14),
+        block_size=st.integers(1, 4),
+        budget=st.integers(1, 7),
+        max_num_seqs=st.integers(1, 5),
+        swap_share=st.sampled_from([0, 1, 2]),
+        caching=st.sampled_from([True] * 5 + [False]),
+        overlaps=st.booleans(),
+        seed=st.integers(0, 3),
+    )
+    def begin(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_num_seqs: int,
+        swap_share: int,
+        caching: bool,
+        overlaps: bool,
+        seed: int,
+    ) -> None:
+        self.world = World(
+            random.Random(seed),
+            num_blocks,
+            block_size,
+            budget,
+            max_num_seqs,
+            num_blocks * swap_share // 2,
+            caching,
+            overlaps,
+        )
+
+    @rule(
+        kind=st.sampled_from(["samples", "beams", "cache"]),
+        source=small,
+        cut=small,
+        added=token_lists,
+        num_rows=st.sampled_from([1, 1, 2, 3]),
+        grows=st.integers(1, 9),
+        key=st.sampled_from([0, 0, 0, 1]),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        batch_key=st.sampled_from([0, 0, 0, 1]),
+        is_opaque=rarely,
+        keeps_logits=st.booleans(),
+    )
+    def submit(self, **request: object) -> None:
+        self.world.submit(**request)  # type: ignore[arg-type]
+
+    @rule(failing=rarely, nested=rarely, max_tokens=st.sampled_from([None, None, None, 1, 3]))
+    def step(self, failing: bool, nested: bool, max_tokens: int | None) -> None:
+        self.world.step(failing, nested, max_tokens)
+
+    @rule(count=st.integers(2, 9))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule(pick=small, added=token_lists, is_opaque=rarely)
+    def forward(self, pick: int, added: list[int], is_opaque: bool) -> None:
+        self.world.forward(pick, added, is_opaque)
+
+    @rule(pick=small)
+    def lay_aside(self, pick: int) -> None:
+        self.world.lay_aside(pick)
+
+    @rule(pick=small, cut=st.integers(0, 12))
+    def crop(self, pick: int, cut: int) -> None:
+        self.world.crop(pick, cut)
+
+    @rule(pick=small)
+    def fork(self, pick: int) -> None:
+        self.world.fork(pick)
+
+    @rule(pick=small)
+    def reorder(self, pick: int) -> None:
+        self.world.reorder(pick)
+
+    @rule(pick=small)
+    def cancel(self, pick: int) -> None:
+        self.world.cancel(pick)
+
+    @rule(pick=small)
+    def drop_row(self, pick: int) -> None:
+        self.world.drop_row(pick)
+
+    @rule(pick=small)
+    def give_up(self, pick: int) -> None:
+        self.world.give_up(pick)
+
+    @rule(pick=small)
+    def pin(self, pick: int) -> None:
+        self.world.pin(pick)
+
+    @rule()
+    def unpin(self) -> None:
+        self.world.unpin()
+
+    @rule(num_blocks=small)
+    def make_room(self, num_blocks: int) -> None:
+        self.world.make_room(num_blocks)
+
+    @rule(pick=small)
+    def swap_in_now(self, pick: int) -> None:
+        self.world.swap_in_now(pick)
+
+    @rule(pick=small, num_tokens=st.integers(1, 4))
+    def grow_opaque(self, pick: int, num_tokens: int) -> None:
+        self.world.grow_opaque(pick, num_tokens)
+
+    @rule()
+    def release(self) -> None:
+        self.world.release()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.world.reset_prefix_cache()
+
+    @invariant()
+    def check(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+# Driver 2: a long seeded walk
+
+WEIGHTS = {
+    "step": 80,
+    "submit": 9,
+    "forward": 10,
+    "cancel": 2,
+    "drop_row": 1,
+    "give_up": 1,
+    "lay_aside": 4,
+    "crop": 2,
+    "fork": 1,
+    "reorder": 0.7,
+    "pin": 0.8,
+    "unpin": 1.2,
+    "make_room": 0.5,
+    "swap_in_now": 1,
+    "grow_opaque": 0.7,
+    "release": 0.5,
+    "reset_prefix_cache": 0.1,
+}
+
+
+def random_call(world: World, rng: random.Random) -> None:
+    def tokens() -> list[int]:
+        return [rng.randrange(2) for _ in range(rng.choice((1, 1, 1, 2, 4, 9)))]
+
+    pick = rng.randrange(8)
+    match rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]:
+        case "step":
+            world.step(rng.random() < 0.02, rng.random() < 0.03, rng.choice((None,) * 9 + (1,)))
+        case "submit":
+            world.submit(
+                rng.choice(("samples", "samples", "beams", "cache")),
+                source=rng.randrange(12),
+                cut=rng.randrange(6),
+                added=tokens(),
+                num_rows=rng.choice((1, 1, 2, 3)),
+                grows=rng.randint(1, 14),
+                key=rng.random() < 0.1,
+                priority=rng.choice((0,) * 8 + (-1, 1)),
+                batch_key=rng.random() < 0.15,
+                is_opaque=rng.random() < 0.3,
+                keeps_logits=rng.random() < 0.9,
+            )
+        case "forward":
+            world.forward(pick, tokens(), rng.random() < 0.05)
+        case "cancel":
+            world.cancel(pick)
+        case "drop_row":
+            world.drop_row(pick)
+        case "give_up":
+            world.give_up(pick)
+        case "lay_aside":
+            world.lay_aside(pick)
+        case "crop":
+            world.crop(pick, rng.choice((1, 1, 2, 3, 6, 100)))
+        case "fork":
+            world.fork(pick)
+        case "reorder":
+            world.reorder(pick)
+        case "pin":
+            world.pin(pick)
+        case "unpin":
+            world.unpin()
+        case "make_room":
+            world.make_room(rng.randrange(1 + world.pool.num_blocks))
+        case "swap_in_now":
+            world.swap_in_now(pick)
+        case "grow_opaque":
+            world.grow_opaque(pick, rng.randint(1, 4))
+        case "release":
+            world.release()
+        case "reset_prefix_cache":
+            world.reset_prefix_cache()
+
+
+def random_world(episode: int) -> World:
+    rng = random.Random(episode)
+    num_blocks = rng.choice((rng.randint(1, 8), rng.randint(6, 20), rng.randint(6, 20), rng.randint(20, 40)))
+    return World(
+        rng,
+        num_blocks,
+        block_size=rng.randint(1, 4),
+        budget=rng.randint(1, 7),
+        max_num_seqs=rng.randint(1, 7),
+        num_swap_blocks=num_blocks * rng.choice((0, 1, 2, 2)) // 2,
+        caching=episode % 10 != 9,
+        overlaps=episode % 2 == 1,
+    )
+
+
+EVENTS = (
+    "preemption by recomputation",
+    "preemption by swap",
+    "preemption of an idle group",
+    "swap-in",
+    "swapped in at once",
+    "copy-on-write",
+    "prefix hit",
+    "deferral",
+    "chunked prefill",
+    "forced",
+    "one row of a group",
+    "some rows of a group",
+    "out of blocks",
+    "fork",
+    "fork while waiting",
+    "fork while running",
+    "fork while swapped",
+    "crop while waiting",
+    "crop while running",
+    "crop while swapped",
+    "cancel while waiting",
+    "cancel while running",
+    "cancel while swapped",
+    "cancel while idle",
+    "row dropped while waiting",
+    "row dropped while running",
+    "row dropped while swapped",
+    "forward interrupted",
+    "renewal",
+    "grown from outside",
+    "release of a filled pool",
+    "undo",
+    "step of one owner",
+    "step inside a step",
+    "left out until tokens are known",
+    "ended while it ran",
+)
+
+
+@pytest.mark.timeout(600)
+def test_long_random_walk() -> None:
+    num_steps, events, episode = 0, Counter[str](), 0
+    while num_steps < NUM_RANDOM_STEPS:
+        world = random_world(episode)
+        next_check = 0
+        where: object = None
+        try:
+            for where in range(CALLS_PER_EPISODE):  # noqa: B007
+                random_call(world, world.rng)
+                if world.num_steps >= next_check:
+                    world.check()
+                    next_check = world.num_steps + STEPS_BETWEEN_CHECKS
+            where = "drain"
+            world.drain()
+        except Exception as error:
+            error.add_note(f"episode {episode}, call {where}")
+            raise
+        num_steps += world.num_steps
+        events += world.events
+        episode += 1
+    for event in EVENTS:
+        assert events[event] >= 20, f"{event} happened only {events[event]} times: {dict(events)}"
+    print(num_steps, dict(events))

@@ -1,0 +1,440 @@
+"""Parts of the demo that need no server: words, trees, maps, limits, streams, and the command line's errors."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import html
+import json
+import socket
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+import torch
+from models import build
+from typer.testing import CliRunner
+
+import hf_paged
+from demo.__main__ import command
+from demo.beams import BeamRecorder
+from demo.chat import Reply, describe, reply
+from demo.compare import memory_maps
+from demo.generation import Sampling
+from demo.history import History
+from demo.hub import Hub
+from demo.limits import Limits, RefusedError
+from demo.loading import LoadError, load
+from demo.pages.chat import Message, as_shown, before_last_question
+from demo.pages.plots import plot_data
+from demo.prompts import check_messages, choose_prompts, conversation_text, render
+from demo.run_record import Row, RunRecord, held_rows
+from demo.samples import Tail
+from demo.sharing import SharingMeter, group_sharing
+from demo.streams import TextStream, in_batches, in_thread
+from demo.told import raised, told
+from demo.transcripts import Transcripts
+from hf_paged import EngineStats
+from hf_paged.tools.report import stock_kv_usage
+
+EVIL = "<img src=x onerror=alert(1)> & <script>alert(2)</script> &lt;b&gt;"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return load()
+
+
+# --------------------------------------------------------------------------------------------------------------- beams
+
+
+@pytest.mark.parametrize("eos", [[], list(range(3, 60, 3))])
+def test_the_recorder_adds_up_what_transformers_does(eos: list[int]) -> None:
+    """Also where beams end in the midst of the search, which no later step shows."""
+    model = build("llama")
+    prompt = torch.tensor([[7, 8, 9, 10, 11]])
+    recorder = BeamRecorder(5, eos)
+    output = model.generate(
+        prompt, num_beams=4, num_return_sequences=4, max_new_tokens=10, do_sample=False, return_dict_in_generate=True,
+        output_scores=True, eos_token_id=eos or None, pad_token_id=0, logits_processor=[recorder],
+    )  # fmt: skip
+    returned = []
+    for row in output.sequences[:, 5:].tolist():
+        end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
+        returned.append(row[:end])
+    nodes = {node["rank"]: node for node in recorder.nodes(str, returned) if node["rank"]}
+    assert sorted(nodes) == [1, 2, 3, 4]
+    for rank, (tokens, score) in enumerate(zip(returned, output.sequences_scores.tolist()), start=1):
+        assert nodes[rank]["step"] == len(tokens)
+        assert nodes[rank]["score"] / len(tokens) == pytest.approx(score, abs=1e-3)
+    if eos:
+        assert any(len(tokens) < 10 for tokens in returned), "no beam ended early: the test tests nothing"
+
+
+# ----------------------------------------------------------------------------------------------------- sharing and maps
+
+
+def snapshot_of(*groups: dict[str, Any], block_size: int = 4) -> dict[str, Any]:
+    return {"block_size": block_size, "groups": list(groups), "events": [], "waiting": []}
+
+
+def holding(label: str, *sequences: tuple[int, int, list[int]], status: str = "running") -> dict[str, Any]:
+    """A group whose sequences have so many tokens, so many of them computed, and this block table."""
+    return {
+        "id": 1,
+        "request_id": label,
+        "status": status,
+        "sequences": [
+            {"id": number, "num_tokens": tokens, "num_computed_tokens": computed, "block_table": table}
+            for number, (tokens, computed, table) in enumerate(sequences)
+        ],
+    }
+
+
+def test_shared_blocks_count_once() -> None:
+    samples = holding("a", (10, 9, [1, 2, 3]), (10, 9, [1, 2, 4]), (0, 0, []))
+    sharing = group_sharing(samples)
+    assert (sharing.held, sharing.tables, sharing.saved, sharing.sequences) == (4, 6, 2, 2)
+    assert held_rows(snapshot_of(samples, holding("b", (3, 2, [7]))), {"a"}) == [
+        Row("a · 1", 12, 9),
+        Row("a · 2", 4, 1),
+    ]
+    assert held_rows(snapshot_of(holding("a", (3, 2, [7]), status="swapped")), {"a"}) == []
+
+
+def test_the_meter_keeps_the_moment_when_sharing_saved_most() -> None:
+    meter = SharingMeter("a")
+    for tables in ([[1], [1]], [[1, 2], [1, 2]], [[1, 2], [1, 3]]):
+        meter.see(snapshot_of(holding("a", *[(8, 8, table) for table in tables])))
+    meter.see(snapshot_of() | {"events": [{"id": 1, "kind": "copied", "request_id": "a"}]})
+    assert meter.describe(1024) == (
+        "2 blocks held at the moment when sharing saved most; with copies of their own the 2 sequences would hold 4: "
+        "2 blocks more, 2.0 KiB (50% saved). 1 block was copied on write."
+    )
+
+
+def test_stock_is_measured_on_its_own_cache(loaded: Any) -> None:
+    """The middle map against a stock call of the same prompts that nobody made choose its tokens."""
+    texts = ["The old man", "It was late in the evening when the", "She said"]
+    batch = loaded.tokenizer(texts, return_tensors="pt", padding=True)
+    output = loaded.twin.generate(**batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    rows = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
+    usage = stock_kv_usage(output.past_key_values, batch["attention_mask"], [12] * 3)
+    prompts = [loaded.tokenizer(text).input_ids for text in texts]
+    record = RunRecord(
+        ["a", "b", "c"], prompts, 20, 4, 99, 3072, [[rows[0]], [rows[1][:5]], [rows[2]]], [Row("a", 4, 3)], 1
+    )
+    reserved, stock, paged = memory_maps(loaded, record)
+    assert stock.reserved * 3072 == usage.allocated_bytes
+    assert [row.used for row in stock.rows] == [len(prompts[0]) + 11, len(prompts[1]) + 5, len(prompts[2]) + 11]
+    assert [row.reserved for row in reserved.rows] == [len(prompt) + 20 for prompt in prompts]
+    assert [row.used for row in reserved.rows] == [len(prompts[0]) + 11, len(prompts[1]) + 4, len(prompts[2]) + 11]
+    assert (paged.reserved, paged.waste) == (4, 0.25)
+
+
+def test_a_run_too_large_for_stock_is_refused(loaded: Any) -> None:
+    record = RunRecord(["a"] * 300, [[1] * 1000] * 300, 20, 4, 99, 1, [[[1]]] * 300, [Row("a", 4, 3)], 1)
+    with pytest.raises(RefusedError, match="300 rows of 1,001 tokens"):
+        memory_maps(loaded, record)
+
+
+# --------------------------------------------------------------------------------------------------------------- texts
+
+
+def test_characters_of_several_tokens_are_not_broken(loaded: Any) -> None:
+    text = "naïve 😀 café — 日本語 ok"
+    prompt, tokens = [1], loaded.tokenizer(text, add_special_tokens=False).input_ids
+    stream = TextStream(loaded.tokenizer, prompt)
+    pieces = [stream.push([token]) for token in tokens]
+    assert "".join(pieces) + stream.push([], is_last=True) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_character_do_not_hold_up_the_rest(loaded: Any) -> None:
+    broken = loaded.tokenizer("😀", add_special_tokens=False).input_ids[:1]
+    after = loaded.tokenizer("the door", add_special_tokens=False).input_ids
+    stream = TextStream(loaded.tokenizer)
+    text = "".join(stream.push([token]) for token in broken * 6 + after) + stream.push([], is_last=True)
+    assert text.endswith("the door") and "\ufffd" in text
+
+
+def test_what_the_tail_misses_is_said() -> None:
+    tail = Tail(prompt_tokens=3)
+    tail.see(4, [1, 2, 3, 10])
+    tail.see(6, [2, 3, 10, 11, 12])
+    assert tail.text(str) == "[10, 11, 12]" and tail.num_new == 3
+    tail.see(20, [20, 21, 22])
+    assert tail.text(str) == "… [20, 21, 22]"
+    tail.see(21, [21, 22, 23])
+    assert tail.text(str) == "… [20, 21, 22, 23]"
+
+
+def test_a_conversation_is_a_text() -> None:
+    messages = [
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": " b."},
+        {"role": "user", "content": "C"},
+    ]
+    assert conversation_text(messages) == "A b.\n\nC"
+
+
+def test_a_chat_template_is_used(loaded: Any) -> None:
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    chatty = replace(loaded, tokenizer=tokenizer)
+    assert chatty.has_chat_template and render(chatty, [{"role": "user", "content": "Hi"}]) == "[user]Hi[a]"
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RefusedError, match="roles must alternate"):
+        render(chatty, [{"role": "user", "content": "Hi"}])
+
+
+def test_a_chat_model_finds_what_it_said(loaded: Any) -> None:
+    """Through the template, whose tokens stand between the turns."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    hub = Hub(replace(loaded, tokenizer=tokenizer), {"num_blocks": 64, "block_size": 4, "preemption": "auto"}, Limits())
+
+    async def last(messages: list[dict[str, str]]) -> Reply:
+        return [
+            each async for each in reply(hub, "me", messages, Sampling(max_new_tokens=24, temperature=1.2, seed=3))
+        ][-1]
+
+    try:
+        messages = [{"role": "user", "content": "Who is there?"}]
+        first = asyncio.run(last(messages))
+        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "It is I."}]
+        second = asyncio.run(last(messages))
+    finally:
+        hub.close()
+    assert first.finish_reason == "length" and "<s>" not in first.text
+    assert second.cached_tokens == (first.prompt_tokens + first.new_tokens - 1) // 4 * 4
+
+
+def test_a_known_beginning_keeps_its_tokens(loaded: Any) -> None:
+    tokenizer, transcripts = loaded.tokenizer, Transcripts(most=2)
+    spelled = [1, *(token for letter in "The door" for token in tokenizer(letter, add_special_tokens=False).input_ids)]
+    plain = tokenizer("The door was open.").input_ids
+    assert transcripts.encode(tokenizer, "The door was open.", True) == plain
+    transcripts.remember("The door", spelled)
+    transcripts.remember("The", spelled[:4])
+    ids = transcripts.encode(tokenizer, "The door was open.", True)
+    assert ids[: len(spelled)] == spelled and tokenizer.decode(ids) == tokenizer.decode(plain) and ids != plain
+    transcripts.remember("x", [5])
+    assert transcripts.encode(tokenizer, "The door was open.", True)[:4] == spelled[:4], "the oldest is kept"
+    transcripts.remember("The", [9, 9])  # not what the text says
+    assert transcripts.encode(tokenizer, "The door was open.", True) == plain
+
+
+def test_prompts_are_chosen_from_short_to_long() -> None:
+    prompts = [[0] * length for length in (5, 1, 3, 9, 7)]
+    chosen = choose_prompts(prompts, 4, 7)
+    assert sorted(map(len, chosen)) == [1, 3, 5, 7] and list(map(len, chosen)) != [1, 3, 5, 7]
+    assert len(choose_prompts(prompts, 9, 3)) == 9
+    with pytest.raises(RefusedError, match="0 tokens"):
+        choose_prompts(prompts, 2, 0)
+
+
+def test_a_reply_is_described() -> None:
+    assert describe(Reply("chat-3", "x", 57, 32, 41, 0.034, 85.2, "length")) == (
+        "chat-3: 41 tokens · 85 tokens/s · first after 34 ms · 32 of 57 prompt tokens from the cache · ended by the "
+        "limit of new tokens"
+    )
+    assert describe(Reply("chat-3", "", 57)) == "chat-3: 57 prompt tokens, waiting for a step"
+
+
+# ------------------------------------------------------------------------------------------------ nothing is markup
+
+
+def test_the_chat_view_gets_escaped_text() -> None:
+    conversation = [Message("user", EVIL), Message("assistant", EVIL, "chat-1: 3 tokens"), Message("user", EVIL)]
+    shown = as_shown(conversation)
+    assert not any(sign in json.dumps(shown) for sign in "<>")
+    assert [html.unescape(each["content"]) for each in shown] == [EVIL, EVIL, "", EVIL]
+    assert shown[2]["metadata"] == {"title": "chat-1: 3 tokens"}
+    assert before_last_question(conversation) == (conversation[:2], EVIL)
+    assert before_last_question(conversation[:2]) == ([], EVIL)
+
+
+@pytest.mark.parametrize("history", ["x", [1], [{"role": "user"}], [{"role": "tool", "content": "x"}]])
+def test_a_history_that_is_none_is_refused(history: Any) -> None:
+    with pytest.raises(RefusedError):
+        check_messages(history)
+
+
+def test_errors_are_shown_as_text(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise RefusedError(EVIL)
+
+    async def fail() -> None:
+        raise KeyError(EVIL)
+
+    with pytest.raises(gr.Error) as refusal:
+        raised(refuse)()
+    assert "<" not in refusal.value.message and not caplog.records
+    with pytest.raises(gr.Error) as failure:
+        asyncio.run(told(fail)())
+    assert "<" not in failure.value.message and "KeyError" in failure.value.message
+    assert "a handler failed" in caplog.text
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [((2000, 10, 99_999), "up to 1,024"), ((500, 60, 99_999), "at most 12 new"), ((100, 20, 64), "64 tokens in all")],
+)
+def test_refusals_say_what_is_allowed(numbers: tuple[int, int, int], says: str) -> None:
+    with pytest.raises(RefusedError, match=says):
+        Limits(positions=512).check_tokens(*numbers)
+
+
+@pytest.mark.parametrize("value", [True, "8", None, float("nan"), 1.5, [8]])
+def test_numbers_are_numbers(value: Any) -> None:
+    with pytest.raises(RefusedError, match="whole number from 1 to 256"):
+        Sampling.checked(Limits(), value, 0.8)
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert Sampling.checked(Limits(), 8, 0.8, seed=-1).seed is None
+    with pytest.raises(RefusedError, match="seed"):
+        Sampling.checked(Limits(), 8, 0.8, seed=-2)
+
+
+# ------------------------------------------------------------------------------------------------------- time and tasks
+
+
+def test_the_history_counts_tokens_a_second() -> None:
+    history = History(EngineStats)
+    history.close()
+    for quarter in range(9):
+        sample = history.sample(
+            EngineStats(num_blocks=8, num_free_blocks=6, num_generated_tokens=10 * quarter), quarter / 4
+        )
+    assert sample.tokens_per_second == pytest.approx(40) and sample.pool_use == 0.25 and sample.hit_rate is None
+    assert history.sample(EngineStats(num_blocks=8, num_generated_tokens=0), 3.0).tokens_per_second == 0
+    speed, queues, pool, hits = plot_data(history.samples)
+    assert speed["seconds ago"].max() == 0 and len(queues) == 3 * len(speed) and len(hits) == 0
+    assert pool["% of the pool"].iloc[-2] == 25
+
+
+def test_batches_come_at_most_so_often_and_empty_ones_while_nothing_does(loaded: Any) -> None:
+    model = hf_paged.patch(loaded.model, num_blocks=32)
+    try:
+        engine = model.paged
+        engine.pause()
+        request = engine.submit([1, 5, 6], max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+        async def collect() -> list[list[int]]:
+            batches = []
+            async for batch in in_batches(request, lambda: 0.01, patience=0.05):
+                batches.append(batch)
+                if len(batches) == 2:
+                    engine.resume()
+            return batches
+
+        batches = asyncio.run(collect())
+        assert batches[0] == [] and [token for batch in batches for token in batch] == request.result().token_ids
+    finally:
+        hf_paged.unpatch(model)
+
+
+def test_dropping_the_batches_cancels_the_request(loaded: Any) -> None:
+    model = hf_paged.patch(loaded.model, num_blocks=32)
+    try:
+        request = model.paged.submit([1, 5, 6], max_new_tokens=400, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+        async def look() -> None:
+            batches = in_batches(request, lambda: 0.01)
+            await anext(batches)
+            await batches.aclose()
+
+        asyncio.run(look())
+        assert request.result(5).finish_reason == "cancelled"
+    finally:
+        hf_paged.unpatch(model)
+
+
+def test_what_is_made_for_somebody_who_is_gone_is_undone() -> None:
+    may_go_on, undone = threading.Event(), []
+
+    def make() -> str:
+        may_go_on.wait(5)
+        return "made"
+
+    async def main() -> None:
+        task = asyncio.create_task(in_thread(make, undone.append))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_go_on.set()
+        while not undone:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+    assert undone == ["made"]
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(command, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def failed(*arguments: str) -> str:
+    """The message of a run that ends with exit code 2 and no traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    assert "there is no folder /nowhere" in failed("--model", "/nowhere")
+    assert "holds no model" in failed("--model", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
+    assert "cannot load the model" in failed("--model", str(tmp_path))
+    assert "--dtype must be one of" in failed("--dtype", "float8")
+    assert "cannot use --device" in failed("--device", "nonsense")
+    assert "preemption must be one of" in failed("--preemption", "never")
+    with pytest.raises(LoadError, match="cannot load"):
+        load("no-such-owner/no-such-model")
+
+
+def test_a_model_that_cannot_be_paged_is_one_sentence(tmp_path: Path, loaded: Any) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(vocab_size=2048, hidden_size=32, num_hidden_layers=1, state_size=4)).save_pretrained(
+        tmp_path
+    )
+    loaded.tokenizer.save_pretrained(tmp_path)
+    assert "hf_paged does not support MambaForCausalLM" in failed("--model", str(tmp_path))
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"port {port} is not free" in failed("--port", port)
+
+
+def test_the_demo_uses_the_public_api_only() -> None:
+    """Of the engine's modules only the package itself, and what it shares on purpose."""
+    allowed = {"hf_paged", "hf_paged.tools.report"}
+    for file in Path(sys.modules["demo"].__file__ or "").parent.rglob("*.py"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            words = line.split()
+            if words[:1] in (["from"], ["import"]) and words[1].startswith("hf_paged"):
+                assert words[1] in allowed, f"{file.name}: {line}"

@@ -1,0 +1,1120 @@
+"""The engine API: `submit`, its handles, `engine.generate`, async, queues, statistics. Tokens are those of stock."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PATIENCE, Pair
+from models import EOS, VOCAB, build, name_of, random_ids, tiny_lm, tiny_tokenizer
+from test_generate_modes import NextToken, StopAll
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
+
+import hf_paged
+from hf_paged import PagedCache, Request, RequestOutput
+from hf_paged.engine.sample_run import SampleRun
+
+MakePair = Callable[..., Pair]
+
+SAMPLE = {"do_sample": True}
+ENDLESS = {"eos_token_id": None}
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# Helpers, for the tests of faults as well
+
+
+class Gate(LogitsProcessor):
+    """Holds its call at one of its steps until it is opened. User code: its call's loop runs on a thread of its own."""
+
+    def __init__(self, step: int = 0) -> None:
+        self._steps_left = step
+        self.reached = threading.Event()
+        self._opened = threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._steps_left == 0:
+            self.reached.set()
+            assert self._opened.wait(PATIENCE)
+        self._steps_left -= 1
+        return scores
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._opened.set()
+
+    def open(self) -> None:
+        """Lets the call go on."""
+        self._opened.set()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `generate()`."""
+        return {"logits_processor": LogitsProcessorList([self])}
+
+
+class Brake:
+    """Stops the worker inside a forward, so that whatever is submitted meanwhile waits."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._step: int | None = None
+        self._reached = threading.Event()
+        self._released = threading.Event()
+        self._released.set()
+        # Here to stay: hooks that come and go are changes of the model.
+        pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(self._hook))
+
+    def _hook(self, *_: Any) -> None:
+        if self._step is None:
+            return
+        self._step -= 1
+        if self._step < 0:
+            self._step = None
+            self._reached.set()
+            assert self._released.wait(PATIENCE)
+
+    @contextmanager
+    def at(self, step: int = 0) -> Iterator[Callable[[], None]]:
+        """The worker stops in its forward after `step` others; gives a function that waits until it is there."""
+        self._reached.clear()
+        self._released.clear()
+        self._step = step
+        try:
+            yield lambda: None if self._reached.wait(PATIENCE) else pytest.fail("no step was run")
+        finally:
+            self._step = None
+            self._released.set()
+
+    def release(self) -> None:
+        """Lets it go on."""
+        self._released.set()
+
+
+def stock_rows(model: Any, input_ids: Any, **arguments: Any) -> list[list[int]]:
+    """Generated ids of stock `generate()` for one prompt, each row up to its end."""
+    ids = torch.as_tensor(input_ids).reshape(1, -1)
+    result = model.generate(ids, **arguments)
+    sequences = result if isinstance(result, Tensor) else result.sequences
+    eos = arguments.get("eos_token_id", EOS)
+    ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    rows = []
+    for row in sequences[:, ids.shape[1] :].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[:end])
+    return rows
+
+
+def eventually(is_true: Callable[[], bool], what: str) -> None:
+    """Asserts that something becomes true, soon."""
+    deadline = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+def settle(pair: Pair) -> None:
+    """Asserts that all is as it should be when nobody generates, and that the next request is served."""
+
+    def is_free() -> bool:
+        stats = pair.engine.stats()
+        return stats.num_free_blocks == stats.num_blocks and stats.num_waiting == stats.num_swapped == 0
+
+    eventually(is_free, f"something is still held: {pair.engine.stats()}")
+    pair.engine.check_invariants()
+    ids = random_ids(1, 6, seed=77)
+    found = pair.engine.submit(ids, max_new_tokens=5).result(PATIENCE).sequences
+    assert found == stock_rows(pair.stock, ids, max_new_tokens=5)
+    pair.assert_all_free()
+
+
+def blocks_in_use(pair: Pair) -> int:
+    stats = pair.engine.stats()
+    return stats.num_blocks - stats.num_free_blocks
+
+
+# Tokens
+
+
+def of_list(ids: Tensor) -> Any:
+    return ids[0].tolist()
+
+
+def of_row(ids: Tensor) -> Any:
+    return ids[0]
+
+
+def of_batch(ids: Tensor) -> Any:
+    return ids
+
+
+@pytest.mark.parametrize("form", [of_list, of_row, of_batch])
+def test_forms_of_a_prompt(pair: Pair, form: Callable[[Tensor], Any]) -> None:
+    """Would break: a form of prompt that is taken for another one."""
+    ids = random_ids(1, 9)
+    request = pair.engine.submit(form(ids), max_new_tokens=12)
+    output = request.result(PATIENCE)
+    assert output.sequences == stock_rows(pair.stock, ids, max_new_tokens=12)
+    assert output.token_ids == output.sequences[0]
+    assert output.prompt_token_ids == request.prompt_token_ids == ids[0].tolist()
+    assert output.request_id == request.request_id and output.scores is None
+    assert request.is_done and request.result() is output
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "greedy": dict,
+    "sample": lambda: SAMPLE,
+    "samples": lambda: SAMPLE | {"num_return_sequences": 4, "top_k": 0},
+    "samples_eos_often": lambda: SAMPLE | {"num_return_sequences": 3, "eos_token_id": list(range(2, 30))},
+    "beams": lambda: {"num_beams": 3, "num_return_sequences": 2},
+    "beams_eos_often": lambda: {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": list(range(2, 14))},
+    "beam_sample": lambda: SAMPLE | {"num_beams": 2},
+    "lookup": lambda: {"prompt_lookup_num_tokens": 3},
+    "assisted": lambda: {"assistant_model": build("llama", layers=1, seed=9)},
+    "penalties": lambda: {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
+    "processor": lambda: {"logits_processor": LogitsProcessorList([NextToken()])},
+    "processor_sample": lambda: SAMPLE | {"logits_processor": LogitsProcessorList([NextToken()])},
+    "criterion": lambda: {"stopping_criteria": [StopAll()]},
+    "guidance": lambda: {"guidance_scale": 1.5},
+    "max_time": lambda: {"max_time": 1e6},
+    "no_cache": lambda: {"use_cache": False},
+    "config": lambda: {"generation_config": GenerationConfig(do_sample=True, top_k=5, num_return_sequences=2)},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", CALLS)
+def test_a_request_has_the_tokens_of_generate(pair: Pair, name: str) -> None:
+    """Would break: any mode whose submitted form is prepared, drawn or cut in another way than `generate()`'s."""
+    ids = random_ids(1, 5).repeat(1, 2)
+    torch.manual_seed(3)
+    expected = stock_rows(pair.stock, ids, max_new_tokens=12, **CALLS[name]())
+    torch.manual_seed(3)
+    output = pair.engine.submit(ids, max_new_tokens=12, **CALLS[name]()).result(PATIENCE)
+    assert output.sequences == expected
+    if "num_beams" in CALLS[name]():
+        torch.manual_seed(3)
+        details = pair.stock.generate(
+            ids, max_new_tokens=12, return_dict_in_generate=True, output_scores=True, **CALLS[name]()
+        )
+        assert output.scores == pytest.approx(details.sequences_scores.tolist(), rel=1e-4)
+    settle(pair)
+
+
+@pytest.mark.parametrize("arguments", [{}, SAMPLE, {"num_beams": 2}], ids=name_of)
+def test_stop_strings(make_pair: MakePair, arguments: dict[str, Any]) -> None:
+    """Would break: a stop string that is ignored, and a reason that says the length ended it."""
+    pair = make_pair(tiny_lm(), block_size=8)
+    ids = tiny_tokenizer()("The old man looked at the sea", return_tensors="pt")["input_ids"]
+    given = {"stop_strings": ["e,", "d the", "he was", "."], "tokenizer": tiny_tokenizer(), "max_new_tokens": 40}
+    torch.manual_seed(0)
+    expected = pair.stock.generate(ids, **given, **arguments)[0, ids.shape[1] :].tolist()
+    torch.manual_seed(0)
+    output = pair.engine.submit(ids, **given, **arguments).result(PATIENCE)
+    assert output.token_ids == expected
+    assert output.finish_reason == "stop" and len(expected) < 40
+
+
+def test_max_time(pair: Pair) -> None:
+    """Would break: a time limit that is ignored (rows that the engine samples, and loops)."""
+    for more in ({}, {"logits_processor": [NextToken()]}, {"num_beams": 2}):
+        output = pair.engine.submit(random_ids(1, 6), max_time=0.0, max_new_tokens=200, **more).result(PATIENCE)
+        assert len(output.token_ids) == 1 and output.finish_reason == "stop", more
+
+
+def test_finish_reasons(pair: Pair) -> None:
+    """Would break: a client that can't tell an answer that was cut off from a finished one."""
+    ids = random_ids(1, 9)
+    tokens = stock_rows(pair.stock, ids, max_new_tokens=12)[0]
+    for more in ({}, {"logits_processor": LogitsProcessorList([])}, {"num_beams": 1, "output_scores": None}):
+        ended = pair.engine.submit(ids, max_new_tokens=12, eos_token_id=tokens[4], **more).result(PATIENCE)
+        end = tokens.index(tokens[4]) + 1
+        assert (ended.token_ids, ended.finish_reason) == (tokens[:end], "eos")
+    loop = {"logits_processor": LogitsProcessorList([Gate(-1)])}  # never closed
+    assert pair.engine.submit(ids, max_new_tokens=3, **loop).result(PATIENCE).finish_reason == "length"
+    assert pair.engine.submit(ids, max_new_tokens=3).result(PATIENCE).finish_reason == "length"
+    stopped = pair.engine.submit(ids, max_new_tokens=12, stopping_criteria=[StopAll()]).result(PATIENCE)
+    assert (len(stopped.token_ids), stopped.finish_reason) == (6, "stop")
+    samples = pair.engine.submit(
+        ids, max_new_tokens=12, eos_token_id=list(range(2, 30)), num_return_sequences=4, **SAMPLE
+    )
+    reasons = samples.result(PATIENCE).finish_reasons
+    assert len(reasons) == 4 and samples.finish_reason == reasons[0] and set(reasons) <= {"eos", "length"}
+
+
+# What is refused
+
+
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "empty": ([], "empty"),
+    "empty_tensor": (torch.zeros(1, 0, dtype=torch.long), "empty"),
+    "batch": (torch.ones(2, 3, dtype=torch.long), r"one prompt.*\(2, 3\)"),
+    "scalar": (torch.tensor(3), r"one prompt.*\(\)"),
+    "cube": (torch.ones(1, 1, 3, dtype=torch.long), "one prompt"),
+    "floats": ([1.0, 2.0], r"integer token ids.*1\.0"),
+    "float_tensor": (torch.ones(3), "integer token ids.*float32"),
+    "complex_tensor": (torch.ones(3, dtype=torch.complex128), "integer token ids.*complex128"),
+    "bools": ([True, False], "integer token ids.*True"),
+    "bool_tensor": (torch.ones(3, dtype=torch.bool), "integer token ids.*bool"),
+    "beyond": ([5, VOCAB], f"{VOCAB} is outside the model's vocabulary of {VOCAB}"),
+    "negative": ([5, -1], "-1 is outside"),
+    "huge": ([10**30], f"{10**30} is outside"),
+    "huge_negative": ([5, -(10**30)], "outside"),
+    "uint64_tensor": (torch.ones(3, dtype=torch.uint64), "integer token ids.*uint64"),
+    "sparse_tensor": (torch.ones(1, 3, dtype=torch.int64).to_sparse(), "dense tensor.*sparse_coo"),
+    "meta_tensor": (torch.ones(1, 3, dtype=torch.int64, device="meta"), "dense tensor.*on meta"),
+    "nested_tensor": (lambda: torch.nested.nested_tensor([torch.ones(3, dtype=torch.int64)]), "dense tensor"),
+    "jagged_tensor": (
+        lambda: torch.nested.nested_tensor([torch.ones(3, dtype=torch.int64)], layout=torch.jagged),
+        "dense tensor.*jagged",
+    ),
+    "quantized_tensor": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),
+        "integer token ids.*quint8",
+    ),
+    "with_gradient": (torch.ones(3, requires_grad=True), "integer token ids.*float32"),
+    "float_array": (np.ones(3), "integer token ids.*float64"),
+    "bool_array": (np.ones(3, dtype=bool), "integer token ids.*bool"),
+    "string_array": (np.array(["a"]), "integer token ids"),
+    "object_array": (np.array([5, "a"], dtype=object), "integer token ids"),
+    "array_of_a_batch": (np.ones((2, 3), dtype=np.int64), r"one prompt.*\(2, 3\)"),
+    "numpy_bools": ([np.True_], "integer token ids"),
+    "nans": ([float("nan")], "integer token ids.*nan"),
+    "bytearray": (bytearray(b"hello"), "integer token ids"),
+    "set": ({5, 6}, "integer token ids"),
+    "string": ("hello", "integer token ids.*hello"),
+    "bytes": (b"hello", "integer token ids"),
+    "nested": ([[1, 2]], r"integer token ids.*\[\[1, 2\]\]"),
+    "nothing": (None, "integer token ids.*None"),
+    "number": (5, "integer token ids"),
+    "dict": ({"input_ids": [1, 2]}, "integer token ids"),
+}
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "streamer": ({"streamer": TextStreamer(tiny_tokenizer())}, "streamer: iterate the request"),
+    "embeds": ({"inputs_embeds": torch.zeros(1, 3, 64)}, "inputs_embeds"),
+    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    "hidden_states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "unknown": ({"max_new_token": 3}, "max_new_token"),
+    "priority": ({"priority": "high"}, "priority must be an integer, got 'high'"),
+    "salt": ({"cache_salt": ["a"]}, "cache_salt must be a string, an integer or bytes"),
+    "id_type": ({"request_id": 7}, "request_id 7"),
+    "beams": ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
+    "samples": ({"num_return_sequences": 2}, "Greedy"),
+    "temperature": ({"do_sample": True, "temperature": -1.0}, "temperature"),
+    "streamed_beams": ({"num_beams": 2, "streamer": TextStreamer(tiny_tokenizer())}, "streamer"),
+    "stop_without_tokenizer": ({"stop_strings": ["x"]}, "tokenizer"),
+    "own_loop": ({"custom_generate": lambda model, input_ids, **_: input_ids}, "custom_generate"),
+}
+
+
+def refuses(pair: Pair, message: str, prompt: Any, **arguments: Any) -> None:
+    """Asserts a `ValueError` at the call, before anything is allocated or runs."""
+    before = pair.engine.stats()
+    with pytest.raises(ValueError, match=message):
+        pair.engine.submit(prompt, **{"max_new_tokens": 4} | arguments)
+    after = pair.engine.stats()
+    assert (after.num_steps, after.peak_blocks_in_use) == (before.num_steps, before.peak_blocks_in_use)
+    assert after.num_waiting == after.num_running == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_bad_prompt(pair: Pair, name: str) -> None:
+    """Would break: an `IndexError` in everybody's step, or a prompt that is silently read as another one."""
+    prompt, message = BAD_PROMPTS[name]
+    refuses(pair, message, prompt() if callable(prompt) else prompt)
+    settle(pair)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.array([5, 6, 7]),
+        np.array([[5, 6, 7]], dtype=np.uint16),
+        np.array([7, 6, 5], dtype=np.int32)[::-1],
+        [np.int64(5), np.uint8(6), 7],
+        (5, 6, 7),
+        range(5, 8),
+        torch.tensor([5, 6, 7], dtype=torch.uint32),
+        torch.tensor([[5, 6, 7]], dtype=torch.int8),
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+def test_every_form_of_a_prompt(pair: Pair, prompt: Any) -> None:
+    request = pair.engine.submit(prompt, max_new_tokens=3)
+    assert request.prompt_token_ids == [5, 6, 7]
+    assert request.result(PATIENCE).sequences == stock_rows(pair.stock, torch.tensor([[5, 6, 7]]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_argument(pair: Pair, name: str) -> None:
+    """Would break: an argument that is ignored, or found to be wrong when the request runs."""
+    arguments, message = BAD_ARGUMENTS[name]
+    refuses(pair, message, random_ids(1, 5), **arguments)
+    settle(pair)
+
+
+@pytest.mark.core
+def test_what_could_outgrow_the_pool_is_refused_alone(make_pair: MakePair) -> None:
+    """Would break: a request that ends all others, or that waits for blocks that the pool doesn't have."""
+    pair = make_pair(num_blocks=16)
+    ids = random_ids(1, 8)
+    with Gate(2) as gate:
+        others = [pair.engine.submit(ids, max_new_tokens=20, **ENDLESS)]
+        others.append(pair.engine.submit(ids, max_new_tokens=20, **ENDLESS, **gate.arguments))
+        assert gate.reached.wait(PATIENCE)
+        for more in ({}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, SAMPLE | {"num_return_sequences": 3}):
+            with pytest.raises(
+                ValueError, match=r"30 tokens and up to 40 new ones needs 1[89] KV blocks of 4 .* has 16"
+            ):
+                pair.engine.submit(random_ids(1, 30), max_new_tokens=40, **more)
+    expected = stock_rows(pair.stock, ids, max_new_tokens=20, **ENDLESS)
+    assert [other.result(PATIENCE).sequences for other in others] == [expected] * 2
+    settle(pair)
+
+
+@pytest.mark.core
+def test_a_name_in_use(pair: Pair) -> None:
+    """Would break: two requests of one name that get each other's tokens; or a name that is never free again."""
+    with Gate() as gate:
+        first = pair.engine.submit([5, 6], max_new_tokens=3, request_id="me", **gate.arguments)
+        with pytest.raises(ValueError, match="'me' is running already"):
+            pair.engine.submit([5, 6], max_new_tokens=3, request_id="me")
+        for name in ("request-0", None, None):
+            assert pair.engine.submit([5, 6], max_new_tokens=3, request_id=name).result(PATIENCE)
+    assert first.result(PATIENCE).request_id == "me"
+    for more in ({}, {"num_beams": 2}, {"max_new_tokens": -1}, {}):
+        try:
+            again = pair.engine.submit([5, 6], **{"max_new_tokens": 1} | more, request_id="me")
+        except ValueError:
+            continue  # refused for another reason: the name stays free
+        assert again.result(PATIENCE).request_id == "me"
+    settle(pair)
+
+
+# Streaming and waiting
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("arguments", [{}, {"prompt_lookup_num_tokens": 2}], ids=name_of)
+def test_tokens_come_one_by_one(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: tokens that are handed out all together at the end."""
+    ids = random_ids(1, 9)
+    expected = stock_rows(pair.stock, ids, max_new_tokens=12, **arguments)[0]
+    with Gate(4) as gate:
+        request = pair.engine.submit(ids, max_new_tokens=12, **arguments, **gate.arguments)
+        tokens = iter(request)
+        early = [next(tokens), next(tokens)]
+        assert not request.is_done and request.finish_reason is None
+        gate.open()
+        assert early + list(tokens) == expected
+    assert list(request) == expected, "a second look begins at the first token again"
+
+
+def test_rows_of_the_engine_stream_too(pair: Pair) -> None:
+    """Would break: the same for requests whose tokens the engine chooses."""
+    brake = Brake(pair)
+    ids = random_ids(1, 9)
+    with brake.at(step=3) as reached:
+        request = pair.engine.submit(ids, max_new_tokens=12)
+        reached()
+        tokens = iter(request)
+        early = [next(tokens) for _ in range(3)]
+        assert not request.is_done
+    expected = stock_rows(pair.stock, ids, max_new_tokens=12)[0]
+    assert early + list(tokens) == expected
+    metrics = request.result().metrics
+    assert metrics is not None and 0 <= metrics.time_to_first_token <= metrics.duration
+
+
+@pytest.mark.parametrize("arguments", [SAMPLE | {"num_return_sequences": 2}, {"num_beams": 2}], ids=name_of)
+def test_only_one_sequence_can_be_streamed(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: an iteration over tokens of which nobody knows whose they are."""
+    request = pair.engine.submit([5, 6, 7], max_new_tokens=3, **arguments)
+    with pytest.raises(ValueError, match="several sequences or beams"):
+        iter(request)
+    with pytest.raises(ValueError, match="several sequences or beams"):
+        aiter(request)
+    assert len(request.result(PATIENCE).sequences) >= 1
+
+
+def test_a_timeout_ends_the_waiting_not_the_request(pair: Pair) -> None:
+    """Would break: a result that is lost because somebody was impatient once."""
+    brake = Brake(pair)
+    with brake.at(step=2) as reached:
+        request = pair.engine.submit(random_ids(1, 5), max_new_tokens=8)
+        reached()
+        for timeout in (0, 0.01):
+            with pytest.raises(TimeoutError, match=r"request-0.*goes on"):
+                request.result(timeout)
+    assert request.result(PATIENCE).sequences == stock_rows(pair.stock, random_ids(1, 5), max_new_tokens=8)
+
+
+# Cancelling
+
+
+def is_partial(request: Request, pair: Pair, ids: Tensor) -> bool:
+    """Whether it ended as cancelled, with the first of stock's tokens."""
+    output = request.result(PATIENCE)
+    expected = stock_rows(pair.stock, ids, max_new_tokens=100, **ENDLESS)[0]
+    tokens = output.token_ids
+    assert request.finish_reason == output.finish_reason == "cancelled"
+    assert tokens == expected[: len(tokens)]
+    return len(tokens) < 100
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, SAMPLE | {"num_return_sequences": 2}], ids=name_of)
+def test_cancel_while_waiting(make_pair: MakePair, arguments: dict[str, Any]) -> None:
+    """Would break: a queued request that runs, or that is never ended because it doesn't."""
+    pair = make_pair(max_num_seqs=1)
+    brake = Brake(pair)
+    with brake.at() as reached:
+        running = pair.engine.submit([5, 6], max_new_tokens=4)
+        reached()
+        waiting = [pair.engine.submit([7, 8], max_new_tokens=4, **arguments) for _ in range(3)]
+        waiting[1].cancel()
+        waiting[1].cancel()
+    output = waiting[1].result(PATIENCE)
+    assert output.finish_reason == "cancelled" and not output.token_ids
+    for request in (running, waiting[0], waiting[2]):
+        assert request.result(PATIENCE).finish_reason in ("length", "eos")
+    settle(pair)
+
+
+def test_cancel_while_prefilling(make_pair: MakePair) -> None:
+    """Would break: a long prompt that is computed to its end for nobody."""
+    pair = make_pair(max_num_batched_tokens=4, block_size=4)
+    brake = Brake(pair)
+    with brake.at(step=2) as reached:
+        request = pair.engine.submit(random_ids(1, 100), max_new_tokens=4)
+        reached()
+        assert 0 < blocks_in_use(pair) < 25
+        request.cancel()
+    assert request.result(PATIENCE).token_ids == [] and request.finish_reason == "cancelled"
+    assert pair.engine.stats().num_steps < 10
+    settle(pair)
+
+
+@pytest.mark.core
+def test_cancel_while_decoding(pair: Pair) -> None:
+    """Would break: blocks that stay with a cancelled request for longer than the step it is in."""
+    brake = Brake(pair)
+    ids = random_ids(1, 6)
+    with brake.at(step=5) as reached:
+        request = pair.engine.submit(ids, max_new_tokens=100, **ENDLESS)
+        other = pair.engine.submit(random_ids(1, 7), max_new_tokens=20, **ENDLESS)
+        reached()
+        request.cancel()
+    assert is_partial(request, pair, ids) and len(request.result().token_ids) <= 7
+    request.cancel()
+    assert request.finish_reason == "cancelled"
+    assert other.result(PATIENCE).sequences == stock_rows(pair.stock, random_ids(1, 7), max_new_tokens=20, **ENDLESS)
+    other.cancel()
+    assert other.result().finish_reason == other.finish_reason == "length"
+    settle(pair)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_cancel_while_preempted(make_pair: MakePair, preemption: str) -> None:
+    """Would break: blocks in CPU memory, or a place in the queue, of a request that is gone."""
+    pair = make_pair(num_blocks=14, preemption=preemption)
+    prompts = [random_ids(1, 6, seed=seed) for seed in range(4)]
+    requests = [pair.engine.submit(ids, max_new_tokens=30, **ENDLESS) for ids in prompts]
+    brake = Brake(pair)
+    deadline = time.monotonic() + PATIENCE
+    preempted = "num_swapped" if preemption == "swap" else "num_waiting"
+    while True:  # until the worker is caught in a step beside which somebody is out of the pool
+        assert time.monotonic() < deadline and not all(request.is_done for request in requests)
+        with brake.at() as reached:
+            reached()
+            stats = pair.engine.stats()
+            if stats.num_preemptions and getattr(stats, preempted):
+                requests[-1].cancel()  # the newest is the first that goes
+                break
+    output = requests[-1].result(PATIENCE)
+    assert output.finish_reason == "cancelled" and 0 < len(output.token_ids) < 30
+    for request, ids in zip(requests[:-1], prompts):
+        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=30, **ENDLESS)
+    settle(pair)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=name_of)
+def test_cancel_a_loop(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: loops of transformers that run on after their request was cancelled, user code or not."""
+    ids = random_ids(1, 6)
+    with Gate(5) as gate:
+        request = pair.engine.submit(ids, max_new_tokens=100, **ENDLESS, **arguments, **gate.arguments)
+        assert gate.reached.wait(PATIENCE)
+        request.cancel()
+    if arguments.get("num_beams"):
+        assert request.result(PATIENCE).finish_reason == "cancelled"
+    else:
+        assert is_partial(request, pair, ids)
+    settle(pair)
+
+
+def test_cancel_a_loop_that_waits_for_its_forward(pair: Pair) -> None:
+    """Would break: a cancelled loop that waits for a step which never takes it in."""
+    brake = Brake(pair)
+    with brake.at(step=3) as reached:
+        request = pair.engine.submit(random_ids(1, 6), max_new_tokens=50, num_beams=2, **ENDLESS)
+        reached()
+        request.cancel()
+    assert request.result(PATIENCE).finish_reason == "cancelled"
+    assert pair.engine.stats().num_steps <= 5
+    settle(pair)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, SAMPLE | {"num_return_sequences": 3}], ids=name_of)
+def test_a_dropped_handle_cancels(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: an abandoned request that keeps its blocks until its last token."""
+    brake = Brake(pair)
+    with brake.at(step=2) as reached:
+        request = pair.engine.submit(random_ids(1, 6), max_new_tokens=150, **ENDLESS, **arguments)
+        reached()
+        del request
+        gc.collect()
+    eventually(lambda: blocks_in_use(pair) == 0, "the blocks of a dropped request are held")
+    assert pair.engine.stats().num_steps < 20
+    settle(pair)
+
+
+def test_iterating_keeps_the_handle(pair: Pair) -> None:
+    """Would break: `for token in engine.submit(...)`, whose handle nobody else holds."""
+    expected = stock_rows(pair.stock, [5, 6, 7], max_new_tokens=12)[0]
+    assert list(pair.engine.submit([5, 6, 7], max_new_tokens=12)) == expected
+    assert [token for token in pair.engine.submit([5, 6, 7], max_new_tokens=12) if gc.collect(0) >= 0] == expected
+
+
+def test_finished_requests_leave_nothing(pair: Pair) -> None:
+    """Would break: memory that grows with every request that was ever served."""
+
+    def count() -> int:
+        gc.collect()
+        kinds = (SampleRun, Request, hf_paged.PagedCache)
+        return sum(isinstance(item, kinds) for item in gc.get_objects())
+
+    before = count()
+    for more in ({}, {"num_beams": 2}, {"logits_processor": [NextToken()]}):
+        requests = [pair.engine.submit([5, 6], max_new_tokens=3, **more) for _ in range(8)]
+        for request in requests:
+            request.result(PATIENCE)
+        del requests, request
+    eventually(lambda: count() == before, "something is kept")
+
+
+# Order and queues
+
+
+@pytest.mark.parametrize("arguments", [{}, {"logits_processor": [NextToken()]}], ids=["rows", "loops"])
+def test_priorities(make_pair: MakePair, arguments: dict[str, Any]) -> None:
+    """Would break: an urgent request behind all that came earlier; or equals that overtake each other."""
+    pair = make_pair(max_num_seqs=1)
+    brake = Brake(pair)
+    ended: list[str] = []
+    with brake.at() as reached:
+        requests = [pair.engine.submit([5, 6], max_new_tokens=3, request_id="first", **arguments)]
+        reached()
+        for name, priority in (("a", 1), ("b", 0), ("c", 1), ("urgent", -5), ("d", 0)):
+            requests.append(
+                pair.engine.submit([5, 6], max_new_tokens=3, priority=priority, request_id=name, **arguments)
+            )
+        for request in requests:
+            request.on_done(lambda request=request: ended.append(request.request_id))
+    for request in requests:
+        request.result(PATIENCE)
+    assert ended == ["first", "urgent", "b", "d", "a", "c"]
+
+
+@pytest.mark.core
+def test_a_full_queue(make_pair: MakePair) -> None:
+    """Would break: a queue that grows for ever, or a `generate()` that fails where it only had to wait."""
+    pair = make_pair(max_num_seqs=1, max_waiting=2)
+    brake = Brake(pair)
+    results: list[Any] = []
+    calls: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}]
+    threads = [
+        threading.Thread(
+            target=lambda more=more: results.append(pair.paged.generate(random_ids(1, 6), max_new_tokens=3, **more)),
+            daemon=True,
+        )
+        for more in calls
+    ]
+    with brake.at() as reached:
+        running = pair.engine.submit([5, 6], max_new_tokens=4)
+        reached()
+        waiting = [pair.engine.submit([5, 6], max_new_tokens=4) for _ in range(2)]
+        for more in calls:
+            with pytest.raises(hf_paged.QueueFullError, match="2 requests are waiting and max_waiting is 2"):
+                pair.engine.submit([5, 6], max_new_tokens=4, **more)
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+        assert not results and pair.engine.stats().num_waiting == 2
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "it waits for room that nobody will make"
+    assert len(results) == 3
+    for request in (running, *waiting):
+        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, [5, 6], max_new_tokens=4)
+    settle(pair)
+
+
+def test_a_full_queue_of_loops(make_pair: MakePair) -> None:
+    """Would break: loops that wait for room in a queue that only they can empty."""
+    pair = make_pair(max_num_seqs=1, max_waiting=1)
+    expected = stock_rows(pair.stock, [5, 6], max_new_tokens=3, num_beams=2)
+    for _ in range(10):
+        requests: list[Request] = []
+        while len(requests) < 2:
+            try:
+                requests.append(pair.engine.submit([5, 6], max_new_tokens=3, num_beams=2))
+            except hf_paged.QueueFullError:
+                time.sleep(0.001)
+        assert [request.result(PATIENCE).sequences for request in requests] == [expected] * 2
+    settle(pair)
+
+
+# Many prompts
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}], ids=name_of)
+@pytest.mark.parametrize("max_waiting", [None, 1])
+def test_many_ragged_prompts(make_pair: MakePair, arguments: dict[str, Any], max_waiting: int | None) -> None:
+    """Would break: results in the order of their ends, lost prompts, or a queue that is found full."""
+    pair = make_pair(max_num_seqs=3, num_blocks=64, max_waiting=max_waiting)
+    prompts = [random_ids(1, 1 + 5 * seed % 17, seed=seed) for seed in range(10)]
+    given = {"max_new_tokens": 6, "eos_token_id": list(range(2, 20))} | arguments
+    outputs = pair.engine.generate([ids[0].tolist() for ids in prompts], **given)
+    assert [output.sequences for output in outputs] == [stock_rows(pair.stock, ids, **given) for ids in prompts]
+    assert all(isinstance(output, RequestOutput) for output in outputs)
+    settle(pair)
+
+
+def test_progress_bar(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    """Would break: hours without a sign of life, or noise that nobody asked for."""
+    prompts = [[5, 6], torch.tensor([7]), random_ids(1, 4)]
+    assert len(pair.engine.generate(prompts, max_new_tokens=3)) == 3
+    assert not capfd.readouterr().err
+    assert len(pair.engine.generate(prompts, progress_bar=True, max_new_tokens=3)) == 3
+    assert "3/3" in capfd.readouterr().err
+    assert pair.engine.generate([], progress_bar=True) == []
+
+
+def test_one_bad_prompt_of_many(pair: Pair) -> None:
+    """Would break: an error that is lost, or prompts that go on running after the call has raised."""
+    for bad, message in (([5, VOCAB], "outside"), ([], "empty"), ([5] * 2000, "2000 tokens")):
+        with pytest.raises(ValueError, match=message):
+            pair.engine.generate([[5, 6], [7, 8], bad, [9]], max_new_tokens=50, **ENDLESS)
+        settle(pair)
+    for prompts in ("text", torch.ones(2, 3, dtype=torch.long)):
+        with pytest.raises(ValueError, match="list of prompts"):
+            pair.engine.generate(prompts)
+
+
+# Async
+
+
+@pytest.mark.core
+def test_await_and_async_for(pair: Pair) -> None:
+    """Would break: an event loop that stands still while it waits, or tokens out of order among many requests."""
+    prompts = [random_ids(1, 3 + seed, seed=seed) for seed in range(12)]
+    expected = [stock_rows(pair.stock, ids, max_new_tokens=10)[0] for ids in prompts]
+    num_ticks = 0
+
+    async def tick() -> None:
+        nonlocal num_ticks
+        while True:
+            num_ticks += 1
+            await asyncio.sleep(0)
+
+    async def stream(ids: Tensor) -> list[int]:
+        return [token async for token in pair.engine.submit(ids, max_new_tokens=10)]
+
+    async def whole(ids: Tensor) -> list[int]:
+        return (await pair.engine.submit(ids, max_new_tokens=10)).token_ids
+
+    async def main() -> list[list[int]]:
+        ticking = asyncio.create_task(tick())
+        calls = [stream(ids) if i % 2 else whole(ids) for i, ids in enumerate(prompts)]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            ticking.cancel()
+
+    assert asyncio.run(main()) == expected
+    assert num_ticks > 12
+    settle(pair)
+
+
+@pytest.mark.parametrize("way", ["await", "async_for", "wait_for", "dropped"])
+def test_a_cancelled_task_cancels_its_request(pair: Pair, way: str) -> None:
+    """Would break: a web server whose clients went away and whose pool stays full."""
+    brake = Brake(pair)
+    kept: list[Request] = []
+
+    async def consume() -> None:
+        request = pair.engine.submit(random_ids(1, 5), max_new_tokens=200, **ENDLESS)
+        if way != "dropped":
+            kept.append(request)
+        if way in ("await", "wait_for"):
+            await request
+        async for _ in request:
+            pass
+
+    async def main() -> None:
+        task = asyncio.create_task(consume())
+        with brake.at(step=4) as reached:
+            await asyncio.to_thread(reached)
+            if way == "wait_for":
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(task, 0.01)
+            else:
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+    asyncio.run(main())
+    eventually(lambda: blocks_in_use(pair) == 0, "the blocks of a cancelled task are held")
+    assert pair.engine.stats().num_steps < 20
+    assert all(request.result(PATIENCE).finish_reason == "cancelled" for request in kept)
+    settle(pair)
+
+
+def test_async_errors(pair: Pair) -> None:
+    """Would break: an error that an awaiting task never sees."""
+
+    class BoomError(Exception):
+        pass
+
+    def fail(input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise BoomError
+
+    async def main() -> None:
+        with pytest.raises(BoomError):
+            await pair.engine.submit([5, 6], logits_processor=[fail], max_new_tokens=4)
+        request = pair.engine.submit([5, 6], logits_processor=[fail], max_new_tokens=4)
+        with pytest.raises(BoomError):
+            async for _ in request:
+                pass
+        assert request.finish_reason == "error"
+        with pytest.raises(BoomError):
+            request.result()
+
+    asyncio.run(main())
+    settle(pair)
+
+
+# Looking at it
+
+
+@pytest.mark.core
+def test_stats_and_snapshot_of_running_requests(make_pair: MakePair) -> None:
+    """Would break: a picture that can't be drawn (JSON), or that contradicts the numbers beside it."""
+    pair = make_pair(num_blocks=40, block_size=4)
+    assert pair.engine.stats().num_blocks == pair.engine.stats().num_free_blocks == 40
+    assert json.loads(json.dumps(pair.engine.snapshot())) == pair.engine.snapshot()
+    brake = Brake(pair)
+    before = asdict(pair.engine.stats())
+    gauges = {"num_free_blocks", "num_running", "num_waiting", "num_swapped", "kv_tokens_stored", "kv_slots_allocated"}
+    with Gate(3) as gate:
+        held = pair.engine.submit(random_ids(1, 10), max_new_tokens=8, **ENDLESS, **gate.arguments)
+        assert gate.reached.wait(PATIENCE)
+        with brake.at(step=4) as reached:
+            samples = pair.engine.submit(
+                random_ids(1, 9, 1), max_new_tokens=30, num_return_sequences=3, **SAMPLE, **ENDLESS
+            )
+            reached()
+            waiting = pair.engine.submit([5, 6], max_new_tokens=2)
+            stats, picture = pair.engine.stats(), json.loads(json.dumps(pair.engine.snapshot()))
+        blocks = {block for g in picture["groups"] for s in g["sequences"] for block in s["block_table"]}
+        counts = [
+            sum(s["block_table"].count(block) for g in picture["groups"] for s in g["sequences"]) for block in range(40)
+        ]
+        assert picture["num_blocks"] == 40 and picture["block_size"] == 4
+        assert [max(count, 0) for count in picture["blocks"]] == counts
+        assert len(blocks) == stats.num_blocks - stats.num_free_blocks == stats.kv_slots_allocated // 4
+        assert stats.num_running == 4 and stats.num_waiting == 1
+        assert len(picture["running"]) == 2 and len(picture["waiting"]) == 1 and not picture["swapped"]
+        assert 0 < stats.kv_tokens_stored <= stats.kv_slots_allocated
+        assert stats.peak_blocks_in_use >= len(blocks)
+        last = [event for event in picture["events"] if event["kind"] == "step"][-1]
+        assert last["step"] == picture["num_steps"] == stats.num_steps and last["num_seqs"] == len(last["chunks"])
+    for request in (held, samples, waiting):
+        after = asdict(pair.engine.stats())
+        assert all(after[name] >= before[name] for name in after if name not in gauges)
+        before = after
+        request.result(PATIENCE)
+    assert pair.engine.stats().num_generated_tokens == 8 + 3 * 30 + 2
+    assert pair.engine.snapshot()["groups"] == []
+    settle(pair)
+
+
+def test_a_shared_prompt_is_stored_once_among_simultaneous_requests(make_pair: MakePair) -> None:
+    """Would break: a system prompt that every user pays for, because all came before it was cached."""
+    pair = make_pair(num_blocks=128, block_size=4)
+    brake = Brake(pair)
+    system = random_ids(1, 40, seed=5)
+    prompts = [torch.cat([system, random_ids(1, 3, seed=seed)], dim=1) for seed in range(8)]
+    with brake.at() as reached:
+        requests = [pair.engine.submit([5], max_new_tokens=1)]
+        reached()
+        requests += [pair.engine.submit(ids, max_new_tokens=6, **ENDLESS) for ids in prompts]
+    for request, ids in zip(requests[1:], prompts):
+        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=6, **ENDLESS)
+    stats = pair.engine.stats()
+    assert stats.peak_blocks_in_use <= 10 + 8 * 3 + 1  # 110 without sharing
+    assert stats.prefix_cache_hit_tokens >= 7 * 40
+    settle(pair)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"logits_processor": [NextToken()]}, {"num_beams": 2}], ids=name_of)
+def test_a_cache_salt_keeps_prefixes_apart(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: users who can find out by the clock what others have asked."""
+    ids = random_ids(1, 33)
+
+    def hits(salt: Any) -> int:
+        before = pair.engine.stats().prefix_cache_hit_tokens
+        output = pair.engine.submit(ids, max_new_tokens=2, cache_salt=salt, **arguments).result(PATIENCE)
+        assert output.sequences == stock_rows(pair.stock, ids, max_new_tokens=2, **arguments)
+        return pair.engine.stats().prefix_cache_hit_tokens - before
+
+    assert [hits("a"), hits("b"), hits(None)] == [0, 0, 0]
+    assert all(hits(salt) >= 32 for salt in ("a", "b", None))
+    assert hits("c") == 0
+
+
+class Asker(LogitsProcessor):
+    """Asks another model, once, about the prompt."""
+
+    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
+        self.ask: Callable[[Tensor], Any] | None = ask
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ask, self.ask = self.ask, None
+        if ask is not None:
+            ask(input_ids)
+        return scores
+
+
+ASKS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "assistant": lambda other: {"assistant_model": other},
+    "generate": lambda other: {"logits_processor": [Asker(lambda ids: other.generate(ids, max_new_tokens=2))]},
+    "beams": lambda other: {
+        "logits_processor": [Asker(lambda ids: other.generate(ids, max_new_tokens=2, num_beams=2))]
+    },
+    "submit": lambda other: {
+        "logits_processor": [Asker(lambda ids: other.paged.submit(ids, max_new_tokens=2).result(PATIENCE))]
+    },
+    "forward": lambda other: {
+        "logits_processor": [Asker(lambda ids: other(ids, past_key_values=PagedCache(other), logits_to_keep=1))]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ASKS)
+def test_a_cache_salt_reaches_the_models_that_a_request_asks(pair: Pair, kind: str) -> None:
+    """Would break: the same clock, held to the assistant's pool."""
+    ids, other = random_ids(1, 33), hf_paged.patch(build("llama", layers=1, seed=9), block_size=4, num_blocks=64)
+
+    def hits(salt: Any) -> int:
+        before = other.paged.stats().prefix_cache_hit_tokens
+        pair.engine.submit(ids, max_new_tokens=3, cache_salt=salt, **ASKS[kind](other)).result(PATIENCE)
+        return other.paged.stats().prefix_cache_hit_tokens - before
+
+    assert [hits("a"), hits("b"), hits(None)] == [0, 0, 0]
+    assert all(hits(salt) >= 32 for salt in ("a", "b", None))
+
+
+@pytest.mark.core
+def test_a_conversation_finds_its_history(pair: Pair) -> None:
+    """Would break: every turn of a chat computes the whole chat again."""
+    ids = random_ids(1, 20)[0].tolist()
+    for turn in range(4):
+        before = pair.engine.stats()
+        output = pair.engine.submit(ids, max_new_tokens=8, **ENDLESS).result(PATIENCE)
+        assert output.sequences == stock_rows(pair.stock, ids, max_new_tokens=8, **ENDLESS)
+        hits = pair.engine.stats().prefix_cache_hit_tokens - before.prefix_cache_hit_tokens
+        # All of the last turn but its last token, whose keys were never computed, in whole blocks.
+        assert hits == (0 if turn == 0 else (len(ids) - 5 - 1) // 4 * 4)
+        ids = [*ids, *output.token_ids, *random_ids(1, 5, seed=turn)[0].tolist()]
+
+
+def test_reset_prefix_cache(pair: Pair) -> None:
+    """Would break: contents that outlive the weights they were made with; or a reset that breaks who is running."""
+    ids = random_ids(1, 33)
+    pair.engine.submit(ids, max_new_tokens=2).result(PATIENCE)
+    assert pair.engine.reset_prefix_cache() >= 8
+    before = pair.engine.stats().prefix_cache_hit_tokens
+    with Gate(2) as gate:
+        running = pair.engine.submit(ids, max_new_tokens=9, **gate.arguments)
+        assert gate.reached.wait(PATIENCE)
+        pair.engine.reset_prefix_cache()
+    assert running.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=9)
+    assert pair.engine.stats().prefix_cache_hit_tokens == before
+    settle(pair)
+
+
+def test_release(pair: Pair) -> None:
+    """Would break: memory that is not given back, or requests that lose their tokens when it is."""
+    ids = random_ids(1, 12)
+    expected = stock_rows(pair.stock, ids, max_new_tokens=40, **ENDLESS)
+    pair.engine.release()  # never used: nothing to do
+    request = pair.engine.submit(ids, max_new_tokens=40, **ENDLESS)
+    with Gate(2) as gate:
+        loop = pair.engine.submit(ids, max_new_tokens=40, **ENDLESS, **gate.arguments)
+        assert gate.reached.wait(PATIENCE)
+        pair.engine.release()
+    assert request.result(PATIENCE).sequences == loop.result(PATIENCE).sequences == expected
+    pair.engine.release()
+    pair.engine.release()
+    assert pair.engine.submit(ids, max_new_tokens=40, **ENDLESS).result(PATIENCE).sequences == expected
+    settle(pair)
+
+
+# The end of a patch, and copies
+
+
+@pytest.mark.core
+def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
+    """Would break: somebody who waits for ever, or takes half an answer for a whole one."""
+    pair = make_pair(max_num_seqs=2)
+    brake = Brake(pair)
+    calls: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}]
+    ids = random_ids(1, 6)
+    outcomes: list[Any] = []
+
+    def work(more: dict[str, Any]) -> None:
+        try:
+            outcomes.append(pair.paged.generate(ids, max_new_tokens=60, **ENDLESS, **more))
+        except RuntimeError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=work, args=(more,), daemon=True) for more in calls]
+    engine = pair.engine
+    with Gate(2) as gate, brake.at(step=8) as reached:
+        requests = [
+            engine.submit(ids, max_new_tokens=60, **ENDLESS, **more) for more in (*calls, *calls, gate.arguments)
+        ]
+        for thread in threads:
+            thread.start()
+        reached()
+        unpatching = threading.Thread(target=hf_paged.unpatch, args=(pair.paged,), daemon=True)
+        unpatching.start()
+    unpatching.join(PATIENCE)
+    assert not unpatching.is_alive()
+    for request in requests:
+        assert request.result(PATIENCE).finish_reason == "cancelled"
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "a generate() call hangs"
+    wholes = [pair.stock.generate(ids, max_new_tokens=60, **ENDLESS, **more) for more in calls]
+    for outcome in outcomes:
+        # Caught between two forwards, transformers' loop goes on without the engine.
+        is_whole = isinstance(outcome, Tensor) and any(torch.equal(outcome, whole) for whole in wholes)
+        assert is_whole or "unpatched" in str(outcome)
+    assert type(pair.paged) is type(pair.stock)
+    assert torch.equal(pair.paged.generate(ids, max_new_tokens=9), pair.stock.generate(ids, max_new_tokens=9))
+    gc.collect()
+    engine.check_invariants()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_a_copy_has_an_engine_of_its_own(pair: Pair) -> None:
+    """Would break: two models that write into one pool."""
+    with Gate(2) as gate:
+        request = pair.engine.submit([5, 6, 7], max_new_tokens=8, **gate.arguments)
+        assert gate.reached.wait(PATIENCE)
+        twin = copy.deepcopy(pair.paged)
+        assert twin.paged is not pair.engine and twin.paged.config == pair.engine.config
+        held = blocks_in_use(pair)
+        expected = stock_rows(pair.stock, [5, 6, 7], max_new_tokens=8)
+        assert twin.paged.submit([5, 6, 7], max_new_tokens=8).result(PATIENCE).sequences == expected
+        assert blocks_in_use(pair) == held > 0
+    assert request.result(PATIENCE).sequences == expected
+    assert twin.paged.stats().num_generated_tokens == pair.engine.stats().num_generated_tokens
+
+
+# Draws
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"num_return_sequences": 3}, {"num_beams": 2}, {"logits_processor": [NextToken()]}],
+    ids=name_of,
+)
+def test_draws_depend_on_the_state_at_entry_alone(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: seeded text that depends on who else draws at the same time."""
+    ids = random_ids(1, 7)
+    given = {"max_new_tokens": 15, "top_k": 0} | SAMPLE | ENDLESS | arguments
+    expected = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        expected.append(stock_rows(pair.stock, ids, **given))
+    requests = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        requests.append(pair.engine.submit(ids, **given))
+    torch.manual_seed(1)
+    unseeded = [pair.engine.submit(ids, **given) for _ in range(2)]
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    assert [request.result(PATIENCE).sequences for request in requests] == expected
+    first, second = (request.result(PATIENCE).sequences for request in unseeded)
+    assert first == expected[1] and second not in expected, "the next request drew the same numbers"
+    assert torch.equal(torch.get_rng_state(), state), "requests that ended in the background moved the generator"
+
+
+def test_draws_of_threads(pair: Pair) -> None:
+    """Would break: the same for calls of `generate()` on threads, each seeded at its entry."""
+    ids, lock, everybody = random_ids(1, 7), threading.Lock(), threading.Barrier(6)
+    expected = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        expected.append(stock_rows(pair.stock, ids, max_new_tokens=15, **SAMPLE, **ENDLESS))
+    found: dict[int, list[int]] = {}
+
+    class Entered:
+        """Its first put says that the call has begun; the end waits for all, since ends write to the generator."""
+
+        def __init__(self) -> None:
+            self.is_first = True
+
+        def put(self, value: Tensor) -> None:
+            if self.is_first:
+                lock.release()
+            self.is_first = False
+
+        def end(self) -> None:
+            everybody.wait(PATIENCE)
+
+    def work(seed: int) -> None:
+        lock.acquire()
+        torch.manual_seed(seed)
+        result = pair.paged.generate(ids, max_new_tokens=15, streamer=Entered(), **SAMPLE, **ENDLESS)
+        found[seed] = result[0, 7:].tolist()
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [[found[seed]] for seed in range(6)] == expected
+    settle(pair)

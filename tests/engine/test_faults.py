@@ -1,0 +1,1069 @@
+"""Everything that can go wrong while others generate: it ends one call, and nobody else notices.
+
+After each fault the invariants hold, no block is held, the next request is served, and whoever ran at the same time has
+the tokens of stock. What ends whole processes (forks, interpreter exits) runs in children of one subprocess: this file
+run as a script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import Pair, logged_messages
+from models import VOCAB, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
+from test_bad_input import USER_CODE, Boom
+from test_engine import (
+    ENDLESS,
+    PATIENCE,
+    SAMPLE,
+    Brake,
+    Gate,
+    blocks_in_use,
+    eventually,
+    settle,
+    stock_rows,
+)
+from test_generate_modes import NextToken
+from torch import Tensor, nn
+from transformers import LogitsProcessor, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import hf_paged
+from hf_paged.engine.sample_run import SampleRun
+from hf_paged.memory.kv_cache import KVCache
+from hf_paged.model.flat_forward import FlatForward
+
+MakePair = Callable[..., Pair]
+
+MARKER = 96  # a token that only the victim's prompt has
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("ctrl_c")]
+
+
+def prompt(seed: int, length: int = 8, marker: bool = False) -> Tensor:
+    """A random prompt without `MARKER`, or with it."""
+    ids = random_ids(1, length, seed=seed) % (MARKER - 3) + 3
+    if marker:
+        ids[0, length // 2] = MARKER
+    return ids
+
+
+KINDS: list[dict[str, Any]] = [{}, {"num_beams": 2}, SAMPLE | {"num_return_sequences": 2}]
+# Whom a fault must not disturb: seed, length of the prompt, whether it is held in its midst, and the mode.
+NEIGHBOURS: list[tuple[int, int, bool, dict[str, Any]]] = [
+    *((seed, 8, False, {"max_new_tokens": 24} | kind) for seed, kind in enumerate(KINDS)),
+    (3, 8, True, {"max_new_tokens": 24}),
+    (4, 8, True, {"max_new_tokens": 24, "num_beams": 2}),
+    # Rows of the engine that run for long, begun when the others are held.
+    (5, 12, False, {"max_new_tokens": 60}),
+    (6, 12, False, {"max_new_tokens": 60}),
+]
+UNMARKED: dict[str, Any] = {"bad_words_ids": [[MARKER]]} | ENDLESS
+
+
+@functools.cache
+def undisturbed() -> list[list[list[int]]]:
+    """The neighbours' tokens."""
+    stock, found = build("llama"), []
+    for seed, length, _, mode in NEIGHBOURS:
+        torch.manual_seed(seed)
+        found.append(stock_rows(stock, prompt(seed, length), **UNMARKED, **mode))
+    return found
+
+
+@contextmanager
+def neighbours(pair: Pair) -> Iterator[None]:
+    """Requests of all kinds run beside what is done inside; in the end they have stock's tokens, and all is free.
+
+    Two of them are held in their midst until it is over, so that there is somebody to be disturbed.
+    """
+    expected, requests = undisturbed(), []
+    with ExitStack() as gates:
+        for seed, length, is_held, mode in NEIGHBOURS:
+            torch.manual_seed(seed)
+            gate = gates.enter_context(Gate(3)) if is_held else None
+            held = gate.arguments if gate is not None else {}
+            requests.append(pair.engine.submit(prompt(seed, length), **UNMARKED, **mode, **held))
+            if gate is not None:
+                assert gate.reached.wait(PATIENCE)
+        yield
+        assert not requests[3].is_done and not requests[4].is_done
+    for request, rows in zip(requests, expected):
+        assert request.result(PATIENCE).sequences == rows, f"{request} was disturbed"
+    settle(pair)
+
+
+# User code that raises
+
+
+class Ender(BaseStreamer):
+    """Raises in its `end`."""
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        raise Boom("burnt")
+
+
+USERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "processor": lambda: USER_CODE["processor"](Boom, 3),
+    "processor_at_once": lambda: USER_CODE["processor"](Boom, 0),
+    "criterion": lambda: USER_CODE["criterion"](Boom, 3),
+    "grammar": lambda: USER_CODE["grammar"](Boom, 3),
+    "put": lambda: USER_CODE["streamer"](Boom, 4),
+    "put_prompt": lambda: USER_CODE["streamer"](Boom, 0),
+    "end": lambda: {"streamer": Ender()},
+    "put_and_processor": lambda: USER_CODE["streamer"](Boom, 4) | {"logits_processor": [NextToken()]},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "samples": SAMPLE | {"num_return_sequences": 2},
+    "beams": {"num_beams": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "mode"),
+    [
+        (code, mode)
+        for code in USERS
+        for mode in MODES
+        if mode == "greedy" or ("put" not in code and code in ("processor", "criterion"))
+    ],
+)
+def test_user_code_that_raises(pair: Pair, code: str, mode: str) -> None:
+    """Would break: an exception that ends other calls, the worker, or that leaves blocks behind."""
+    given = {"max_new_tokens": 12} | ENDLESS | MODES[mode]
+    with neighbours(pair):
+        held = blocks_in_use(pair)
+        with pytest.raises(Boom, match=r"^burnt$"):
+            pair.paged.generate(prompt(5), **given, **USERS[code]())
+        if "streamer" not in USERS[code]():
+            request = pair.engine.submit(prompt(5), **given, **USERS[code]())
+            with pytest.raises(Boom, match=r"^burnt$"):
+                request.result(PATIENCE)
+            assert request.finish_reason == "error" and request.is_done
+        assert held > 0
+
+
+@pytest.mark.parametrize("arguments", [{}, SAMPLE, {"prompt_lookup_num_tokens": 3}], ids=name_of)
+def test_a_reader_that_vanishes(make_pair: MakePair, arguments: dict[str, Any]) -> None:
+    """Would break: a web client that closes its tab and blocks, or leaks, the call that wrote for it."""
+    pair = make_pair(tiny_lm(), block_size=8)
+    ids = tiny_tokenizer()("The old man", return_tensors="pt")["input_ids"]
+    torch.manual_seed(0)
+    expected = pair.stock.generate(ids, max_new_tokens=20, **arguments)
+    results: list[Tensor] = []
+
+    def work(streamer: Any) -> None:
+        results.append(pair.paged.generate(ids, max_new_tokens=20, streamer=streamer, **arguments))
+
+    for num_read in (0, 3):
+        torch.manual_seed(0)
+        streamer = TextIteratorStreamer(tiny_tokenizer(), timeout=PATIENCE)
+        thread = threading.Thread(target=work, args=(streamer,), daemon=True)
+        thread.start()
+        for _ in range(num_read):
+            next(streamer)
+        del streamer
+        gc.collect()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert len(results) == 2 and all(torch.equal(result, expected) for result in results)
+    settle(pair)
+
+
+# Ctrl-C
+
+
+def interrupted(call: Callable[[], Any], delay: float) -> bool:
+    """Calls, with a Ctrl-C after `delay` seconds; whether that came before the call's end."""
+    is_over = False
+    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    # hypothesis' own: Python drops what a signal raises in one of them.
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []
+    try:
+        timer.start()
+        call()
+        is_over = True
+        timer.join(PATIENCE)
+        time.sleep(1.0)
+        pytest.fail("the signal was lost")
+    except KeyboardInterrupt:
+        return not is_over
+    finally:
+        gc.callbacks[:] = callbacks
+
+
+def many(pair: Pair) -> Any:
+    return pair.engine.generate([prompt(seed) for seed in range(40)], max_new_tokens=100, **ENDLESS)
+
+
+WAITS: dict[str, Callable[[Pair, dict[str, Any]], Any]] = {
+    "rows": lambda pair, given: pair.paged.generate(**ragged_batch(), **given),
+    "beams": lambda pair, given: pair.paged.generate(**ragged_batch(), **given, num_beams=3),
+    "streamed": lambda pair, given: pair.paged.generate(prompt(5), **given, streamer=Recorder()),
+    "processor": lambda pair, given: pair.paged.generate(prompt(5), **given, logits_processor=[NextToken()]),
+    "result": lambda pair, given: pair.engine.submit(prompt(5), **given).result(PATIENCE),
+    "iteration": lambda pair, given: list(pair.engine.submit(prompt(5), **given)),
+    "many": lambda pair, given: many(pair),
+}
+
+
+class Recorder(BaseStreamer):
+    """Does nothing."""
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", WAITS)
+def test_ctrl_c(pair: Pair, name: str) -> None:
+    """Would break: a call that can't be stopped, or that keeps its blocks when it was."""
+    given = {"max_new_tokens": 220} | ENDLESS
+    with neighbours(pair):
+        started = time.monotonic()
+        assert interrupted(lambda: WAITS[name](pair, given), 0.05), "it was over before: the test is too easy"
+        assert time.monotonic() - started < 10
+        gc.collect()  # a handle in the traceback
+
+
+def test_ctrl_c_while_the_worker_is_busy(pair: Pair) -> None:
+    """Would break: the same when the step that is running takes long."""
+    brake = Brake(pair)
+    with brake.at(step=2) as reached:
+
+        def interrupt() -> None:
+            reached()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            brake.release()
+
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            pair.paged.generate(prompt(5), max_new_tokens=50, **ENDLESS)
+        thread.join(PATIENCE)
+    assert pair.engine.stats().num_steps <= 4
+    settle(pair)
+
+
+def test_ctrl_c_at_any_moment(pair: Pair) -> None:
+    """Would break: tables torn by a signal between two statements, or a worker that is told to pause for good."""
+    ids = ragged_batch()
+    expected = pair.stock.generate(**ids, max_new_tokens=6, num_beams=2)
+    calls: list[Callable[[], Any]] = [
+        lambda: pair.paged.generate(**ids, max_new_tokens=30, num_beams=2, **ENDLESS),
+        lambda: pair.paged.generate(**ids, max_new_tokens=30, **ENDLESS),
+        lambda: pair.paged.generate(**ids, max_new_tokens=30, output_hidden_states=True, return_dict_in_generate=True),
+    ]
+    num_hits = 0
+    for turn in range(36):
+        num_hits += interrupted(calls[turn % 3], 0.002 + 0.0007 * turn)
+        if turn % 6 == 5:
+            pair.engine.check_invariants()
+            assert torch.equal(pair.paged.generate(**ids, max_new_tokens=6, num_beams=2), expected)
+    assert num_hits > 12
+    gc.collect()
+    settle(pair)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "given"),
+    [
+        (FlatForward, "wanted_logits", {"num_beams": 2}),
+        (FlatForward, "wanted_logits", {"prompt_lookup_num_tokens": 2}),
+        (SampleRun, "__init__", {}),
+    ],
+    ids=["beams", "lookup", "rows"],
+)
+def test_ctrl_c_while_work_is_handed_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, given: dict[str, Any]
+) -> None:
+    """Would break: a forward that nobody waits for, whose tokens are taken back while the worker computes them."""
+    original, transaction = getattr(owner, method), pair.engine.transaction
+    main, num_calls, is_slow = threading.get_ident(), 0, False
+
+    def interrupt(self: Any, *args: Any) -> Any:
+        nonlocal num_calls
+        if threading.get_ident() == main:
+            num_calls += 1
+            if num_calls % 4 == 0:
+                signal.raise_signal(signal.SIGINT)  # held back until the tables are whole
+        return original(self, *args)
+
+    def late_transaction() -> Any:
+        if threading.get_ident() == main and sys.exc_info()[0] is KeyboardInterrupt:
+            time.sleep(0.015)  # the worker is faster, and in its forward by now
+        return transaction()
+
+    brake = hf_paged.packed_hook(lambda *_: time.sleep(0.02) if is_slow else None)
+    pair.paged.model.layers[0].register_forward_pre_hook(brake)
+    with neighbours(pair):
+        is_slow = True
+        monkeypatch.setattr(owner, method, interrupt)
+        monkeypatch.setattr(pair.engine, "transaction", late_transaction)
+        num_interrupts = 0
+        for _ in range(8):
+            try:
+                pair.paged.generate(prompt(5), max_new_tokens=3, **given, **ENDLESS)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+        assert num_interrupts >= 2
+        monkeypatch.undo()
+        is_slow = False
+        gc.collect()
+
+
+# The model fails
+
+
+def fail_on_marker(pair: Pair, error: type[BaseException] = Boom, token: int = MARKER, calls: int = 1000) -> None:
+    """The model's embedding raises when `token` is in the batch, so many times."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+        nonlocal calls
+        if bool((args[0] == token).any()) and calls > 0:
+            calls -= 1
+            raise error("marked")
+
+    pair.paged.get_input_embeddings().register_forward_pre_hook(hf_paged.packed_hook(hook))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("error", [Boom, SystemExit], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("mode", MODES)
+def test_model_that_fails_for_one_request(make_pair: MakePair, mode: str, error: type[BaseException]) -> None:
+    """Would break: an error of one row that ends everybody in its step (or the worker itself)."""
+    pair = make_pair(max_num_batched_tokens=64)
+    fail_on_marker(pair, error)
+    with neighbours(pair):
+        victim = pair.engine.submit(prompt(5, marker=True), max_new_tokens=12, **MODES[mode])
+        with pytest.raises(error, match="marked"):
+            victim.result(PATIENCE)
+        with pytest.raises(error, match="marked"):
+            pair.paged.generate(prompt(5, marker=True), max_new_tokens=12, **MODES[mode])
+
+
+def test_model_that_fails_in_the_midst_of_a_request(pair: Pair) -> None:
+    """Would break: tokens of others that the failed step had begun: they are computed twice, or not at all."""
+    prompts = [prompt(seed) for seed in range(5)]
+    given = {"max_new_tokens": 30} | ENDLESS
+    rows = [stock_rows(pair.stock, ids, **given)[0] for ids in prompts]
+    others = {token for ids, row in zip(prompts[1:], rows[1:]) for token in ids[0].tolist() + row}
+    token = next(token for token in rows[0][5:] if token not in others | set(prompts[0][0].tolist() + rows[0][:5]))
+    fail_on_marker(pair, token=token, calls=2)  # in the step of all, and when its rows are tried alone
+    brake = Brake(pair)
+    with brake.at() as reached:
+        requests = [pair.engine.submit(prompts[0], max_new_tokens=1)]
+        reached()  # all others begin together, in the next step
+        requests = [pair.engine.submit(ids, **given) for ids in prompts]
+    tokens = []
+    with pytest.raises(Boom, match="marked"):
+        for one in requests[0]:
+            tokens.append(one)
+    assert tokens == rows[0][: rows[0].index(token) + 1]
+    assert [request.result(PATIENCE).token_ids for request in requests[1:]] == rows[1:]
+    assert pair.engine.stats().num_steps < 60
+    settle(pair)
+
+
+@pytest.mark.parametrize("error", [Boom, SystemExit, torch.OutOfMemoryError], ids=lambda error: error.__name__)
+def test_model_that_always_fails(pair: Pair, error: type[BaseException]) -> None:
+    """Would break: callers that wait for a worker which has died, or that go round in circles."""
+    is_broken = True
+
+    def hook(*_: Any) -> None:
+        if is_broken:
+            raise error("broken")
+
+    pair.paged.model.layers[1].register_forward_hook(hf_paged.packed_hook(hook))
+    ids = prompt(5)
+    calls: list[Callable[[], Any]] = [
+        lambda: pair.paged.generate(ids, max_new_tokens=6),
+        lambda: pair.paged.generate(**ragged_batch(), max_new_tokens=6, num_beams=2),
+    ]
+    for _ in range(2):
+        requests = [pair.engine.submit(prompt(seed), max_new_tokens=6, **kind) for seed in (0, 1) for kind in KINDS]
+        for call in calls:
+            with pytest.raises(error, match="broken"):
+                call()
+        for request in requests:
+            with pytest.raises(error, match="broken"):
+                request.result(PATIENCE)
+        is_broken = False
+        settle(pair)
+        is_broken = True
+    is_broken = False
+
+
+class Memory:
+    """A device without room for more than `limit` tokens a step: the model's first layer raises."""
+
+    def __init__(self, pair: Pair, limit: int, once: bool = False) -> None:
+        self.num_failures = 0
+        self.limit: float = limit
+        self._once = once
+        pair.paged.model.layers[0].register_forward_pre_hook(hf_paged.packed_hook(self._hook), with_kwargs=True)
+
+    def _hook(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        if states.shape[1] > self.limit:
+            self.num_failures += 1
+            if self._once:
+                self.limit = float("inf")
+            raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("once", [True, False])
+def test_out_of_memory_shrinks_the_step(pair: Pair, once: bool) -> None:
+    """Would break: a request that fails though a smaller step would have had room."""
+    memory = Memory(pair, 24, once)
+    prompts = [prompt(seed, length) for seed, length in ((0, 40), (1, 9), (2, 12))]
+    brake = Brake(pair)
+    with brake.at() as reached:
+        first = pair.engine.submit([5], max_new_tokens=1)
+        reached()
+        requests = [pair.engine.submit(ids, max_new_tokens=10, **ENDLESS) for ids in prompts]
+        memory.limit = 40  # 61 tokens at first: half of that fits
+    for request, ids in zip(requests, prompts):
+        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=10, **ENDLESS)
+    assert first.result(PATIENCE)
+    assert memory.num_failures == 1
+    settle(pair)
+
+
+def test_out_of_memory_again_fails_the_smallest(pair: Pair) -> None:
+    """Would break: a step that is tried for ever, or everybody failing where one had to go."""
+    memory = Memory(pair, VOCAB)
+    brake = Brake(pair)
+    prompts = [prompt(seed, 9) for seed in range(6)]
+    with brake.at() as reached:
+        first = pair.engine.submit([5], max_new_tokens=1)
+        reached()
+        small = pair.engine.submit(prompt(9, 3), max_new_tokens=20, **ENDLESS)
+        requests = [pair.engine.submit(ids, max_new_tokens=20, **ENDLESS) for ids in prompts]
+        memory.limit = 20  # 57 tokens, then 28
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        small.result(PATIENCE)
+    for request, ids in zip(requests, prompts):
+        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=20, **ENDLESS)
+    assert first.result(PATIENCE) and memory.num_failures >= 2
+    settle(pair)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["copy_blocks", "swap_out", "swap_in", "zero_blocks"])
+@pytest.mark.parametrize("error", [Boom, torch.OutOfMemoryError], ids=lambda error: error.__name__)
+def test_copies_that_fail_are_made_later(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception]
+) -> None:
+    """Would break: blocks that the tables name and nobody has filled, which is other tokens and no error."""
+    pair = make_pair(build("llama"), num_blocks=24, block_size=2, preemption="swap", enable_prefix_caching=False)
+    copies, calls = getattr(KVCache, kind), []
+
+    def fails_at_times(cache: KVCache, items: Any, *more: Any) -> None:
+        if items:
+            calls.append(len(items))
+            if len(calls) in (1, 3):  # each costs one request at most
+                raise error("no memory")
+        copies(cache, items, *more)
+
+    monkeypatch.setattr(KVCache, kind, fails_at_times)
+    given: dict[str, Any] = {"max_new_tokens": 14, "num_beams": 3} | ENDLESS
+    prompts = [prompt(seed, 5) for seed in range(6)]
+    requests = [pair.engine.submit(ids, **given) for ids in prompts]
+    num_right = 0
+    for request, ids in zip(requests, prompts):
+        try:
+            sequences = request.result(PATIENCE).sequences
+        except error:
+            continue  # its step failed, and nobody else's
+        assert sequences == stock_rows(pair.stock, ids, **given)
+        num_right += 1
+    assert len(calls) >= 3 and num_right >= 4
+    monkeypatch.undo()
+    settle(pair)
+
+
+@pytest.mark.core
+def test_nan_logits(make_pair: MakePair) -> None:
+    """Would break: one request's NaN in another's keys, now or when its blocks are used again."""
+    model = build("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[MARKER] = float("nan")
+    pair = make_pair(model, num_blocks=64)
+    bad = prompt(5, marker=True)
+    for _ in range(2):
+        with neighbours(pair):
+            for more in (SAMPLE, SAMPLE | {"num_return_sequences": 3}):
+                with pytest.raises(RuntimeError, match=r"inf.*nan") as stock_error:
+                    pair.stock.generate(bad, max_new_tokens=5, **more)
+                for call in (
+                    lambda more=more: pair.engine.submit(bad, max_new_tokens=5, **more).result(PATIENCE),
+                    lambda more=more: pair.paged.generate(bad, max_new_tokens=5, **more),
+                ):
+                    with pytest.raises(RuntimeError, match=r"inf.*nan") as error:
+                        call()
+                    assert str(error.value) == str(stock_error.value)
+            found = pair.engine.submit(bad, max_new_tokens=5).result(PATIENCE).sequences
+            assert found == stock_rows(pair.stock, bad, max_new_tokens=5)
+
+
+# Slow code, and code that calls back
+
+
+class Sleeper(LogitsProcessor):
+    """Takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.num_calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.num_calls += 1
+        time.sleep(self._seconds)
+        return scores
+
+
+@pytest.mark.core
+def test_a_slow_hook_stalls_nobody(pair: Pair) -> None:
+    """Would break: neighbours that go at the pace of one user's slow Python code."""
+    slow = Sleeper(0.05)
+    results: list[Tensor] = []
+    thread = threading.Thread(
+        target=lambda: results.append(
+            pair.paged.generate(prompt(5), max_new_tokens=16, **ENDLESS, logits_processor=[slow])
+        ),
+        daemon=True,
+    )
+    thread.start()
+    eventually(lambda: slow.num_calls > 0, "it never began")
+    for more in ({}, {"logits_processor": [NextToken()]}):
+        before = slow.num_calls
+        found = pair.engine.submit(prompt(6), max_new_tokens=40, **ENDLESS, **more).result(PATIENCE).sequences
+        assert slow.num_calls - before < 10, "40 steps took as long as 10 of the slow one's"
+        assert thread.is_alive()
+        assert found == stock_rows(pair.stock, prompt(6), max_new_tokens=40, **ENDLESS, **more)
+    thread.join(PATIENCE)
+    assert torch.equal(results[0], pair.stock.generate(prompt(5), max_new_tokens=16, **ENDLESS))
+    settle(pair)
+
+
+class Caller(LogitsProcessor):
+    """Calls its own model: a forward, and a whole `generate()`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = self._model(input_ids[:, -4:]).logits[:, -1]
+        text = self._model.generate(input_ids[:1, -3:], max_new_tokens=2, num_beams=2)
+        return scores + 0.3 * logits + 0.01 * text.float().mean()
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_processor_that_calls_the_model(pair: Pair, num_beams: int) -> None:
+    """Would break: a deadlock between a loop and the worker that it asks for another forward."""
+    given = {"max_new_tokens": 5, "num_beams": num_beams} | ENDLESS
+    expected = pair.stock.generate(prompt(5), **given, logits_processor=[Caller(pair.stock)])
+    guided = stock_rows(pair.stock, prompt(6), **given, guidance_scale=1.5)
+    with neighbours(pair):
+        assert torch.equal(pair.paged.generate(prompt(5), **given, logits_processor=[Caller(pair.paged)]), expected)
+        own = pair.engine.submit(prompt(5), **given, logits_processor=[Caller(pair.paged)])
+        assert own.result(PATIENCE).sequences == [expected[0, 8:].tolist()]
+        assert pair.engine.submit(prompt(6), **given, guidance_scale=1.5).result(PATIENCE).sequences == guided
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("inner", ["generate", "beams", "forward", "submit"])
+def test_a_layer_that_calls_the_model(pair: Pair, inner: str) -> None:
+    """Would break: a step that waits for the next step."""
+    ids = prompt(7)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "generate": lambda model: model.generate(ids, max_new_tokens=3)[0].tolist(),
+        "beams": lambda model: model.generate(ids, max_new_tokens=3, num_beams=2)[0].tolist(),
+        "forward": lambda model: model(ids).logits.argmax(dim=-1)[0].tolist(),
+        "submit": lambda model: (
+            model.paged.submit(ids, max_new_tokens=3).request_id if hasattr(model, "paged") else "request-0"
+        ),
+    }
+    with torch.no_grad():
+        expected = calls[inner](pair.stock)
+    found: list[Any] = []
+    is_busy = False
+
+    def hook(*_: Any) -> None:
+        nonlocal is_busy
+        if not is_busy and len(found) < 4:
+            is_busy = True
+            try:
+                with torch.no_grad():
+                    found.append(calls[inner](pair.paged))
+            finally:
+                is_busy = False
+
+    pair.paged.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
+    with neighbours(pair):
+        eventually(lambda: len(found) == 4, "the hook never came back")
+    assert all(result == expected for result in found) or inner == "submit"
+
+
+# Stale prefixes
+
+
+def train(model: Any) -> None:
+    """One step of training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(input_ids=prompt(3, 20), labels=prompt(3, 20)).loss.backward()
+    optimizer.step()
+
+
+def load(model: Any) -> None:
+    """Other weights."""
+    model.load_state_dict(build("llama", seed=7).state_dict())
+
+
+def assign(model: Any) -> None:
+    """Other weights, in new tensors."""
+    model.load_state_dict(build("llama", seed=8).state_dict(), assign=True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("change", [train, load, assign])
+def test_weights_that_change_between_requests(pair: Pair, change: Callable[[Any], None]) -> None:
+    """Would break: keys and values of other weights under the same tokens."""
+    ids = prompt(5, 30)
+    given = {"max_new_tokens": 10} | ENDLESS
+
+    def look(model: Any) -> list[list[list[int]]]:
+        return [stock_rows(model, ids, **given), stock_rows(model, ids, **given, num_beams=2)]
+
+    def requests() -> list[list[list[int]]]:
+        engine = pair.engine
+        return [engine.submit(ids, **given, **more).result(PATIENCE).sequences for more in ({}, {"num_beams": 2})]
+
+    before = look(pair.stock)
+    assert requests() == look(pair.paged) == before
+    for model in (pair.stock, pair.paged):
+        change(model)
+    after = look(pair.stock)
+    assert after != before, "the change is too small"
+    assert requests() == look(pair.paged) == after
+    settle(pair)
+
+
+def test_adapters_that_change_between_requests() -> None:
+    """Would break: the keys and values of one adapter under the other."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, lora_alpha=64, init_lora_weights=False)
+    stock = peft.get_peft_model(build("llama"), config, adapter_name="one")
+    stock.add_adapter("two", config)
+    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
+    engine = paged.get_base_model().paged
+    ids = prompt(5, 30)
+    seen = set()
+    for name in ("one", "two", "one", "two"):
+        for model in (stock, paged):
+            model.set_adapter(name)
+        expected = stock.generate(input_ids=ids, max_new_tokens=10, **ENDLESS)[0, 30:].tolist()
+        assert engine.submit(ids, max_new_tokens=10, **ENDLESS).result(PATIENCE).token_ids == expected
+        assert engine.submit(ids, max_new_tokens=10, **ENDLESS).result(PATIENCE).token_ids == expected
+        seen.add(tuple(expected))
+    assert len(seen) == 2, "the adapters don't differ"
+    assert engine.stats().prefix_cache_hit_tokens >= 6 * 28, "an adapter's own prefixes are found again"
+    engine.check_invariants()
+
+
+# What transformers' own continuous batching gets wrong
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_alibi", "falcon_new", "gptj", "mpt", "gemma2", "gpt_oss"])
+def test_architectures_that_need_more_than_a_flat_batch(make_pair: MakePair, name: str) -> None:
+    """Would break: silently other tokens where a model has attention of its own, a softcap, windows or sinks."""
+    pair = make_pair(name, num_blocks=128)
+    prompts = [prompt(seed, length) for seed, length in ((0, 14), (1, 3), (2, 9), (3, 1))]
+    kinds: list[dict[str, Any]] = [{}, {"num_beams": 2}]
+    requests = [(ids, kind, pair.engine.submit(ids, max_new_tokens=10, **kind)) for ids in prompts for kind in kinds]
+    for ids, kind, request in requests:
+        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=10, **kind), kind
+    settle(pair)
+
+
+def test_left_padding_is_no_prompt(pair: Pair) -> None:
+    """Would break: padding that is attended to, in a request that brings its mask."""
+    batch = ragged_batch((11, 4))
+    row = {name: value[1:] for name, value in batch.items()}
+    expected = pair.stock.generate(**batch, max_new_tokens=12)[1, 11:].tolist()
+    for more in ({}, {"num_beams": 1, "logits_processor": [Gate(-1)]}):
+        ids, mask = row["input_ids"], row["attention_mask"]
+        found = pair.engine.submit(ids, attention_mask=mask, max_new_tokens=12, **more).result(PATIENCE).token_ids
+        assert found == expected[: len(found)] and len(found) > 3
+    settle(pair)
+
+
+@pytest.mark.core
+def test_samples_of_a_prompt_of_one_token(pair: Pair) -> None:
+    """Would break: a crash where there is nothing to prefill before the last token."""
+    for more in (SAMPLE | {"num_return_sequences": 3}, {"num_beams": 3}, {}):
+        torch.manual_seed(4)
+        expected = stock_rows(pair.stock, [7], max_new_tokens=9, **more)
+        torch.manual_seed(4)
+        assert pair.engine.submit([7], max_new_tokens=9, **more).result(PATIENCE).sequences == expected
+    settle(pair)
+
+
+def test_refusals_while_others_run(make_pair: MakePair) -> None:
+    """Would break: one oversized prompt or repeated id after which everybody gets `None`."""
+    pair = make_pair(num_blocks=160)
+    with neighbours(pair):
+        running = pair.engine.submit(prompt(5), max_new_tokens=50, request_id="twice", **ENDLESS)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="the pool has 160"):
+                pair.engine.submit(prompt(5, 700), max_new_tokens=5)
+            with pytest.raises(ValueError, match="the pool has 160"):
+                pair.paged.generate(prompt(5, 9), max_new_tokens=800)
+            if not running.is_done:
+                with pytest.raises(ValueError, match="'twice' is running already"):
+                    pair.engine.submit(prompt(5), max_new_tokens=5, request_id="twice")
+    assert running.result(PATIENCE).sequences == stock_rows(pair.stock, prompt(5), max_new_tokens=50, **ENDLESS)
+
+
+def test_ordinary_forwards_are_left_alone(pair: Pair) -> None:
+    """Would break: scoring or training beside requests that finds the engine's attention on the model."""
+    name = pair.stock.config._attn_implementation
+    ids = prompt(5, 20)
+    with torch.no_grad():
+        expected = pair.stock(ids).logits
+    with neighbours(pair):
+        for _ in range(10):
+            with torch.no_grad():
+                assert torch.equal(pair.paged(ids).logits, expected)
+    assert pair.paged.config._attn_implementation == name
+
+
+def test_a_large_pool_costs_nothing_until_it_is_used(make_pair: MakePair) -> None:
+    """Would break: gigabytes that are filled with zeros, and seconds to do it, before the first token."""
+    started, before = time.monotonic(), psutil.Process().memory_info().rss
+    pair = make_pair(num_blocks=200_000, block_size=16)  # 1.6 GB
+    with logged_messages() as messages:
+        assert pair.engine.submit([5, 6], max_new_tokens=4).result(PATIENCE).token_ids
+    assert not messages
+    assert pair.engine.kv_cache.tensor.nbytes > 1.5e9
+    assert psutil.Process().memory_info().rss - before < 4e8
+    assert time.monotonic() - started < 20
+
+
+# Whole processes
+
+
+def daemon(function: Callable[..., Any], *args: Any, is_daemon: bool = True, **kwargs: Any) -> None:
+    threading.Thread(target=function, args=args, kwargs=kwargs, daemon=is_daemon).start()
+
+
+def _patched(**settings: Any) -> tuple[Any, Any]:
+    stock = build("llama")
+    return stock, hf_paged.patch(copy.deepcopy(stock), **({"block_size": 4, "num_blocks": 256} | settings))
+
+
+def _busy(model: Any, is_daemon: bool = True, **given: Any) -> list[Any]:
+    """Calls and requests of all kinds, in flight."""
+    given = {"max_new_tokens": 240} | ENDLESS | given
+    for more in (*KINDS, {"logits_processor": [NextToken()]}, {"streamer": Recorder()}):
+        daemon(model.generate, prompt(1), is_daemon=is_daemon, **given, **more)
+    requests = [model.paged.submit(prompt(seed), **given, **more) for seed, more in enumerate(KINDS)]
+    requests.append(model.paged.submit(prompt(5), **given, logits_processor=[NextToken()]))
+    eventually(lambda: model.paged.stats().num_steps > 10, "nothing runs")
+    return requests
+
+
+def exit_with_daemon_threads() -> None:
+    _, model = _patched()
+    _KEPT.append((model, _busy(model)))
+
+
+def exit_with_slow_user_code() -> None:
+    _, model = _patched()
+    daemon(model.generate, prompt(1), max_new_tokens=100, logits_processor=[Sleeper(0.02)], **ENDLESS)
+    daemon(model.generate, prompt(1), max_new_tokens=100, logits_processor=[Sleeper(30)], **ENDLESS)
+    _KEPT.append((model, _busy(model)))
+
+
+def exit_with_other_threads() -> None:
+    stock, model = _patched()
+    expected = stock.generate(prompt(1), max_new_tokens=30, **ENDLESS)
+
+    def work() -> None:
+        print("right" if torch.equal(model.generate(prompt(1), max_new_tokens=30, **ENDLESS), expected) else "wrong")
+
+    for _ in range(3):
+        daemon(work, is_daemon=False)
+
+
+def exit_with_handlers_that_generate() -> None:
+    stock, model = _patched()
+    expected = stock_rows(stock, prompt(1), max_new_tokens=8)
+    beams = stock_rows(stock, prompt(1), max_new_tokens=8, num_beams=2)
+
+    def last_words() -> None:
+        print("right" if stock_rows(model, prompt(1), max_new_tokens=8) == expected else "wrong")
+        print("right" if stock_rows(model, prompt(1), max_new_tokens=8, num_beams=2) == beams else "wrong")
+
+    # One of them runs after the engine's own handler, as if it had been there before the package was imported.
+    atexit.unregister(hf_paged.engine.engine._at_exit)
+    atexit.register(last_words)
+    atexit.register(hf_paged.engine.engine._at_exit)
+    atexit.register(lambda: last_words())
+    _KEPT.append((model, _busy(model)))
+
+
+def exit_by_ctrl_c() -> None:
+    _, model = _patched()
+    _KEPT.append((model, _busy(model)))
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    model.generate(prompt(1), max_new_tokens=240, **ENDLESS)
+
+
+def _in_child(check: Callable[[], None]) -> None:
+    """Forks; the child must come back from `check` soon, and without an error."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            check()
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    assert _wait_for(pid, 20) == 0, "the child failed"
+
+
+def _wait_for(pid: int, seconds: float) -> int | None:
+    """The exit code of a child, `None` if it has to be killed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def fork_when_idle() -> None:
+    stock, model = _patched()
+    given = {"max_new_tokens": 12}
+    expected = [stock_rows(stock, prompt(1), **given, **more) for more in ({}, {"num_beams": 2})]
+
+    def check() -> None:
+        for rows, more in zip(expected, ({}, {"num_beams": 2})):
+            assert stock_rows(model, prompt(1), **given, **more) == rows
+            assert model.paged.submit(prompt(1), **given, **more).result(10).sequences == rows
+        model.paged.check_invariants()
+        stats = model.paged.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+
+    check()
+    _in_child(check)
+    check()
+    _in_child(lambda: _in_child(check))
+    check()
+
+
+def fork_with_requests_in_flight() -> None:
+    stock, model = _patched(num_blocks=512, max_num_seqs=4)
+    given = {"max_new_tokens": 120} | ENDLESS
+    kinds: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}, {"num_beams": 2}]
+    expected = [stock_rows(stock, prompt(seed), **given, **more) for seed, more in enumerate(kinds)]
+    results: dict[int, Any] = {}
+
+    def work(seed: int, more: dict[str, Any]) -> None:
+        results[seed] = stock_rows(model, prompt(seed), **given, **more)
+
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(kinds)]
+    for thread in threads:
+        thread.start()
+    requests = [model.paged.submit(prompt(seed), **given, **more) for seed, more in enumerate(kinds)]
+    queued = [model.paged.submit(prompt(1), **given, num_beams=2) for _ in range(6)]
+    eventually(lambda: model.paged.stats().num_steps > 10, "nothing runs")
+    assert not all(request.is_done for request in requests)
+
+    def check() -> None:
+        for request in (*requests, *queued):
+            try:
+                request.result(5)
+                assert request.finish_reason == "length"  # it was done before
+            except RuntimeError as error:
+                assert "forked" in str(error)
+        model.paged.check_invariants()
+        gc.collect()
+        stats = model.paged.stats()
+        assert stats.num_free_blocks == stats.num_blocks and stats.num_waiting == 0, stats
+        for more in ({}, {"num_beams": 2}):
+            assert stock_rows(model, prompt(9), max_new_tokens=4, **more) == quick[bool(more)]
+        model.paged.check_invariants()
+
+    quick = [stock_rows(stock, prompt(9), max_new_tokens=4, **more) for more in ({}, {"num_beams": 2})]
+    for _ in range(3):
+        _in_child(check)
+    for thread in threads:
+        thread.join(30)
+    assert [results[seed] for seed in range(4)] == expected
+    assert [request.result(30).sequences for request in requests] == expected
+    assert all(request.result(30).finish_reason == "length" for request in queued)
+    stats = model.paged.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def fork_in_the_midst_of_a_step() -> None:
+    """While another thread is in a forward of the model; the child trains."""
+    stock, model = _patched()
+    expected = _gradients(stock)
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread().name == "hf_paged":
+            is_inside.set()
+            may_go_on.wait(PATIENCE)
+
+    model.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(hold))
+    request = model.paged.submit(prompt(1), max_new_tokens=1)
+    assert is_inside.wait(PATIENCE)
+
+    def check() -> None:
+        may_go_on.set()
+        found: list[dict[str, Tensor]] = []
+        # A thread of the child's, which may well have the id of the parent's thread that was in the step.
+        threads = [threading.Thread(target=lambda: found.append(_gradients(model))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        for gradients in (*found, _gradients(model)):
+            assert gradients.keys() == expected.keys(), set(expected) - set(gradients)
+            assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+        assert len(found) == 4 and model.config._attn_implementation == stock.config._attn_implementation
+        assert stock_rows(model, prompt(2), max_new_tokens=4) == stock_rows(stock, prompt(2), max_new_tokens=4)
+
+    _in_child(check)
+    assert not request.is_done
+    may_go_on.set()
+    assert request.result(PATIENCE).sequences == stock_rows(stock, prompt(1), max_new_tokens=1)
+    check()
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    """Of each weight that has one, after a training step from zero."""
+    with _ONE_TRAINS:
+        model.zero_grad()
+        model(prompt(3), labels=prompt(3)).loss.backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+_ONE_TRAINS = threading.Lock()
+_KEPT: list[Any] = []
+
+# What runs in a process of its own, and the exit code that it ends with.
+PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
+    process.__name__: (process, code)
+    for process, code in (
+        (exit_with_daemon_threads, 0),
+        (exit_with_slow_user_code, 0),
+        (exit_with_other_threads, 0),
+        (exit_with_handlers_that_generate, 0),
+        (exit_by_ctrl_c, -signal.SIGINT),
+        (fork_when_idle, 0),
+        (fork_with_requests_in_flight, 0),
+        (fork_in_the_midst_of_a_step, 0),
+    )
+}
+
+
+def run_processes(processes: Iterable[Callable[[], None]]) -> None:
+    """Runs each of them in a fork of this process, which has imported everything and done nothing."""
+    results = {}
+    for process in processes:
+        started = time.monotonic()
+        with tempfile.TemporaryFile() as file:
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                process()
+                return  # to the end of the script, and of this interpreter
+            code = _wait_for(pid, PATIENCE)
+            file.seek(0)
+            text = file.read().decode()
+        results[process.__name__] = {"code": code, "seconds": time.monotonic() - started, "text": text}
+    print(json.dumps(results))
+
+
+def ends_of_processes(script: str) -> dict[str, Any]:
+    """How those ended that a script runs by `run_processes`: exit code, seconds, and what was printed."""
+    result = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=8 * PATIENCE,
+        cwd=os.path.dirname(script) + "/../..",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # what it imports is in other folders
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def processes() -> dict[str, Any]:
+    """How they ended."""
+    return ends_of_processes(__file__)
+
+
+@pytest.mark.timeout(8 * PATIENCE + 10)
+@pytest.mark.parametrize("name", PROCESSES)
+def test_processes(processes: dict[str, Any], name: str) -> None:
+    """Would break: an interpreter that never ends, that crashes at its end, or a fork that inherits a dead worker."""
+    found = processes[name]
+    assert found["code"] == PROCESSES[name][1], found
+    assert "Fatal" not in found["text"] and "terminate called" not in found["text"] and "wrong" not in found["text"]
+    if name.startswith("exit") and name != "exit_by_ctrl_c":
+        assert "Traceback" not in found["text"], found["text"]
+        num_right = {"exit_with_other_threads": 3, "exit_with_handlers_that_generate": 4}.get(name, 0)
+        assert found["text"].count("right") == num_right
+    assert found["seconds"] < 20
+
+
+if __name__ == "__main__":
+    run_processes(process for process, _ in PROCESSES.values())

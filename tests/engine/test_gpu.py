@@ -1,0 +1,188 @@
+"""The differential suite's essentials on a CUDA device (`make gpu`)."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from conftest import join
+from models import build, random_ids
+
+import hf_paged
+from hf_paged.memory.swap_space import SwapSpace
+from hf_paged.testing import compare_generations
+
+pytestmark = pytest.mark.gpu
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> Any:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "gpt2", "falcon_alibi"])
+def test_same_tokens_on_cuda(name: str, mode: str) -> None:
+    """Breaks if a tensor of the step is made on the host's device, or a draw comes from another generator."""
+    stock = build(name).to("cuda")
+    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=256)
+    ids = random_ids(3, 11).to("cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    mask[2, :9] = 0
+    results = []
+    for model in (stock, paged):
+        torch.manual_seed(0)
+        results.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, **MODES[mode]))
+    assert results[1].device.type == "cuda"
+    assert torch.equal(results[0], results[1])
+    assert paged.paged.kv_cache.tensor.device.type == "cuda"
+    paged.paged.check_invariants()
+    assert paged.paged.stats().num_free_blocks == 256
+
+
+def test_pool_follows_the_model() -> None:
+    """Breaks if the pool stays on the device the model was on when it was patched."""
+    model = hf_paged.patch(build("llama"), num_blocks=32)
+    ids = random_ids(1, 5)
+    on_cpu = model.generate(ids, max_new_tokens=5)
+    model.to("cuda")
+    on_gpu = model.generate(ids.to("cuda"), max_new_tokens=5)
+    assert torch.equal(on_cpu, on_gpu.cpu())
+    assert model.paged.kv_cache.tensor.device.type == "cuda"
+
+
+@pytest.mark.own_process
+def test_pool_is_sized_from_free_memory() -> None:
+    """Breaks if `num_blocks=None` ignores `memory_fraction` of the device."""
+    model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=0.0001)
+    free = torch.cuda.mem_get_info()[0]
+    model.generate(random_ids(1, 5).to("cuda"), max_new_tokens=5)
+    stats = model.paged.stats()
+    assert 0 < stats.num_blocks * model.paged.bytes_per_block <= 0.00011 * free
+
+
+@pytest.mark.own_process
+def test_pool_leaves_room_for_a_step() -> None:
+    """Breaks if `memory_fraction=1` takes what a full step's own tensors need."""
+    model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=1.0, block_size=4)
+    measured = model.paged._runner.activation_bytes(2048)
+    assert 0 < measured < 2**30
+    outputs = model.paged.generate([random_ids(1, 60)[0].tolist()] * 64, max_new_tokens=4)
+    assert len(outputs) == 64
+    model.paged.release()
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_requests_under_pressure(preemption: str) -> None:
+    """Breaks if blocks swapped through pinned memory, or rows of many requests, come back as others."""
+    stock = build("llama").to("cuda")
+    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=40, preemption=preemption)
+    prompts = [random_ids(1, 5 + number, seed=number)[0].tolist() for number in range(16)]
+    expected = [
+        stock.generate(torch.tensor([prompt], device="cuda"), max_new_tokens=24)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    outputs = paged.paged.generate(prompts, max_new_tokens=24)
+    assert [output.token_ids for output in outputs] == expected
+    stats = paged.paged.stats()
+    assert stats.num_preemptions > 0 and stats.num_free_blocks == 40
+    assert (stats.num_swapped_out > 0) == (preemption == "swap")
+
+
+def test_threads_share_steps() -> None:
+    """Breaks if a caller's stream or device is not the worker's."""
+    stock = build("llama").to("cuda")
+    paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=256)
+    ids = [random_ids(1, 9, seed=number).to("cuda") for number in range(8)]
+    results: dict[int, torch.Tensor] = {}
+    arguments: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"logits_processor": [lambda ids, scores: scores]}]
+
+    def call(number: int) -> None:
+        # Half of them on a stream of their own, on which the prompt is made late.
+        stream = torch.cuda.Stream() if number % 2 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            prompt = ids[number] * 0
+            torch.cuda._sleep(50_000_000)
+            prompt += ids[number]
+            generate(number, prompt)
+
+    def generate(number: int, prompt: torch.Tensor) -> None:
+        results[number] = paged.generate(prompt, max_new_tokens=16, **arguments[number % 3]).cpu()
+
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    for number in range(8):
+        assert torch.equal(
+            results[number].cuda(), stock.generate(ids[number], max_new_tokens=16, **arguments[number % 3])
+        )
+    assert paged.paged.stats().num_steps < 8 * 16
+
+
+def test_swapped_blocks_survive_what_follows_at_once() -> None:
+    """Breaks if the copy stream doesn't wait for the writes before it, or the writes after it not for the copies."""
+    pool = torch.zeros(64, 1 << 20, device="cuda")  # 4 MiB a block: copies take long enough to be overtaken
+    space = SwapSpace(pool, 64)
+    for turn in range(3):
+        torch.cuda._sleep(10_000_000)
+        pool.copy_(torch.arange(64.0, device="cuda")[:, None] + 100 * turn)
+        space.swap_out([(block, 63 - block) for block in range(64)])
+        pool.fill_(-1)
+        space.swap_in([(block, block) for block in range(64)])
+        expected = torch.arange(63.0, -1, -1, device="cuda")[:, None] + 100 * turn
+        assert bool((pool == expected).all())
+    torch.cuda.synchronize()
+    assert [blocks for blocks, _ in space.finished()] == [64] * 6
+    assert space.finished() == []
+
+
+def test_pinned_memory_is_used() -> None:
+    """Breaks if copies go through memory that the driver must stage, which makes them synchronous."""
+    space = SwapSpace(torch.zeros(2, 8, device="cuda"), 2)
+    assert space._blocks.is_pinned()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_auto_takes_the_kernels(name: str) -> None:
+    """Breaks if a GPU silently gets the gathering attention."""
+    model = hf_paged.patch(build(name).to("cuda"), num_blocks=64)
+    model.generate(random_ids(1, 5).to("cuda"), max_new_tokens=3)
+    assert model.paged.kv_cache.backend.name == "triton"
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_pools(kind: str) -> None:
+    """Breaks if the kernels and plain torch disagree about what fp8 holds."""
+    ids = random_ids(2, 11).to("cuda")
+    results = []
+    for backend in ("triton", "torch"):
+        model = hf_paged.patch(build("llama").to("cuda"), num_blocks=64, kv_cache_dtype=kind, attention_backend=backend)
+        results.append(model.generate(ids, max_new_tokens=8))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_up_to_near_ties(dtype: torch.dtype) -> None:
+    """Breaks if half precision differs from stock by more than its rounding."""
+    stock = build("llama").to("cuda", dtype)
+    paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=256)
+    ids = random_ids(3, 40).to("cuda")
+    ours, theirs = (model.generate(ids, max_new_tokens=24) for model in (paged, stock))
+    comparison = compare_generations(stock, ids, theirs, ours)
+    assert comparison, comparison.summary

@@ -1,0 +1,78 @@
+"""SIGINT at each line that the public calls run: no later call hangs, and none gives other tokens.
+
+`interrupt_lines.py` says how; it runs in processes of its own, which a hang ends.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_paged.core import interrupts
+
+SCRIPT = Path(__file__).parents[1] / "interrupt_lines.py"
+SEED = 0
+
+
+def run(*arguments: object, seconds: float) -> None:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout
+
+
+FORK = """
+import os, runpy, signal, sys, threading
+
+deferred_interrupt = runpy.run_path(sys.argv[1])["deferred_interrupt"]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+codes = []
+
+def fork():
+    if (pid := os.fork()) == 0:
+        os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+with deferred_interrupt():
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+assert codes == [0] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+def test_a_fork_meanwhile_puts_the_handler_back() -> None:
+    """Would break: a child that holds Ctrl-C back for good, for the thread that would let it go is not in it."""
+    result = subprocess.run(
+        [sys.executable, "-c", FORK, interrupts.__file__], capture_output=True, text=True, timeout=20
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.timeout(130)
+def test_sigint_at_some_lines() -> None:
+    """Would break: a count that stays up, or a lock that stays held, behind which all later calls wait."""
+    run("--sample", 100, "--seed", SEED, "--max-faults", 3, seconds=120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_sigint_at_every_line() -> None:
+    """Would break: the same, at the lines that the sample leaves out."""
+    run("--max-faults", 20, seconds=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_storms_of_sigint() -> None:
+    """Would break: what only a second Ctrl-C shows, or one between two bytecodes."""
+    run("--storm", 90, "--seed", SEED, "--max-faults", 3, seconds=180)

@@ -1,0 +1,753 @@
+"""Steps that overlap: the next one is launched before the host knows the tokens of the one before.
+
+On CPU nothing runs meanwhile, but everything else is what happens on a GPU: sequences scheduled with a token that only
+the device knows, rows that ran one step too many, block hashes that follow later. `-m gpu` runs the same there, and
+looks whether anything in a step waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import PATIENCE, join
+from models import EOS, MODELS, VOCAB, build, random_ids
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hf_paged
+from hf_paged import PagedConfig
+from hf_paged.engine.executor import StepExecutor
+from hf_paged.engine.kv_pool import KVPool
+from hf_paged.model import cuda_graph, runner
+from hf_paged.sampling import sampler
+from hf_paged.sampling.draws import default_generator
+from hf_paged.sampling.sampler import ChosenTokens
+
+pytestmark = pytest.mark.timeout(60)
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+SAMPLING = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
+ENDS = {"eos_token_id": [EOS, *range(40, 80)], "pad_token_id": 0}  # rows end all the time
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLAT = [name for name in MODELS if hf_paged.is_supported(build(name)).traits.runs_flat]
+
+
+def patch(name: str = "llama", device: str = "cpu", **settings: Any) -> Any:
+    settings = {"num_blocks": 128, "block_size": 4, "use_async_batching": True} | settings
+    return hf_paged.patch(build(name).to(device), **settings)
+
+
+def check_idle(model: Any) -> None:
+    engine = model.paged
+    engine.check_invariants()
+    with engine._worker.exclusive():
+        stats = engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks and stats.num_running == 0
+        assert engine._executor.num_in_flight == 0 and not engine._executor.sinks
+        assert all(table.num_rows == 0 for table in engine._executor._tables.values())
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[list[str]]:
+    """What the engine does, in order: "launch" and "collect"."""
+    events: list[str] = []
+    own = model.paged._executor
+    launch, collect = own.launch, own.collect
+
+    def launched(step: Any) -> None:
+        launch(step)
+        events.append("launch")
+
+    def collected() -> None:
+        events.append("collect")
+        collect()
+
+    own.launch, own.collect = launched, collected
+    try:
+        yield events
+    finally:
+        del own.launch, own.collect
+
+
+# Order
+
+
+def test_the_next_step_is_launched_before_the_last_ones_tokens_are_read() -> None:
+    model = patch()
+    with watched(model) as events:
+        model.generate(random_ids(2, 5), **GREEDY | {"max_new_tokens": 6})
+    assert events == ["launch", *["launch", "collect"] * 5, "collect"]
+    assert model.paged.stats().num_steps == 6, "no step too many where the length is known"
+    check_idle(model)
+
+
+def test_one_step_too_many_where_the_end_is_not_known() -> None:
+    model, ids = patch(), random_ids(1, 5)
+    tokens = build("llama").generate(ids, **GREEDY)[0, 5:].tolist()
+    end = tokens[4]
+    expected = tokens[: tokens.index(end) + 1]
+    with watched(model) as events:
+        found = model.generate(ids, **GREEDY | {"eos_token_id": end})[0, 5:].tolist()
+        check_idle(model)
+    assert found == expected
+    assert events.count("launch") == len(expected) + 1 == events.count("collect")
+
+
+@pytest.mark.parametrize(
+    ("setting", "device_type", "expected"),
+    [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True), (False, "cuda", False)],
+)
+def test_where_steps_overlap(
+    setting: bool | None, device_type: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patch(use_async_batching=setting)
+
+    monkeypatch.setattr(KVPool, "kv_device", torch.device(device_type))
+    assert model.paged._executor.overlaps is expected
+
+
+def test_bad_setting() -> None:
+    with pytest.raises(ValueError, match="use_async_batching must be True, False or None, got 'yes'"):
+        PagedConfig(use_async_batching="yes")  # type: ignore[arg-type]
+
+
+def test_not_where_a_users_code_runs_in_the_model() -> None:
+    """A hook may generate: its steps run inside of one, and must find every token known."""
+    model, ids = patch(), random_ids(1, 6)
+    inner: list[list[int]] = []
+
+    def hook(*_: Any) -> None:
+        if len(inner) < 3 and not depth:
+            depth.append(1)
+            inner.append(model.generate(ids[:, :3], **GREEDY)[0].tolist())
+            depth.pop()
+
+    depth: list[int] = []
+    stock = build("llama")
+    with watched(model) as events:
+        first = model.paged.submit(ids, **GREEDY | {"max_new_tokens": 40})
+        handle = model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
+        assert not model.paged._executor.overlaps
+        tokens = first.result(PATIENCE).token_ids
+        handle.remove()
+    assert tokens == stock.generate(ids, **GREEDY | {"max_new_tokens": 40})[0, 6:].tolist()
+    assert inner == [stock.generate(ids[:, :3], **GREEDY)[0].tolist()] * len(inner) and inner
+    assert events.count("launch") == events.count("collect")
+    check_idle(model)
+
+
+def test_whoever_needs_the_pool_finds_no_step_in_flight() -> None:
+    model = patch()
+    request = model.paged.submit(random_ids(1, 5), **GREEDY | {"max_new_tokens": 100})
+    for _ in range(20):
+        with model.paged._worker.exclusive():
+            assert model.paged._executor.num_in_flight == 0
+            assert not any(group.expects_tokens for group in model.paged.scheduler.groups)
+    model.paged.pause()
+    assert model.paged._executor.num_in_flight == 0
+    assert model.paged.step() is not None
+    assert model.paged._executor.num_in_flight == 0
+    model.paged.resume()
+    assert len(request.result(PATIENCE).token_ids) == 100
+    check_idle(model)
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FLAT)
+def test_every_model(name: str, device: str) -> None:
+    model, stock = patch(name, device), build(name).to(device)
+    ids = random_ids(3, 7).to(device)
+    for arguments in (GREEDY, SAMPLING | ENDS):
+        torch.manual_seed(1)
+        expected, state = stock.generate(ids, **arguments), default_generator(ids.device).get_state()
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(ids, **arguments), expected)
+        assert torch.equal(default_generator(ids.device).get_state(), state)
+    check_idle(model)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "sampling": SAMPLING | {"temperature": 1.3, "top_k": 30},
+    "ends": SAMPLING | ENDS,
+    "samples": SAMPLING | ENDS | {"num_return_sequences": 3},
+    "penalty": SAMPLING | ENDS | {"repetition_penalty": 1.7},
+    "greedy_penalty": GREEDY | {"repetition_penalty": 2.5},
+    "ngrams": GREEDY | {"no_repeat_ngram_size": 2},
+    "lengths": SAMPLING | ENDS | {"min_new_tokens": 3, "exponential_decay_length_penalty": (4, 1.2)},
+    "max_time": SAMPLING | ENDS | {"max_time": 1000.0},
+    "one_token": SAMPLING | {"max_new_tokens": 1},
+    "two_tokens": SAMPLING | {"max_new_tokens": 2},
+    "beams": GREEDY | ENDS | {"num_beams": 3},
+}
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "tight": {"num_blocks": 11, "preemption": "recompute"},
+    "tight_swap": {"num_blocks": 11, "preemption": "swap"},
+    "one_row": {"max_num_seqs": 1, "num_blocks": 9},
+    "blocks_of_1": {"block_size": 1, "num_blocks": 60, "max_num_batched_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode: str, pool: str) -> None:
+    """Ragged rows that end at any step, over pools that make them wait for each other."""
+    model, stock = patch(**POOLS[pool]), build("llama")
+    ids, mask = random_ids(3, 9), torch.ones(3, 9, dtype=torch.int64)
+    for row, padding in enumerate((0, 4, 7)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    for seed in range(3):
+        arguments = MODES[mode] | {"attention_mask": mask, "pad_token_id": 0}
+        torch.manual_seed(seed)
+        expected, state = stock.generate(ids, **arguments), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(model.generate(ids, **arguments), expected)
+        assert torch.equal(torch.get_rng_state(), state), "draws were made in vain"
+        model.paged.check_invariants()
+    check_idle(model)
+    if pool in ("tight", "tight_swap") and mode in ("sampling", "greedy_penalty"):
+        assert model.paged.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_many_requests_in_a_small_pool(preemption: str) -> None:
+    """Old requests are served first, and nobody starves, though a victim's tokens must be known before it goes."""
+    model, stock = patch(num_blocks=14, preemption=preemption), build("llama")
+    prompts = [random_ids(1, 3 + 5 * i % 11, seed=i) for i in range(12)]
+    arguments = [GREEDY, SAMPLING | ENDS | {"repetition_penalty": 1.2}, SAMPLING | {"num_return_sequences": 2}]
+    expected, requests = [], []
+    for seed, ids in enumerate(prompts):
+        torch.manual_seed(seed)
+        expected.append(stock.generate(ids, **arguments[seed % 3])[:, ids.shape[1] :].tolist())
+    with model.paged._worker.exclusive():
+        for seed, ids in enumerate(prompts):
+            torch.manual_seed(seed)
+            requests.append(model.paged.submit(ids, **arguments[seed % 3]))
+    for request, rows in zip(requests, expected, strict=True):
+        found = request.result(PATIENCE).sequences
+        assert [own + [0] * (len(rows[0]) - len(own)) for own in found] == rows
+    assert model.paged.stats().num_preemptions > 0
+    check_idle(model)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_blocks_are_found_again_as_without(size: int) -> None:
+    """A block's hash follows when its last token is known: not one block fewer is reused, and none that is wrong."""
+    found = []
+    for overlaps in (False, True):
+        model = patch(block_size=size, use_async_batching=overlaps)
+        ids = random_ids(1, 5)
+        longer = model.generate(ids, **GREEDY | {"max_new_tokens": 20})
+        again = model.generate(longer, **GREEDY)
+        found.append((model.paged.stats().prefix_cache_hit_tokens, again.tolist()))
+        check_idle(model)
+    assert found[0] == found[1]
+    assert found[0][0] >= (24 // size - 1) * size
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_picture_between_launch_and_collect(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as the tail has: whoever stitches tails together would else lose one, or see one twice."""
+    model, ids = patch(use_async_batching=overlaps), random_ids(2, 5)
+    own = model.paged._executor
+    launch, seen = own.launch, []
+
+    def launched(step: Any) -> None:
+        launch(step)
+        for group in model.paged.snapshot()["groups"]:
+            for sequence in group["sequences"]:
+                seen.append((sequence["num_tokens"], sequence["tail"]))
+                assert sequence["num_computed_tokens"] <= sequence["num_tokens"] + 1
+
+    monkeypatch.setattr(own, "launch", launched)
+    results = model.generate(ids, **GREEDY).tolist()
+    assert len(seen) > 12
+    for num_tokens, tail in seen:
+        assert any(row[:num_tokens][-len(tail) :] == tail for row in results)
+
+
+def test_streams_come_in_order() -> None:
+    model, ids = patch(), random_ids(1, 5)
+    request = model.paged.submit(ids, **GREEDY)
+    assert list(request) == build("llama").generate(ids, **GREEDY)[0, 5:].tolist()
+
+
+class Stop(StoppingCriteria):
+    """A user's own: it sees every row, on the user's thread."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -1] % 3 == 0) & (input_ids.shape[1] > 8)
+
+
+class Shift(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(input_ids.shape[1], dims=-1)
+
+
+def test_beside_callers_loops() -> None:
+    """Rows of the engine and forwards of callers meet in steps; those are handed their logits at once."""
+    model, stock = patch(), build("llama")
+    own: dict[str, Callable[[], dict[str, Any]]] = {
+        "criteria": lambda: GREEDY | {"stopping_criteria": StoppingCriteriaList([Stop()])},
+        "processor": lambda: GREEDY | {"logits_processor": LogitsProcessorList([Shift()])},
+        "plain": lambda: GREEDY | {"max_new_tokens": 30},
+        "beams": lambda: GREEDY | {"num_beams": 2},
+        "scores": lambda: GREEDY | {"output_scores": True, "return_dict_in_generate": True},
+    }
+    found: dict[str, Any] = {}
+
+    def call(name: str) -> None:
+        result = model.generate(random_ids(2, 6, seed=len(name)), **own[name]())
+        found[name] = result.sequences if name == "scores" else result
+
+    threads = [threading.Thread(target=call, args=(name,), daemon=True) for name in own]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    for name, make in own.items():
+        expected = stock.generate(random_ids(2, 6, seed=len(name)), **make())
+        assert torch.equal(found[name], expected.sequences if name == "scores" else expected), name
+    check_idle(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are put into the fixed inputs on the device; on CPU a recording is the function, run again."""
+    if device == "cpu":
+        from test_cuda_graph import Recorder
+
+        monkeypatch.setattr("hf_paged.model.cuda_graph.recorder", lambda kv_cache: Recorder())
+    model = patch(device=device, cuda_graphs=True, max_num_seqs=6)
+    stock = build("llama").to(device)
+    given: list[bool] = []
+    fill = cuda_graph.DecodeInputs.fill
+
+    def watched_fill(self: Any, size: int, *arguments: Any) -> None:
+        given.append(arguments[-1] is not None)
+        fill(self, size, *arguments)
+
+    monkeypatch.setattr(cuda_graph.DecodeInputs, "fill", watched_fill)
+    prompts = [random_ids(1, 3 + 5 * i % 11, seed=i).to(device) for i in range(8)]
+    requests = [model.paged.submit(ids, **GREEDY | {"max_new_tokens": 5 + i}) for i, ids in enumerate(prompts)]
+    for i, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
+        expected = stock.generate(ids, **GREEDY | {"max_new_tokens": 5 + i})[0, ids.shape[1] :]
+        assert request.result(PATIENCE).token_ids == expected.tolist()
+    assert sum(given) > 10, "ids known to the device only never met a recording"
+    check_idle(model)
+
+
+def test_a_row_that_expects_its_last_token_has_no_work() -> None:
+    """Preempted in that moment, it is not computed again: nobody would take what comes of it."""
+    model = patch()
+    own, worker = model.paged._executor, model.paged._worker
+    with worker.exclusive():
+        request = model.paged.submit([5, 6, 7], **GREEDY | {"max_new_tokens": 1})
+        scheduler = model.paged.scheduler
+        own.launch(scheduler.schedule())
+        assert own.num_in_flight == 1 and not scheduler.has_work
+        (group,) = scheduler.groups
+        scheduler.preempt(group, allow_swap=False)
+        assert not scheduler.has_work
+        own.collect()
+    assert (
+        request.result(PATIENCE).token_ids
+        == build("llama").generate(torch.tensor([[5, 6, 7]]), **GREEDY | {"max_new_tokens": 1})[0, 3:].tolist()
+    )
+    check_idle(model)
+
+
+# Faults
+
+BAD = 5  # a token whose embedding is NaN
+
+
+def test_a_row_without_probabilities_fails_alone() -> None:
+    """It is in the next step by the time that is known: with some token, not with a number that is none."""
+    stock = build("llama")
+    with torch.no_grad():
+        stock.model.embed_tokens.weight[BAD] = float("nan")
+        stock.lm_head.weight[BAD] = -stock.lm_head.weight.abs().max()
+    model = hf_paged.patch(copy.deepcopy(stock), num_blocks=64, block_size=4, use_async_batching=True)
+    seen: list[int] = []
+    original = runner.fill_in
+
+    def fill_in(*args: Tensor) -> Tensor:
+        ids = original(*args)
+        seen.append(int(ids.min()))
+        return ids
+
+    good_ids = torch.tensor([[7, 8, 9, 11]])
+    arguments = SAMPLING | {"suppress_tokens": [BAD], "repetition_penalty": 1.3}
+    torch.manual_seed(0)
+    expected = stock.generate(good_ids, **arguments)[0, 4:].tolist()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(runner, "fill_in", fill_in)
+        with model.paged._worker.exclusive():
+            bad = model.paged.submit([7, 8, BAD], **arguments)
+            torch.manual_seed(0)
+            good = model.paged.submit(good_ids, **arguments)
+        with pytest.raises(RuntimeError, match="probability tensor"):
+            bad.result(PATIENCE)
+        assert good.result(PATIENCE).token_ids == expected
+    assert len(seen) > 5 and min(seen) >= 0
+    check_idle(model)
+
+
+def test_a_processor_that_raises_on_the_way() -> None:
+    """At the fifth token, with a step in flight: its rows end, the others' tokens are what they are."""
+    model, stock = patch(), build("llama")
+    ids = random_ids(1, 6)
+    with pytest.MonkeyPatch.context() as patches:
+        from transformers import TopPLogitsWarper
+
+        original = TopPLogitsWarper.__call__
+        calls: list[int] = []
+
+        def call(self: Any, input_ids: Any, scores: Tensor) -> Tensor:
+            calls.append(len(scores))
+            if len(calls) == 5:
+                raise ArithmeticError("no more")
+            return original(self, input_ids, scores)
+
+        patches.setattr(TopPLogitsWarper, "__call__", call)
+        with model.paged._worker.exclusive():
+            bad = model.paged.submit(ids, **SAMPLING | {"top_p": 0.9, "num_return_sequences": 2})
+            good = model.paged.submit(ids, **GREEDY)
+        with pytest.raises(ArithmeticError, match="no more"):
+            bad.result(PATIENCE)
+        assert good.result(PATIENCE).token_ids == stock.generate(ids, **GREEDY)[0, 6:].tolist()
+    check_idle(model)
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_forward_that_raises_with_a_step_in_flight(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step before it is handed out, the failing one taken back, and only its owner fails."""
+    model, stock = patch(), build("llama")
+    prompts = [random_ids(1, 6, seed=seed) for seed in range(3)]
+    with model.paged._worker.exclusive():
+        requests = [model.paged.submit(ids, **GREEDY) for ids in prompts]
+    own = model.paged._runner
+    run, victim = own.run, requests[1].request_id
+
+    def failing(step: Any, *args: Any) -> Any:
+        for chunk in step.chunks:
+            if chunk.sequence.group.request_id == victim and chunk.start >= 5 + at:
+                raise FloatingPointError("burnt")
+        return run(step, *args)
+
+    monkeypatch.setattr(own, "run", failing)
+    with pytest.raises(FloatingPointError, match="burnt"):
+        requests[1].result(PATIENCE)
+    for index in (0, 2):
+        expected = stock.generate(prompts[index], **GREEDY)[0, 6:].tolist()
+        assert requests[index].result(PATIENCE).token_ids == expected
+    check_idle(model)
+
+
+def test_tokens_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel fails on the device, which the host learns when it reads: whoever waits is told, nothing leaks."""
+    model, ids = patch(), random_ids(2, 6)
+    read, count = ChosenTokens.read, 0
+
+    def failing(self: ChosenTokens) -> Any:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise RuntimeError("an illegal memory access was encountered")
+        return read(self)
+
+    monkeypatch.setattr(ChosenTokens, "read", failing)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        model.generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY), build("llama").generate(ids, **GREEDY))
+    check_idle(model)
+
+
+def test_cancelled_in_flight() -> None:
+    model = patch()
+    for seed in range(12):
+        requests = [
+            model.paged.submit(random_ids(1, 5, seed=seed), **SAMPLING | {"max_new_tokens": 100}, request_id=str(i))
+            for i in range(3)
+        ]
+        for token, _ in zip(requests[0], range(seed % 4)):
+            assert 0 <= token < VOCAB
+        for request in requests:
+            request.cancel()
+        for request in requests:
+            assert request.result(PATIENCE).finish_reason == "cancelled"
+    check_idle(model)
+
+
+def test_unpatched_released_and_reset_with_steps_in_flight() -> None:
+    model, ids = patch(), random_ids(1, 6)
+    expected = build("llama").generate(ids, **GREEDY | {"max_new_tokens": 60})[0, 6:].tolist()
+    request = model.paged.submit(ids, **GREEDY | {"max_new_tokens": 60})
+    for _ in range(5):
+        model.paged.reset_prefix_cache()
+        model.paged.release()
+    assert request.result(PATIENCE).token_ids == expected
+    request = model.paged.submit(ids, **GREEDY | {"max_new_tokens": 100})
+    next(iter(request))
+    hf_paged.unpatch(model)
+    output = request.result(PATIENCE)
+    assert output.finish_reason == "cancelled" and 0 < len(output.token_ids) < 100
+    assert not hasattr(model, "paged")
+
+
+def test_out_of_memory_with_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step shrinks and is tried again; everybody gets their tokens."""
+    model, stock = patch(), build("llama")
+    prompts = [random_ids(1, 6, seed=seed) for seed in range(4)]
+    own = model.paged._runner
+    run, count = own.run, 0
+
+    def failing(step: Any, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(step, *args)
+
+    monkeypatch.setattr(own, "run", failing)
+    with model.paged._worker.exclusive():
+        requests = [model.paged.submit(ids, **GREEDY) for ids in prompts]
+    for ids, request in zip(prompts, requests, strict=True):
+        assert request.result(PATIENCE).token_ids == stock.generate(ids, **GREEDY)[0, 6:].tolist()
+    check_idle(model)
+
+
+# What a step in flight must not change
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_criteria_beside_calls_that_have_none(overlaps: bool, is_first: bool) -> None:
+    """The same processors in both, so that their rows become one batch: only one call's tokens are looked at."""
+    model, stock = patch(use_async_batching=overlaps), build("llama")
+    ids = random_ids(1, 6)
+    length, failures = 9, []
+    choose = sampler._choose
+
+    def watched_choose(*args: Any) -> Tensor:
+        try:
+            return choose(*args)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    arguments = SAMPLING | {"temperature": 0.7, "eos_token_id": VOCAB - 1, "max_new_tokens": 30}
+    seeds = (3, 4)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(MaxTimeCriteria, "__call__", lambda self, ids, scores, **_: has_last(ids, length))
+        patches.setattr(sampler, "_choose", watched_choose)
+        expected = []
+        for seed, own in zip(seeds, ({"max_time": 1000.0}, {}), strict=True):
+            torch.manual_seed(seed)
+            expected.append(stock.generate(ids, **arguments | own)[0, 6:].tolist())
+        assert len(expected[0]) < 30 == len(expected[1])
+        both = list(zip(seeds, ({"max_time": 1000.0}, {}), strict=True))
+        requests = {}
+        with model.paged._worker.exclusive():
+            for seed, own in both if is_first else both[::-1]:
+                torch.manual_seed(seed)
+                requests[seed] = model.paged.submit(ids, **arguments | own)
+        assert [requests[seed].result(PATIENCE).token_ids for seed in seeds] == expected
+    assert not failures, "what fails together is tried again one by one, at every step"
+    check_idle(model)
+
+
+def has_last(ids: Tensor, length: int) -> Tensor:
+    return (ids[:, -1] % 4 == 1) & (ids.shape[1] > length)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_sampling_that_fails_with_a_step_in_flight(at: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator is taken back to where the call failed, whatever has been drawn since."""
+    model, ids = patch(), random_ids(rows, 6)
+    read, count = ChosenTokens.read, 0
+
+    def failing(self: ChosenTokens) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise RuntimeError("an illegal memory access was encountered")
+        return read(self)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(ChosenTokens, "read", failing)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            model.generate(ids, **SAMPLING)
+    torch.manual_seed(0)
+    expected = build("llama").generate(ids, **SAMPLING)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids, **SAMPLING), expected)
+    check_idle(model)
+
+
+def test_criteria_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = patch(), random_ids(2, 6)
+
+    def failing(self: Any, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if ids.shape[1] > 9:
+            raise ArithmeticError("no more")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    monkeypatch.setattr(MaxTimeCriteria, "__call__", failing)
+    for mode in (GREEDY, SAMPLING):
+        good = model.paged.submit(ids[:1], **mode)
+        with pytest.raises(ArithmeticError, match="no more"):
+            model.generate(ids, **mode | {"max_time": 1000.0})
+        assert len(good.result(PATIENCE).token_ids) == 12
+    check_idle(model)
+
+
+def test_a_processor_that_only_the_step_too_many_would_make_raise() -> None:
+    """The row has ended by then, and nobody else ever asks."""
+    ids = random_ids(1, 6)
+    stock = build("llama")
+    tokens = stock.generate(ids, **GREEDY)[0, 6:].tolist()
+    streams: list[list[int]] = []
+    for overlaps in (False, True):
+        model = patch(use_async_batching=overlaps)
+        arguments = GREEDY | {"exponential_decay_length_penalty": (2, 1e200), "eos_token_id": tokens[3]}
+        expected = stock.generate(ids, **arguments)[0, 6:].tolist()
+        assert model.paged.submit(ids, **arguments).result(PATIENCE).token_ids == expected
+        streams.append([])
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(NoRepeatNGramLogitsProcessor, "__call__", raise_at_10)
+            with pytest.raises(ArithmeticError, match="no more"):
+                for token in model.paged.submit(ids, **GREEDY | {"no_repeat_ngram_size": 2}):
+                    streams[-1].append(token)
+        check_idle(model)
+    assert streams == [tokens[:4]] * 2
+
+
+def raise_at_10(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    if ids.shape[1] == 10:
+        raise ArithmeticError("no more")
+    return scores
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_step_beyond_the_models_context(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position that the model does not have is not tried in vain: on a GPU that would end the process."""
+    model, stock = patch(name, num_blocks=512), build(name)
+    context = model.config.max_position_embeddings
+    ids = random_ids(1, context - 3)
+    end = stock.generate(ids, **GREEDY | {"max_new_tokens": 4})[0, -1].item()
+    longest: list[int] = []
+    run = runner.ModelRunner.run
+
+    def watched_run(self: Any, step: Any, *args: Any) -> Any:
+        longest.extend(chunk.start + chunk.num_tokens for chunk in step.chunks)
+        return run(self, step, *args)
+
+    monkeypatch.setattr(runner.ModelRunner, "run", watched_run)
+    arguments = GREEDY | {"max_new_tokens": 50, "eos_token_id": end}
+    assert torch.equal(model.generate(ids, **arguments), stock.generate(ids, **arguments))
+    assert max(longest) <= context
+    check_idle(model)
+
+
+def test_a_step_inside_a_step_does_not_overtake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that comes while a step is in flight finds its rows, whose tokens are not known yet, left alone."""
+    model, ids = patch(), random_ids(2, 6)
+    stock = build("llama")
+    monkeypatch.setattr(type(model.paged._executor), "overlaps", True)  # as if nobody had seen the hook yet
+    depth: list[int] = []
+
+    def hook(*_: Any) -> None:
+        if not depth:
+            depth.append(1)
+            inner.append(model.generate(ids[:1, :3], **GREEDY)[0].tolist())
+            depth.pop()
+
+    inner: list[list[int]] = []
+    handle = model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
+    with model.paged._worker.exclusive():
+        one_row = model.paged.submit(ids[0], **GREEDY)
+        # Under autocast: in steps of their own, during which the other's token is in flight.
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            requests = [model.paged.submit(ids[i], **SAMPLING | {"num_return_sequences": 2}) for i in range(2)]
+    for request in requests:
+        assert [len(own) for own in request.result(PATIENCE).sequences] == [12, 12]
+    assert one_row.result(PATIENCE).token_ids == stock.generate(ids[:1], **GREEDY)[0, 6:].tolist()
+    handle.remove()
+    assert inner == [stock.generate(ids[:1, :3], **GREEDY)[0].tolist()] * len(inner) and inner
+    check_idle(model)
+
+
+# On a device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_nothing_in_a_step_waits_for_the_device(cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises at every synchronizing call between the beginning of a launch and its end."""
+    model = patch(device="cuda", cuda_graphs=cuda_graphs, num_blocks=512)
+    ids = random_ids(4, 9).cuda()
+    modes = [GREEDY, SAMPLING | {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}]
+    for arguments in modes:
+        model.generate(ids, **arguments)  # kernels are compiled, graphs recorded, buffers pinned
+    launch = StepExecutor.launch
+
+    def watched_launch(self: StepExecutor, step: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch(self, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(StepExecutor, "launch", watched_launch)
+    for arguments in modes:
+        model.generate(ids, **arguments)
+    requests = [
+        model.paged.submit(ids[i % 4], **SAMPLING | {"temperature": 0.5 + i / 9, "repetition_penalty": 1 + i / 20})
+        for i in range(9)
+    ]
+    for request in requests:
+        assert len(request.result(PATIENCE).token_ids) == 12
+
+
+@pytest.mark.gpu
+def test_calls_with_parameters_of_their_own_on_a_gpu() -> None:
+    """Bit for bit what each call's own processors compute there, where a number divides by its reciprocal."""
+    model, stock = patch(device="cuda", num_blocks=512), build("llama").cuda()
+    settings = [
+        {
+            "temperature": 0.3 + i / 7,
+            "top_k": 3 + i,
+            "top_p": 0.5 + i / 40,
+            "min_p": i / 90,
+            "repetition_penalty": 1 + i / 9,
+        }
+        for i in range(16)
+    ]
+    prompts = [random_ids(1, 3 + i, seed=i).cuda() for i in range(16)]
+    expected, requests = [], []
+    for seed, (ids, own) in enumerate(zip(prompts, settings, strict=True)):
+        torch.manual_seed(seed)
+        expected.append(stock.generate(ids, **SAMPLING | own)[0, ids.shape[1] :].tolist())
+    with model.paged._worker.exclusive():
+        for seed, (ids, own) in enumerate(zip(prompts, settings, strict=True)):
+            torch.manual_seed(seed)
+            requests.append(model.paged.submit(ids, **SAMPLING | own))
+    assert [request.result(PATIENCE).token_ids for request in requests] == expected

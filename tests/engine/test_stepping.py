@@ -1,0 +1,743 @@
+"""`engine.pause()`, `resume()` and `step()`: nothing runs unasked, nothing hangs, and the tokens stay what they are.
+
+What ends whole processes runs in children of one subprocess: this file run as a script.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair, join
+from models import build, name_of, random_ids
+from test_engine import ENDLESS, PATIENCE, SAMPLE, Brake, Gate, eventually, settle, stock_rows
+from test_faults import _in_child, ends_of_processes, run_processes
+from test_generate_modes import NextToken
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import hf_paged
+from hf_paged import PagedCache
+from hf_paged.engine.worker import STEP_SECONDS
+
+MakePair = Callable[..., Pair]
+
+BEAMS = {"num_beams": 3}
+OWN_CODE = {"logits_processor": [NextToken()]}  # the loop runs on a thread of its own
+MODES: list[dict[str, Any]] = [{}, SAMPLE, SAMPLE | {"num_return_sequences": 3}, BEAMS, OWN_CODE]
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("ctrl_c")]
+
+
+class Sleeper(LogitsProcessor):
+    """A caller's own code, which takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return scores
+
+
+@contextmanager
+def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[list[Any]]:
+    """Calls on a thread of its own, which has to end; gives a list that its result or its error comes to."""
+    outcome: list[Any] = []
+
+    def call() -> None:
+        try:
+            outcome.append(function(*args, **kwargs))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        yield outcome
+    finally:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "the call hangs"
+
+
+def num_steps(pair: Pair) -> int:
+    return pair.engine.stats().num_steps
+
+
+def is_still(pair: Pair, seconds: float = 0.15) -> bool:
+    """Whether no step is run in this time."""
+    before = num_steps(pair)
+    time.sleep(seconds)
+    return num_steps(pair) == before
+
+
+def step_all(pair: Pair) -> list[dict[str, Any]]:
+    """Steps until nothing is left to run."""
+    return list(iter(pair.engine.step, None))
+
+
+# The same tokens
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model", ["llama", "falcon_rotary"])
+@pytest.mark.parametrize("mode", MODES, ids=name_of)
+def test_step_by_step_gives_the_same_tokens(make_pair: MakePair, mode: dict[str, Any], model: str) -> None:
+    """Would break: whoever watches sees another text than the one that would have been."""
+    pair = make_pair(model, num_blocks=64, block_size=4)
+    arguments = {"max_new_tokens": 8} | ENDLESS | mode
+    torch.manual_seed(5)
+    expected = stock_rows(pair.stock, random_ids(1, 9), **arguments)
+    pair.engine.pause()
+    torch.manual_seed(5)
+    request = pair.engine.submit(random_ids(1, 9), **arguments)
+    events = step_all(pair)
+    assert request.is_done, "there was something left to run"
+    assert request.result().sequences == expected
+    assert [event["step"] for event in events] == list(range(1, len(events) + 1)) and len(events) == 8
+    pair.engine.resume()
+    settle(pair)
+
+
+def test_many_at_once_step_by_step(make_pair: MakePair) -> None:
+    """Requests and threads, preempted and brought back. Would break: a step that leaves somebody out, or for ever."""
+    pair = make_pair(num_blocks=24, block_size=4)
+    pair.engine.pause()
+    given = {"max_new_tokens": 16} | ENDLESS
+    requests = [(n, pair.engine.submit(random_ids(1, 9, seed=n), **given, **BEAMS)) for n in range(2)]
+    requests += [(n, pair.engine.submit(random_ids(1, 9, seed=n), **given)) for n in range(2, 6)]
+    with in_thread(pair.paged.generate, random_ids(1, 9, seed=6), **given) as outcome:
+        eventually(lambda: len(pair.engine.snapshot()["groups"]) >= 7, "somebody is not there")
+        step_all(pair)
+    assert pair.engine.stats().num_preemptions > 0
+    for n, request in requests:
+        mode = BEAMS if n < 2 else {}
+        assert request.is_done and request.result().sequences == stock_rows(
+            pair.stock, random_ids(1, 9, seed=n), **given, **mode
+        )
+    assert torch.equal(outcome[0], pair.stock.generate(random_ids(1, 9, seed=6), **given))
+    pair.engine.resume()
+    settle(pair)
+
+
+# A pause
+
+
+@pytest.mark.core
+def test_nothing_runs_in_a_pause(pair: Pair) -> None:
+    """Would break: a picture that moves while somebody explains it."""
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=120, **ENDLESS)
+    eventually(lambda: num_steps(pair) > 3, "nothing runs")
+    pair.engine.pause()
+    assert pair.engine.is_paused and pair.engine.snapshot()["is_paused"]
+    assert is_still(pair) and not request.is_done
+    later = pair.engine.submit(random_ids(1, 5), max_new_tokens=3)
+    assert is_still(pair) and pair.engine.stats().num_waiting == 1
+    pair.engine.resume()
+    assert not pair.engine.is_paused
+    assert request.result(PATIENCE).sequences == stock_rows(pair.stock, random_ids(1, 9), max_new_tokens=120, **ENDLESS)
+    assert later.result(PATIENCE).sequences == stock_rows(pair.stock, random_ids(1, 5), max_new_tokens=3)
+    settle(pair)
+
+
+def test_pause_waits_for_the_running_step(pair: Pair) -> None:
+    """Would break: "paused" while a forward still writes into the pool."""
+    brake = Brake(pair)
+    with brake.at(step=2) as reached:
+        request = pair.engine.submit(random_ids(1, 9), max_new_tokens=60, **ENDLESS)
+        reached()
+        with in_thread(pair.engine.pause) as outcome:
+            time.sleep(0.1)
+            assert not outcome, "it came back in the midst of a step"
+            before = num_steps(pair)
+            brake.release()
+    assert outcome == [None] and num_steps(pair) == before + 1 and is_still(pair)
+    pair.engine.resume()
+    request.result(PATIENCE)
+    settle(pair)
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_ctrl_c_in_pause(pair: Pair, was_paused: bool) -> None:
+    """Would break: a pause that nobody knows of, because the call that began it never came back."""
+    brake = Brake(pair)
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=60, **ENDLESS)
+    with brake.at(step=2) as reached:
+        reached()
+        if was_paused:
+            pair.engine._worker._pause.begin()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pair.engine.pause()
+        assert pair.engine.is_paused == was_paused
+    pair.engine.resume()
+    request.result(PATIENCE)
+    settle(pair)
+
+
+def test_pause_and_resume_do_not_count(pair: Pair) -> None:
+    """Would break: two tabs press "pause", and nothing short of two "resume" helps."""
+    pair.engine.resume()
+    pair.engine.pause()
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3)
+    assert is_still(pair)
+    pair.engine.resume()
+    request.result(PATIENCE)
+    pair.engine.resume()
+    assert not pair.engine.is_paused
+    settle(pair)
+
+
+def test_an_idle_engine_stays_paused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a pause that the end of the worker's thread forgets, or a thread that spins through it."""
+    monkeypatch.setattr("hf_paged.engine.worker.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("hf_paged.engine.worker.REST_SECONDS", 0.01)
+    pair.engine.submit(random_ids(1, 9), max_new_tokens=3).result(PATIENCE)
+    pair.engine.pause()
+    eventually(lambda: pair.engine._worker._thread is None, "the thread doesn't end")
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3, **ENDLESS)
+    before = time.process_time()
+    assert is_still(pair, 0.5)
+    assert time.process_time() - before < 0.25, "waiting costs a processor"
+    assert len(step_all(pair)) == 3 and request.is_done
+    pair.engine.resume()
+    settle(pair)
+
+
+@pytest.mark.parametrize("model", ["llama", "falcon_rotary"])
+@pytest.mark.parametrize("mode", [{}, BEAMS, OWN_CODE], ids=name_of)
+@pytest.mark.parametrize("when", ["before its first step", "later"])
+def test_cancelling_frees_the_blocks_in_a_pause(
+    make_pair: MakePair, mode: dict[str, Any], model: str, when: str
+) -> None:
+    """Would break: a stop button without effect as long as the engine stands still."""
+    pair = make_pair(model, num_blocks=64, block_size=4)
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode)
+    if when == "later":
+        for _ in range(3):
+            assert pair.engine.step() is not None
+        assert pair.engine.stats().num_free_blocks < 64
+        # A forward of its own waits as one in the queue does.
+        eventually(
+            lambda: (
+                pair.engine.stats().num_waiting + pair.engine._worker._pause.num_held == 1
+                or pair.engine.scheduler.has_work
+            ),
+            "its next forward is not there",
+        )
+    request.cancel()
+    assert request.result(PATIENCE).finish_reason == "cancelled"
+    eventually(lambda: pair.engine.stats().num_free_blocks == pair.engine.stats().num_blocks, "blocks are held")
+    assert pair.engine.is_paused and pair.engine.step() is None
+    pair.engine.resume()
+    settle(pair)
+
+
+def test_a_dropped_handle_frees_its_blocks_in_a_pause(pair: Pair) -> None:
+    """Would break: a closed tab that keeps its blocks until somebody presses "resume"."""
+    pair.engine.pause()
+    requests = [pair.engine.submit(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode) for mode in ({}, BEAMS)]
+    pair.engine.step()
+    requests.clear()
+    gc.collect()
+    eventually(lambda: not pair.engine.snapshot()["groups"], "somebody is still there")
+    assert pair.engine.stats().num_free_blocks == 256
+    pair.engine.resume()
+    settle(pair)
+
+
+@pytest.mark.parametrize("model", ["llama", "falcon_rotary"])
+@pytest.mark.parametrize("mode", [{}, BEAMS], ids=name_of)
+def test_ctrl_c_ends_a_call_that_waits_in_a_pause(make_pair: MakePair, mode: dict[str, Any], model: str) -> None:
+    """Would break: a notebook cell that can't be stopped."""
+    pair = make_pair(model)
+    pair.engine.pause()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pair.paged.generate(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode)
+    assert pair.engine.is_paused and pair.engine.stats().num_running == 0
+    assert pair.engine.step() is None
+    pair.engine.resume()
+    settle(pair)
+
+
+@pytest.mark.parametrize("mode", [{}, BEAMS], ids=name_of)
+def test_the_pausing_thread_is_warned_when_it_waits(
+    pair: Pair, caplog: pytest.LogCaptureFixture, mode: dict[str, Any]
+) -> None:
+    """Would break: pause() and generate() in one cell stand still without a word."""
+    given = {"max_new_tokens": 5} | ENDLESS | mode
+    threading.Timer(0.3, pair.engine.resume).start()
+    with caplog.at_level(logging.WARNING, logger="hf_paged"):
+        pair.engine.pause()
+        with in_thread(pair.paged.generate, random_ids(1, 5), max_new_tokens=2):
+            found = pair.paged.generate(random_ids(1, 9), **given)
+    assert torch.equal(found, pair.stock.generate(random_ids(1, 9), **given))
+    assert [record.getMessage().count("resume()") for record in caplog.records] == [1], caplog.text
+    settle(pair)
+
+
+def test_a_cache_can_be_read_in_a_pause(pair: Pair) -> None:
+    """Would break: looking at keys, which needs no step, hangs."""
+    cache = PagedCache(pair.paged)
+    with torch.no_grad():
+        pair.paged(random_ids(1, 9), past_key_values=cache)
+    pair.engine.pause()
+    keys = cache.layers[0].keys
+    assert keys is not None and keys.shape[2] == 9
+    cache.crop(-4)
+    assert cache.get_seq_length() == 5
+    pair.engine.resume()
+    del cache, keys
+    gc.collect()
+    settle(pair)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_preempted_cache_comes_back_by_a_step(make_pair: MakePair, preemption: str) -> None:
+    """Would break: keys that have to be computed again are, in spite of the pause; or they never are."""
+    pair = make_pair(num_blocks=8, block_size=4, preemption=preemption, enable_prefix_caching=False)
+    cache = PagedCache(pair.paged)
+    with torch.no_grad():
+        pair.paged(random_ids(1, 17), past_key_values=cache)
+    before = cache.layers[0].keys.clone()
+    pair.engine.submit(random_ids(1, 20, seed=3), max_new_tokens=8, **ENDLESS).result(PATIENCE)
+    assert pair.engine.stats().num_preemptions == 1
+    pair.engine.pause()
+    with in_thread(lambda: cache.layers[0].keys) as outcome:
+        if preemption == "recompute":
+            assert is_still(pair) and not outcome
+            event = pair.engine.step()
+            assert event is not None and event["num_tokens"] == 17
+    torch.testing.assert_close(outcome[0], before)
+    pair.engine.resume()
+    cache.reset()
+    settle(pair)
+
+
+# A step
+
+
+def test_step_needs_a_pause(pair: Pair) -> None:
+    """Would break: a step that runs beside the worker's."""
+    with pytest.raises(RuntimeError, match=r"pause\(\)"):
+        pair.engine.step()
+    pair.engine.pause()
+    assert pair.engine.step() is None
+    pair.engine.resume()
+    with pytest.raises(RuntimeError, match=r"pause\(\)"):
+        pair.engine.step()
+
+
+@pytest.mark.core
+def test_a_step_is_one_step_and_says_which(pair: Pair) -> None:
+    """Would break: "advance one step" that runs two, or tells of another one."""
+    pair.engine.pause()
+    requests = [pair.engine.submit(random_ids(1, 9, seed=n), max_new_tokens=4, **ENDLESS) for n in range(2)]
+    for n in range(4):
+        event = pair.engine.step()
+        assert event is not None
+        picture = pair.engine.snapshot()
+        assert [e for e in picture["events"] if e["kind"] == "step"][-1] == event
+        assert event["step"] == picture["num_steps"] == n + 1 and is_still(pair, 0.02)
+        assert [chunk[2:] for chunk in event["chunks"]] == [[0, 9] if n == 0 else [8 + n, 1]] * 2
+    assert pair.engine.step() is None and all(request.is_done for request in requests)
+    pair.engine.resume()
+    settle(pair)
+
+
+@pytest.mark.parametrize("model", ["llama", "falcon_rotary"])
+def test_steps_from_many_threads_come_one_after_another(make_pair: MakePair, model: str) -> None:
+    """Would break: two tabs press "step" at once and get one step, or the same one."""
+    pair = make_pair(model, num_blocks=64, block_size=4)
+    pair.engine.pause()
+    modes: list[dict[str, Any]] = [{}, OWN_CODE, BEAMS]
+    given = {"max_new_tokens": 25} | ENDLESS
+    requests = [pair.engine.submit(random_ids(1, 9), **given, **mode) for mode in modes]
+    found: list[Any] = []
+    work: Callable[[], None] = lambda: found.extend([pair.engine.step() for _ in range(3)])  # noqa: E731
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    events = [event for event in found if event is not None]
+    steps = sorted(event["step"] for event in events)
+    assert steps == list(range(1, 19)) and num_steps(pair) == 18 and is_still(pair)
+    pair.engine.resume()
+    for request, mode in zip(requests, modes):
+        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, random_ids(1, 9), **given, **mode)
+    settle(pair)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
+def test_a_step_waits_for_callers_between_two_forwards(pair: Pair, seconds: float) -> None:
+    """Would break: "nothing to do" while a beam search chooses its beams."""
+    pair.engine.pause()
+    request = pair.engine.submit(
+        random_ids(1, 9), max_new_tokens=5, logits_processor=[Sleeper(seconds)], **BEAMS, **ENDLESS
+    )
+    assert len(step_all(pair)) == 5 and request.is_done
+    pair.engine.resume()
+    settle(pair)
+
+
+def test_a_step_does_not_wait_for_ever(pair: Pair) -> None:
+    """Would break: "step" hangs as long as somebody's own code does."""
+    pair.engine.pause()
+    with Gate(1) as gate:
+        request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS, **gate.arguments)
+        assert pair.engine.step() is not None and pair.engine.step() is not None
+        assert gate.reached.wait(PATIENCE)
+        started = time.monotonic()
+        assert pair.engine.step() is None
+        assert STEP_SECONDS <= time.monotonic() - started < 3 * STEP_SECONDS
+        # With something else to run there is no reason to wait for it.
+        other = pair.engine.submit(random_ids(1, 5), max_new_tokens=20, **ENDLESS)
+        started = time.monotonic()
+        assert all(pair.engine.step() is not None for _ in range(10))
+        assert time.monotonic() - started < STEP_SECONDS
+        other.cancel()
+    assert len(step_all(pair)) == 3 and request.is_done
+    pair.engine.resume()
+    settle(pair)
+
+
+def test_stepping_fails_nobody_for_lack_of_room(make_pair: MakePair) -> None:
+    """Would break: who waits for blocks that another caller holds is refused, because somebody read for long."""
+    pair = make_pair(num_blocks=9, block_size=4)
+    pair.engine.pause()
+    with Gate(2) as gate:
+        holder = pair.engine.submit(random_ids(1, 17), max_new_tokens=6, **ENDLESS, **gate.arguments)
+        for _ in range(3):
+            pair.engine.step()
+        assert gate.reached.wait(PATIENCE)
+        other = pair.engine.submit(random_ids(1, 17, seed=2), max_new_tokens=4, **ENDLESS)
+        step_all(pair)
+    step_all(pair)
+    assert holder.is_done and other.is_done and other.finish_reason == holder.finish_reason == "length"
+    pair.engine.resume()
+    settle(pair)
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_pause_is_no_time_without_room(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, is_stepped: bool
+) -> None:
+    """Would break: who finds no room is refused right after a long pause, as if nobody had come back all the time."""
+    monkeypatch.setattr("hf_paged.engine.worker.ROOM_SECONDS", 1.0)
+    pair = make_pair(num_blocks=12, block_size=4, preemption="recompute", swap_space_gib=0.0)
+    embeds = torch.randn(1, 17, 64, generator=torch.Generator().manual_seed(1))
+    given = {"max_new_tokens": 4} | ENDLESS
+    with Gate(1) as gate, in_thread(pair.paged.generate, inputs_embeds=embeds, **given, **gate.arguments):
+        assert gate.reached.wait(PATIENCE)
+        other = pair.engine.submit(random_ids(1, 33, seed=2), **given)
+        eventually(lambda: pair.engine._worker._stuck[1] > 0, "there is room")
+        pair.engine.pause()
+        time.sleep(1.1)
+        if is_stepped:
+            with in_thread(pair.engine.step) as outcome:
+                time.sleep(0.2)
+                assert not outcome and not other.is_done
+                gate.open()
+            assert outcome[0] is not None
+        pair.engine.resume()
+        time.sleep(0.2)
+        assert is_stepped or not other.is_done
+        gate.open()
+    assert other.result(PATIENCE).finish_reason == "length"
+    settle(pair)
+
+
+def test_a_step_that_raises_fails_its_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: the error comes to whoever pressed the button, or the button hangs."""
+    runner = pair.engine._runner
+    run = runner.run
+
+    def failing(*args: Any) -> Any:
+        raise FloatingPointError("burnt")
+
+    pair.engine.submit(random_ids(1, 9), max_new_tokens=1).result(PATIENCE)
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5)
+    monkeypatch.setattr(runner, "run", failing)
+    assert pair.engine.step() is None
+    assert request.is_done
+    with pytest.raises(FloatingPointError):
+        request.result()
+    monkeypatch.setattr(runner, "run", run)
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS)
+    assert len(step_all(pair)) == 5 and request.is_done
+    pair.engine.resume()
+    settle(pair)
+
+
+def test_resume_during_a_step(pair: Pair) -> None:
+    """Would break: "resume" pressed while a step runs loses the step, or hangs whoever asked for it."""
+    brake = Brake(pair)
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS)
+    with brake.at() as reached, in_thread(pair.engine.step) as outcome:
+        reached()
+        pair.engine.resume()
+        brake.release()
+    assert outcome[0]["step"] == 1
+    request.result(PATIENCE)
+    settle(pair)
+
+
+def test_resume_before_a_step_has_begun(pair: Pair) -> None:
+    """Would break: who asked for a step waits until everything is over."""
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=200, **ENDLESS)
+    with pair.engine._worker.exclusive():
+        outcome: list[Any] = []
+        thread = threading.Thread(target=lambda: outcome.append(pair.engine.step()), daemon=True)
+        thread.start()
+        eventually(lambda: not pair.engine._worker._pause.holds, "it doesn't ask for a step")
+        pair.engine.resume()
+    join(thread)
+    event = outcome[0]
+    assert event is not None and event["step"] < 10 and not request.is_done
+    request.cancel()
+    settle(pair)
+
+
+def test_ctrl_c_in_a_step(pair: Pair) -> None:
+    """Would break: a permission for a step that nobody waits for any more, and that the next request uses."""
+    pair.engine.pause()
+    with Gate() as gate:
+        request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3, **ENDLESS, **gate.arguments)
+        assert pair.engine.step() is not None
+        assert gate.reached.wait(PATIENCE)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pair.engine.step()
+    assert is_still(pair)
+    assert len(step_all(pair)) == 2 and request.is_done
+    pair.engine.resume()
+    settle(pair)
+
+
+# Inside a step
+
+
+def test_pause_and_step_in_a_hook(pair: Pair) -> None:
+    """Would break: a hook that pauses waits for its own step; one that steps, for ever."""
+    errors: list[BaseException] = []
+    calls: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        while calls:
+            calls.pop()()
+
+    def step() -> None:
+        try:
+            pair.engine.step()
+        except RuntimeError as error:
+            errors.append(error)
+
+    pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(hook))
+    pair.engine.submit(random_ids(1, 5), max_new_tokens=1).result(PATIENCE)
+    calls += [pair.engine.pause]
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS)
+    eventually(lambda: pair.engine.is_paused and num_steps(pair) == 2, "the hook did not pause")
+    assert is_still(pair)
+    calls += [step]
+    assert pair.engine.step() is not None
+    assert len(errors) == 1 and "inside a step" in str(errors[0])
+    pair.engine.resume()
+    request.result(PATIENCE)
+    settle(pair)
+
+
+def test_a_generate_inside_a_paused_step(pair: Pair) -> None:
+    """Would break: a hook that generates, in a step that was asked for, hangs."""
+    expected = pair.stock.generate(random_ids(1, 5), max_new_tokens=3)
+    found: list[Tensor] = []
+    is_armed = [False]
+
+    def hook(*_: Any) -> None:
+        if is_armed[0]:
+            is_armed[0] = False
+            found.append(pair.paged.generate(random_ids(1, 5), max_new_tokens=3))
+
+    pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(hook))
+    pair.engine.submit(random_ids(1, 5), max_new_tokens=1).result(PATIENCE)
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9, seed=1), max_new_tokens=4, **ENDLESS)
+    is_armed[0] = True
+    event = pair.engine.step()
+    assert event is not None and event["num_tokens"] == 9
+    assert torch.equal(found[0], expected)
+    assert len(step_all(pair)) == 3 and request.is_done
+    pair.engine.resume()
+    settle(pair)
+
+
+# The end of things
+
+
+@pytest.mark.parametrize("mode", [{}, BEAMS, OWN_CODE], ids=name_of)
+def test_unpatching_in_a_pause(pair: Pair, mode: dict[str, Any]) -> None:
+    """Would break: unpatch() hangs, or leaves callers that wait for ever."""
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode)
+    with in_thread(pair.paged.generate, random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode) as outcome:
+        eventually(lambda: pair.engine.stats().num_waiting == 2, "somebody is not there")
+        engine = pair.engine
+        hf_paged.unpatch(pair.paged)
+    assert isinstance(outcome[0], RuntimeError) and "unpatched" in str(outcome[0])
+    assert request.result(PATIENCE).finish_reason == "cancelled"
+    assert not engine.is_paused
+    with hf_paged.patched(pair.paged, block_size=4, num_blocks=64):
+        expected = pair.stock.generate(random_ids(1, 9), max_new_tokens=4)
+        assert torch.equal(pair.paged.generate(random_ids(1, 9), max_new_tokens=4), expected)
+
+
+def test_releasing_the_memory_in_a_pause(pair: Pair) -> None:
+    """Would break: release() waits for a step; or what ran before it goes on with lost keys."""
+    expected = stock_rows(pair.stock, random_ids(1, 9), max_new_tokens=8, **ENDLESS)
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 9), max_new_tokens=8, **ENDLESS)
+    for _ in range(3):
+        pair.engine.step()
+    pair.engine.release()
+    assert pair.engine.is_paused
+    event = pair.engine.step()
+    assert event is not None and event["num_prefill_tokens"] == 9 + 3, "computed again"
+    pair.engine.resume()
+    assert request.result(PATIENCE).sequences == expected
+    settle(pair)
+
+
+def test_a_dropped_engine_in_a_pause() -> None:
+    """Would break: a thread that holds a model that nobody wants any more, because it was paused."""
+    model = hf_paged.patch(build("llama"), block_size=4, num_blocks=64)
+    model.paged.pause()
+    request = model.paged.submit(random_ids(1, 9), max_new_tokens=8)
+    thread = model.paged._worker._thread
+    assert thread is not None
+    del model, request
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+# Whole processes
+
+_KEPT: list[Any] = []
+
+
+def _patched() -> tuple[Any, Any]:
+    stock = build("llama")
+    return stock, hf_paged.patch(build("llama"), block_size=4, num_blocks=64)
+
+
+def exit_with_threads_that_wait() -> None:
+    """Threads that are no daemons are waited for by the interpreter: nobody is left who would end the pause."""
+    stock, model = _patched()
+    given = {"max_new_tokens": 8} | ENDLESS
+    expected = stock.generate(random_ids(1, 9), **given)
+    results: list[Tensor] = []
+
+    def call(**mode: Any) -> None:
+        results.append(model.generate(random_ids(1, 9), **given, **mode))
+        if len(results) == 2:
+            print("right" if any(torch.equal(result, expected) for result in results) else "wrong")
+
+    model.paged.pause()
+    for mode in ({}, BEAMS):
+        threading.Thread(target=call, kwargs=mode).start()
+    eventually(lambda: model.paged.stats().num_waiting == 2, "somebody is not there")
+
+
+def exit_of_a_paused_engine() -> None:
+    _, model = _patched()
+    model.paged.pause()
+    kept = _KEPT[:] = [model.paged.submit(random_ids(1, 9), max_new_tokens=8, **mode) for mode in ({}, BEAMS, OWN_CODE)]
+    given = {"max_new_tokens": 8}
+    threading.Thread(target=model.generate, args=(random_ids(1, 9),), kwargs=given, daemon=True).start()
+    # A daemon thread that is still busy with torch at the interpreter's end aborts it, with or without an engine.
+    eventually(lambda: model.paged.stats().num_waiting == 4, "somebody is not there")
+    model.paged.step()
+    print("right" if len(kept) == 3 and model.paged.is_paused else "wrong")
+
+
+def fork_in_a_pause() -> None:
+    stock, model = _patched()
+    given = {"max_new_tokens": 8} | ENDLESS
+    expected = stock.generate(random_ids(1, 9), **given)
+    model.paged.pause()
+    request = model.paged.submit(random_ids(1, 9), **given)
+    model.paged.step()
+
+    def check() -> None:
+        assert not model.paged.is_paused
+        assert torch.equal(model.generate(random_ids(1, 9), **given), expected)
+
+    _in_child(check)
+    is_right = model.paged.is_paused and not request.is_done
+    while model.paged.step():
+        pass
+    print("right" if is_right and request.result().token_ids == expected[0, 9:].tolist() else "wrong")
+
+
+def fork_beside_waiting_threads() -> None:
+    """They wait for a step, and for what a step gives."""
+    stock, model = _patched()
+    given = {"max_new_tokens": 8} | ENDLESS
+    expected = stock.generate(random_ids(1, 9), **given)
+    model.paged.pause()
+    slow = model.paged.submit(random_ids(1, 9), logits_processor=[Sleeper(0.5)], **given)
+    threading.Thread(target=model.generate, args=(random_ids(1, 9),), kwargs=given, daemon=True).start()
+    model.paged.step()
+    threads = [threading.Thread(target=model.paged.step, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+
+    def check() -> None:
+        found = model.generate(random_ids(1, 9), **given)
+        model.paged.pause()
+        request = model.paged.submit(random_ids(1, 9), **given)
+        while model.paged.step():
+            pass
+        assert torch.equal(found, expected) and request.result(5).token_ids == expected[0, 9:].tolist()
+
+    _in_child(check)
+    for thread in threads:
+        thread.join(20)
+    model.paged.resume()
+    slow.result(20)
+    print("right" if not any(thread.is_alive() for thread in threads) else "wrong")
+
+
+PROCESSES = (exit_with_threads_that_wait, exit_of_a_paused_engine, fork_in_a_pause, fork_beside_waiting_threads)
+
+
+@pytest.fixture(scope="module")
+def processes() -> dict[str, Any]:
+    """How they ended."""
+    return ends_of_processes(__file__)
+
+
+@pytest.mark.parametrize("name", [process.__name__ for process in PROCESSES])
+def test_processes(processes: dict[str, Any], name: str) -> None:
+    """Would break: a script that never ends, or a child that waits for threads it doesn't have."""
+    found = processes[name]
+    assert found["code"] == 0 and found["text"].split() == ["right"], found
+    assert found["seconds"] < 15
+
+
+if __name__ == "__main__":
+    run_processes(PROCESSES)

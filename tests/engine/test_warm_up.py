@@ -1,0 +1,96 @@
+"""`warm_up()` where there is no GPU; the rest is in tests/pretend."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, build, random_ids
+
+import hf_paged
+from hf_paged.engine.warm_up import rehearsals
+
+SMALL = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4}
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_on_cpu(backend: str) -> None:
+    model = hf_paged.patch(build("llama"), attention_backend=backend, warm_up=True, **SMALL)
+    before = model.paged.stats()
+    done = model.paged.warm_up()
+    assert (done.backend, done.num_graphs, done.graph_bytes) == (backend, 0, 0)
+    assert done.no_graphs == "CUDA graphs need a CUDA device, the model is on cpu"
+    assert done.seconds > 0
+    assert model.paged.stats() == before
+    assert not model.paged.kv_cache.tensor.any(), "the null block is zeros again"
+    ids = random_ids(2, 9)
+    assert torch.equal(model.generate(ids, max_new_tokens=5), build("llama").generate(ids, max_new_tokens=5))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
+def test_all_models(name: str) -> None:
+    """Positions that a model has, in numbers that it takes; in one with attention of its own, nothing to do."""
+    model = hf_paged.patch(build(name), **SMALL)
+    done = model.paged.warm_up()
+    assert ("own attention" in str(done.no_graphs)) == (not model.paged.runs_flat())
+    assert not model.paged.kv_cache.tensor.any()
+
+
+def test_inside_inference_mode_and_autocast() -> None:
+    model = hf_paged.patch(build("llama"), **SMALL)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model.paged.warm_up()
+    assert not model.paged.kv_cache.tensor.is_inference()
+    ids = random_ids(1, 5)
+    assert torch.equal(model.generate(ids, max_new_tokens=5), build("llama").generate(ids, max_new_tokens=5))
+
+
+def test_a_model_that_raises() -> None:
+    """`patch()` leaves it as it was."""
+    model = build("llama")
+    forward = model.forward
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not today")
+
+    model.model.norm.forward = refuse
+    with pytest.raises(RuntimeError, match="not today"):
+        hf_paged.patch(model, warm_up=True, **SMALL)
+    assert not hasattr(model, "paged") and model.forward == forward
+
+
+def test_graphs_that_there_cannot_be() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs=True: CUDA graphs need a CUDA device"):
+        hf_paged.patch(build("llama"), cuda_graphs=True, warm_up=True, **SMALL)
+
+
+def test_inside_a_step() -> None:
+    model = hf_paged.patch(build("llama"), **SMALL)
+    raised: list[str] = []
+
+    def hook(*args: Any) -> None:
+        with pytest.raises(RuntimeError, match="inside a step") as error:
+            model.paged.warm_up()
+        raised.append(str(error.value))
+
+    model.model.norm.register_forward_hook(hf_paged.packed_hook(hook))
+    model.generate(random_ids(1, 5), max_new_tokens=2)
+    assert raised
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_tokens", "max_rows"), [(1, 1, 1), (7, 3, 9), (4096, 2048, 256), (100, 999, 2)]
+)
+def test_rehearsals(longest: int, max_tokens: int, max_rows: int) -> None:
+    steps = rehearsals(longest, max_tokens, max_rows)
+    for lens in steps:
+        news = [new for new, _ in lens]
+        assert all(1 <= new <= length <= longest for new, length in lens)
+        assert news == sorted(news), "decoding sequences come first"
+        assert len(lens) <= max_rows or lens == steps[-1]
+    decoded = [lens[0][1] for lens in steps if [new for new, _ in lens] == [1]]
+    assert {1, longest} <= set(decoded) and all(b <= 2 * a for a, b in pairwise(decoded))
+    prompts = [lens[0][0] for lens in steps if lens[0][0] > 1]
+    assert not prompts or max(prompts) == min(longest, max_tokens)

@@ -1,0 +1,306 @@
+"""`AttentionMetadata`: the flat batch as index tensors, against loops over sequences and tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_paged.kernels.attention_metadata import AttentionGroup, AttentionMetadata, DecodeMetadata, GatherView
+from hf_paged.kernels.decode_work import WorkKind
+
+CPU = torch.device("cpu")
+INF = float("inf")
+
+
+@dataclass
+class Batch:
+    """The arguments of a step, and the metadata made of them."""
+
+    shapes: list[tuple[int, int]]  # new tokens, tokens including them
+    block_size: int = 4
+    spare_blocks: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        needed = [-(-length // self.block_size) + self.spare_blocks for _, length in self.shapes]
+        blocks = list(range(sum(needed)))
+        random.Random(self.seed).shuffle(blocks)
+        self.null_block = len(blocks)
+        self.tables = [[blocks.pop() for _ in range(n)] for n in needed]
+        self.metadata = AttentionMetadata.build(
+            self.tables,
+            [query for query, _ in self.shapes],
+            [length for _, length in self.shapes],
+            self.block_size,
+            self.null_block,
+            CPU,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(query for query, _ in self.shapes)
+
+    def starts(self) -> list[int]:
+        return [sum(query for query, _ in self.shapes[:row]) for row in range(len(self.shapes) + 1)]
+
+    def rows_of(self, group: AttentionGroup) -> list[int]:
+        """The sequences of a group, found by their first token."""
+        return [self.starts().index(int(tokens[0])) for tokens in group.token_index]
+
+    def view(self, group: AttentionGroup, window: int | None, dtype: torch.dtype = torch.float32) -> GatherView:
+        return group.view(window, self.block_size, self.null_block, dtype)
+
+    def check(self) -> None:
+        """Everything that does not depend on a layer."""
+        metadata, size = self.metadata, self.block_size
+        assert (metadata.block_size, metadata.null_block) == (size, self.null_block)
+        assert metadata.slot_mapping.dtype == torch.int64 and metadata.slot_mapping.device == CPU
+        for tensor in (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc):
+            assert tensor.dtype == torch.int32 and tensor.device == CPU
+        slots = [
+            table[position // size] * size + position % size
+            for table, (query, length) in zip(self.tables, self.shapes)
+            for position in range(length - query, length)
+        ]
+        assert metadata.slot_mapping.tolist() == slots
+        assert len(set(slots)) == len(slots)
+        assert metadata.query_start_loc.tolist() == self.starts()
+        assert metadata.seq_lens.tolist() == [length for _, length in self.shapes]
+        used = [table[: -(-length // size)] for table, (_, length) in zip(self.tables, self.shapes)]
+        width = max(map(len, used))
+        padded = [table + [self.null_block] * (width - len(table)) for table in used]
+        assert metadata.block_tables.tolist() == padded
+        for group in metadata.groups:
+            self.check_group(group, used)
+        rows = [row for group in metadata.groups for row in self.rows_of(group)]
+        assert sorted(rows) == list(range(len(self.shapes))), "not every sequence is in exactly one group"
+        tokens = [int(token) for group in metadata.groups for token in real(group)]
+        assert sorted(tokens) == list(range(self.num_tokens)), "not every token is in exactly one group"
+
+    def check_group(self, group: AttentionGroup, used: list[list[int]]) -> None:
+        rows = self.rows_of(group)
+        assert rows == sorted(rows)
+        queries = [self.shapes[row][0] for row in rows]
+        lengths = [self.shapes[row][1] for row in rows]
+        assert group.seq_lens.tolist() == lengths
+        longest = max(queries)
+        # A short query repeats its last token.
+        index = [[min(column, query - 1) for column in range(longest)] for query in queries]
+        starts = [self.starts()[row] for row in rows]
+        assert group.token_index.tolist() == [[start + i for i in row] for start, row in zip(starts, index)]
+        positions = [[n - q + i for i in row] for q, n, row in zip(queries, lengths, index)]
+        assert group.query_positions.tolist() == positions
+        if min(queries) == longest:
+            assert group.is_real is None
+        else:
+            assert group.is_real is not None
+            assert group.is_real.tolist() == [[column < query for column in range(longest)] for query in queries]
+        width = max(len(used[row]) for row in rows)
+        padded = [used[row] + [self.null_block] * (width - len(used[row])) for row in rows]
+        assert group.block_table.tolist() == padded
+        assert max(queries) <= 2 * min(queries) and width <= 2 * min(len(used[row]) for row in rows), "too much padding"
+
+    def check_view(self, group: AttentionGroup, window: int | None) -> None:
+        """A query token sees exactly the tokens of its own sequence that it should, at the right distance."""
+        view, size = self.view(group, window), self.block_size
+        rows = self.rows_of(group)
+        num_columns = view.block_table.shape[1]
+        assert view.mask.shape == view.distance.shape == (len(rows), 1, group.token_index.shape[1], num_columns * size)
+        num_needed = []
+        for index, row in enumerate(rows):
+            table, (query, length) = self.tables[row], self.shapes[row]
+            blocks = view.block_table[index].tolist()
+            gathered = [block for block in blocks if block != self.null_block]
+            first = max(0, length - query - window + 1) // size if window is not None else 0
+            last = -(-length // size)
+            assert gathered == table[first:last], "gathers other blocks than its window touches"
+            assert blocks == gathered + [self.null_block] * (num_columns - len(gathered))
+            num_needed.append(last - first)
+            for column in range(group.token_index.shape[1]):
+                position = int(group.query_positions[index, column])
+                oldest = 0 if window is None else max(0, position - window + 1)
+                visible = [
+                    first * size + key for key, value in enumerate(view.mask[index, 0, column].tolist()) if value == 0
+                ]
+                assert visible == list(range(oldest, position + 1))
+                distances = view.distance[index, 0, column].tolist()
+                assert distances == [position - first * size - key for key in range(num_columns * size)]
+        assert num_columns == max(num_needed), "the gather is wider than its longest row"
+        assert set(view.mask.unique().tolist()) <= {0.0, -INF}
+
+
+def real(group: AttentionGroup) -> Tensor:
+    return group.token_index.flatten() if group.is_real is None else group.token_index[group.is_real]
+
+
+MIXES: dict[str, list[tuple[int, int]]] = {
+    "one token": [(1, 1)],
+    "mixed": [(1, 132), (5, 18), (129, 163)],
+    "decode": [(1, n) for n in (1, 4, 5, 8, 9, 33, 64, 65)],
+    "many first tokens": [(1, 1)] * 50,
+    "prefill": [(4, 4), (3, 3), (5, 5), (40, 40), (64, 64)],
+    "chunks that start mid-block": [(5, 7), (3, 9), (6, 21), (6, 22)],
+    "same": [(3, 11)] * 4,
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("spare_blocks", [0, 2])
+def test_step(mix: str, block_size: int, spare_blocks: int) -> None:
+    Batch(MIXES[mix], block_size, spare_blocks).check()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 33, 1000])
+def test_view(mix: str, block_size: int, window: int | None) -> None:
+    batch = Batch([(min(query, 9), length) for query, length in MIXES[mix]][:9], block_size)
+    for group in batch.metadata.groups:
+        batch.check_view(group, window)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=8),
+    block_size=st.integers(1, 6),
+    spare_blocks=st.integers(0, 2),
+    window=st.none() | st.integers(1, 40),
+    seed=st.integers(0, 100),
+)
+def test_any_step(
+    shapes: list[tuple[int, int]], block_size: int, spare_blocks: int, window: int | None, seed: int
+) -> None:
+    batch = Batch([(query, query + before) for query, before in shapes], block_size, spare_blocks, seed)
+    batch.check()
+    for group in batch.metadata.groups:
+        batch.check_view(group, window)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_decodes=st.integers(0, 5),
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=6),
+    tile=st.sampled_from([1, 2, 3, 8, 16, 64]),
+    seed=st.integers(0, 100),
+)
+def test_query_tiles(num_decodes: int, shapes: list[tuple[int, int]], tile: int, seed: int) -> None:
+    """Breaks if a new token's attention is computed by two programs or by none, or the longest one starts last."""
+    rng = random.Random(seed)
+    shapes = [(1, rng.randint(1, 70)) for _ in range(num_decodes)] + [(q, q + before) for q, before in shapes]
+    if not shapes:
+        shapes = [(1, 1)]
+    metadata = Batch(shapes, seed=seed).metadata
+    decodes = list(itertools.takewhile(lambda shape: shape[0] == 1, shapes))
+    assert metadata.num_decodes == len(decodes)
+    assert metadata.max_decode_len == max((length for _, length in decodes), default=0)
+    assert metadata.max_query_len == max(query for query, _ in shapes)
+
+    tiles = metadata.query_tiles(tile)
+    assert tiles.dtype == torch.int32 and tiles.device == CPU and tiles.is_contiguous() and tiles.shape[1] == 2
+    pieces = [(row, range(first, min(first + tile, shapes[row][0]))) for row, first in tiles.tolist()]
+    assert all(piece for _, piece in pieces), "a tile of nothing"
+    covered = [(row, token) for row, piece in pieces for token in piece]
+    assert sorted(covered) == [
+        (row, token) for row in range(len(decodes), len(shapes)) for token in range(shapes[row][0])
+    ]
+    starts = [shapes[row][1] - shapes[row][0] + piece.start for row, piece in pieces]
+    assert starts == sorted(starts, reverse=True), "a tile with more to read comes later"
+    assert metadata.query_tiles(tile) is tiles, "made once for all layers"
+    assert metadata.query_tiles(tile + 1) is not tiles
+
+
+def test_query_tiles_by_hand() -> None:
+    shapes = [(1, 9), (5, 7), (1, 30), (3, 3)]
+    metadata = Batch(shapes).metadata
+    assert metadata.query_tiles(2).tolist() == [[2, 0], [1, 4], [1, 2], [1, 0], [3, 2], [3, 0]]
+    assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (1, 9, 5)
+    assert Batch([(1, 9), (1, 3)]).metadata.query_tiles(16).shape == (0, 2)
+
+
+def test_decode_work() -> None:
+    """Of the sequences that are decoded, made once for all layers of a kind, and only for who asks."""
+    metadata = Batch([(1, 4), (1, 60), (3, 90), (1, 7)]).metadata
+    assert metadata.work_kinds == []
+    full, sliding = WorkKind(tile=4, slots=4), WorkKind(tile=4, slots=4, window=8)
+    work = metadata.decode_work(full)
+    assert work.items.tolist() == [[0, 1, 0, 4], [0, 1, 4, 4], [0, 1, 8, 4], [0, 1, 12, 3], [0, 0, 0, 1]]
+    assert work.split.tolist() == [[0, 1, 0, 4]] and work.max_parts == 4
+    assert work.items.dtype == work.split.dtype == torch.int32 and work.items.device == CPU
+    assert metadata.decode_work(sliding).items.tolist() == [[0, 1, 13, 2], [0, 0, 0, 1]]
+    assert metadata.decode_work(full) is work and metadata.work_kinds == [full, sliding]
+
+
+def test_decode_work_of_recorded_steps() -> None:
+    """In a trial any kind is answered and noted; after it only kinds that every step's inputs come with."""
+    tensors = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    trial = DecodeMetadata(*tensors, 4, 9, 8, None)
+    kind = WorkKind(tile=16, slots=5)
+    assert trial.decode_work(kind).items.tolist() == [[0, row, 0, 1] for row in range(3)]
+    assert trial.work_kinds == [kind]
+    given = DecodeMetadata(*tensors, 4, 9, 8, {kind: trial.decode_work(kind)})
+    assert given.decode_work(kind) is trial.decode_work(kind)
+    with pytest.raises(RuntimeError, match=r"another way than in the first step: .*window=7"):
+        given.decode_work(kind._replace(window=7))
+
+
+def test_an_example_by_hand() -> None:
+    metadata = AttentionMetadata.build([[7, 2], [4], [0, 5, 1]], [3, 1, 2], [4, 1, 6], 2, 9, CPU)
+    assert metadata.slot_mapping.tolist() == [15, 4, 5, 8, 2, 3]
+    assert metadata.block_tables.tolist() == [[7, 2, 9], [4, 9, 9], [0, 5, 1]]
+    assert metadata.query_start_loc.tolist() == [0, 3, 4, 6]
+    assert metadata.seq_lens.tolist() == [4, 1, 6]
+    view = AttentionMetadata.build([[7, 2, 5]], [2], [6], 2, 9, CPU).groups[0].view(2, 2, 9, torch.float32)
+    # Tokens 4 and 5 see 3, 4 and 4, 5: the block of 0 and 1 is left out.
+    assert view.block_table.tolist() == [[2, 5]]
+    assert view.mask.tolist() == [[[[-INF, 0, 0, -INF], [-INF, -INF, 0, 0]]]]
+    assert view.distance.tolist() == [[[[2, 1, 0, -1], [3, 2, 1, 0]]]]
+
+
+def test_sequences_may_share_blocks() -> None:
+    metadata = AttentionMetadata.build([[3, 1, 0], [3, 1, 2]], [1, 1], [5, 6], 2, 4, CPU)
+    assert metadata.block_tables.tolist() == [[3, 1, 0], [3, 1, 2]]
+    assert metadata.slot_mapping.tolist() == [0, 5]
+
+
+def test_views_are_made_once_for_each_kind_of_layer() -> None:
+    batch = Batch(MIXES["mixed"])
+    group = batch.metadata.groups[0]
+    full, sliding = batch.view(group, None), batch.view(group, 5)
+    assert batch.view(group, None) is full and batch.view(group, 5) is sliding is not full
+    half = batch.view(group, 5, torch.bfloat16)
+    assert half is not sliding and half.mask.dtype == torch.bfloat16
+    assert torch.equal(half.mask.float(), sliding.mask) and sliding.mask.dtype == torch.float32
+
+
+def test_a_window_view_leaves_the_full_one_alone() -> None:
+    batch = Batch(MIXES["decode"])
+    for group in batch.metadata.groups:
+        before = group.block_table.clone()
+        batch.view(group, 3)
+        assert torch.equal(group.block_table, before)
+        batch.check_view(group, None)
+        batch.check_view(group, 3)
+
+
+def test_the_caller_may_go_on_with_its_tables() -> None:
+    """The manager's lists are live: what is built must not follow them."""
+    table = [3, 1]
+    metadata = AttentionMetadata.build([table], [1], [4], 2, 4, CPU)
+    table[:] = [0, 0, 0]
+    assert metadata.block_tables.tolist() == metadata.groups[0].block_table.tolist() == [[3, 1]]
+
+
+def test_decode_rows_of_all_lengths_are_few_groups() -> None:
+    """No loop over sequences: groups grow with the logarithm of the lengths."""
+    batch = Batch([(1, n) for n in range(1, 257)], block_size=1)
+    assert len(batch.metadata.groups) == 9
+    padded = sum(group.block_table.numel() for group in batch.metadata.groups)
+    assert padded < 2 * sum(n for n in range(1, 257))

@@ -1,0 +1,124 @@
+"""The written census of kernels against what serving launches (`kernel_soak.py`), and what is compiled of it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.kernels.backend import TritonBackend
+from hf_paged.kernels.triton_layers import TritonLayers
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))  # they import each other
+compiling, census, keys, soaking = (
+    importlib.import_module(name) for name in ("compile_kernels", "kernel_census", "kernel_keys", "kernel_soak")
+)
+
+QUICK = [census.Cell("Qwen3-0.6B", "sm_80", "fp8_e4m3")]  # `tests/pretend` has one a model
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=() if cell in QUICK else pytest.mark.slow, id=str(cell).replace(" ", "-"))
+        for cell in soaking.CELLS
+    ],
+)
+def test_serving_launches_what_is_written_down(cell: Any) -> None:
+    """Would break: requests that wait while a kernel compiles which the warm-up did not think of, or spills.
+
+    `make kernel-census` writes it anew; what changes there deserves a look.
+    """
+    assert census.differences({key: {cell} for key in soaking.soak(cell)}, census.read(), [cell]) == []
+
+
+def test_both_kinds_of_differences_are_found() -> None:
+    written = census.read()
+    cell = soaking.CELLS[0]
+    one, *others = (key for key in written if cell in written[key])
+    fewer = {key: {cell} for key in others}
+    (line,) = census.differences(fewer, written, [cell])
+    assert line.startswith("not launched") and str(one) in line
+    (line,) = census.differences(fewer | {replace(one, options=()): {cell}}, written | {one: set()}, [cell])
+    assert line.startswith("launched, not written down")
+
+
+def test_a_model_has_few_kernels() -> None:
+    """Would break: a constant that varies from step to step, or an integer that Triton makes one of."""
+    written = census.read()
+    for cell in soaking.CELLS:
+        names = [key.name for key in written if cell in written[key]]
+        for name in ("copy_blocks", "reshape_and_cache", "combine"):
+            assert names.count(name) == 1, cell
+        num_kinds = names.count("decode")  # of layers: with a window and without
+        assert num_kinds in (1, 2) and names.count("prefill") <= 3 * num_kinds, cell  # as many sizes of its tile
+        assert names.count("gate") <= 1 and names.count("rms_norm") <= 2, cell
+        assert len(names) <= 17, cell
+
+
+def test_copies_are_one_kernel_whatever_their_number() -> None:
+    """Would break: the destinations lie behind the sources, aligned for an even number of pairs alone."""
+    backend = TritonBackend(torch.zeros(20, 2, 2, 2, 4, 16))
+    with keys.record() as found:
+        for count in (1, 2, 3, 4, 8):
+            backend.copy_blocks([(source, source + 10) for source in range(count)])
+    assert list(found.values()) == [5]
+
+
+def test_every_line_is_compiled_for_its_targets() -> None:
+    """Would break: a kernel that is first compiled on the GPU it can't be compiled for."""
+    written = census.read()
+    pairs = compiling.todo(written, compiling.ALL_TARGETS)
+    assert {key for key, _ in pairs} == set(written)
+    count = {target: sum(its == target for _, its in pairs) for target in compiling.ALL_TARGETS}
+    assert count["sm_90"] == count["sm_100"] and all(count.values())
+
+
+def test_faults() -> None:
+    fine = {"registers": 255, "shared_memory": 200_000, "spilled_bytes": 8, "spills_in_loops": 0}
+    assert compiling.fault(fine, "sm_90") == ""
+    assert "shared memory" in compiling.fault(fine, "sm_80")
+    assert "in loops" in compiling.fault(fine | {"spills_in_loops": 2}, "sm_90")
+    assert compiling.fault({"error": "no"}, "sm_90") == "no"
+
+
+def test_a_compiled_part(tmp_path: Path) -> None:
+    """In a process of its own: in this one Triton interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    options = ("--target", "sm_80", "--only", "copy_blocks", "gate", "--jobs", "1", "--out", tmp_path)
+    result = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/compile_kernels.py", *options],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    num_gates = sum(key.name == "gate" for key in census.read())
+    assert f"{num_gates + 1} kernels compiled, 0 faults" in result.stdout
+    (table,) = tmp_path.iterdir()
+    assert "| copy_blocks | 1: " in table.read_text()
+
+
+def test_keys_are_as_specific_as_tritons() -> None:
+    """An integer that is 1 becomes a constant, a multiple of 16 is known as one, and so is where a pointer points."""
+
+    def key(*strides: int, offset: int = 0) -> Any:
+        gate, up = (torch.zeros(4 * stride + 8 + offset)[offset:].as_strided((4, 8), (stride, 1)) for stride in strides)
+        with keys.record() as found:
+            TritonLayers(torch.float32).gate(gate, up, 1.0, 0.0)
+        return next(iter(found))
+
+    arguments = dict(key(16, 24).arguments)
+    assert (arguments["stride_gate"], arguments["stride_up"]) == ("i32:16", "i32")
+    assert (arguments["gate"], arguments["num_rows"]) == ("*fp32:16", "i32")
+    assert dict(key(16, 24, offset=1).arguments)["gate"] == "*fp32"
+    assert dict(key(16, 24).constants)["DIM"] == "8"

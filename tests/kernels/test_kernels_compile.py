@@ -1,0 +1,96 @@
+"""The kernels compiled for GPUs that are not here (all of them: `make kernel-table`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("sm_80", "sm_90", "gfx942")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What some specialisations take. In a process of its own: in this one Triton interprets."""
+    out = tmp_path_factory.mktemp("kernels")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        ROOT / "benchmarks/kernel_resources.py",
+        "--out",
+        out,
+        "--jobs",
+        "1",
+        "--target",
+        *TARGETS,
+    ]
+    only = (
+        "decode bf16 bf16 d128 b16 g4 m16 window+",
+        "prefill bf16 e4m3 d128 b16 g1",
+        "write bf16 e4m3 d80",
+        "layers bf16 bf16 d128",
+        "copy",
+    )
+    result = subprocess.run(
+        [*command, "--only", *only],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads((out / "kernel_resources.json").read_text())
+    return [dict(zip(report["columns"], row)) for row in report["kernels"]]
+
+
+def test_compiled_kernels_are_found_again_in_any_order() -> None:
+    """Would break: a kernel that is compiled anew in each process that launches another one first."""
+    program = """
+import itertools, os
+from hf_paged.kernels import paged_decode, paged_prefill, reshape_and_cache
+kernels = paged_decode._decode_kernel, paged_prefill._prefill_kernel, reshape_and_cache._reshape_and_cache_kernel
+for order in itertools.permutations(range(3)):
+    if os.fork() == 0:
+        keys = {place: kernels[place].cache_key for place in order}
+        print(sorted(keys.items()), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 6 and len(set(result.stdout.splitlines())) == 1
+
+
+def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> None:
+    """Would break: a kernel that only the interpreter understands."""
+    names = {"decode", "combine", "prefill", "reshape_and_cache", "copy_blocks"}
+    names |= {"rms_norm", "gate", "rotary"}
+    assert {(row["kernel"], row["target"]) for row in kernels} == {(n, t) for n in names for t in TARGETS}
+
+
+def test_nothing_spills_and_everything_fits(kernels: list[dict[str, Any]]) -> None:
+    """Would break: speed, by an order of magnitude, on the devices that a tile is too large for."""
+    assert [row for row in kernels if row["spills_in_loops"] or not row["fits"]] == []
+
+
+def test_loads_are_wide_and_products_are_the_matrix_units(kernels: list[dict[str, Any]]) -> None:
+    """Would break: addresses that the compiler can't see to be aligned or contiguous; tiles too small for `wgmma`."""
+    on_h100 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "sm_90"}
+    assert on_h100["decode"]["copies of 16 bytes"] >= 32 and "narrower copies" not in on_h100["decode"]
+    assert on_h100["decode"]["mma"] >= 32
+    assert on_h100["prefill"]["wgmma"] >= 16 and on_h100["prefill"]["copies of 16 bytes"] >= 16
+    assert "loads of 16 bytes" in on_h100["copy_blocks"] and "loads of 16 bytes" in on_h100["reshape_and_cache"]
+    on_a100 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "sm_80"}
+    assert on_a100["decode"]["copies of 16 bytes"] >= 32 and on_a100["prefill"]["mma"] >= 64
+    on_mi300 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "gfx942"}
+    assert on_mi300["decode"]["mfma"] > 0 and on_mi300["prefill"]["mfma"] > 0

@@ -1,0 +1,61 @@
+"""Addresses over pools far beyond 2^31 elements (`kernel_offsets.py` goes through what Triton makes of the kernels)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OVER_THE_POOL = ("_decode_kernel", "_prefill_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel")
+
+
+def offsets(root: Path = ROOT, *arguments: str) -> dict[str, Any]:
+    """What the program finds. In a process of its own: in this one Triton interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests/kernel_offsets.py", *arguments],
+        env=environment | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_no_address_overflows() -> None:
+    """Would break: keys written into another request's blocks, or outside of the pool, on GPUs with much memory."""
+    found = offsets()
+    assert {name.split()[0] for name in found} >= set(OVER_THE_POOL)
+    for name, launch in found.items():
+        assert launch["faults"] == [], name
+        if name.startswith(OVER_THE_POOL):
+            assert launch["furthest"] > 2**36, name  # it has seen the far end of the pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "wide", "narrow", "kernels"),
+    [
+        ("online_softmax.py", "blocks.to(tl.int64)", "blocks", {"_decode_kernel", "_prefill_kernel"}),
+        ("reshape_and_cache.py", "other=-1)", "other=-1).to(tl.int32)", {"_reshape_and_cache_kernel"}),
+        ("copy_blocks.py", "(sources + pair)", "(sources + pair).to(tl.int32)", {"_copy_blocks_kernel"}),
+        ("copy_blocks.py", "(destinations + pair)", "(destinations + pair).to(tl.int32)", {"_copy_blocks_kernel"}),
+    ],
+)
+def test_a_narrow_product_is_found(tmp_path: Path, file: str, wide: str, narrow: str, kernels: set[str]) -> None:
+    """Would break: the test above, which would pass whatever the kernels do."""
+    shutil.copytree(ROOT / "hf_paged", tmp_path / "hf_paged", ignore=shutil.ignore_patterns("assets", "__pycache__"))
+    path = tmp_path / "hf_paged/kernels" / file
+    text = path.read_text()
+    assert wide in text
+    path.write_text(text.replace(wide, narrow))
+    found = offsets(tmp_path, "--quick")
+    assert {name.split()[0] for name, launch in found.items() if launch["faults"]} == kernels

@@ -1,0 +1,483 @@
+"""The plain-torch kernels against loops over sequences, tokens and heads in float64, written from the formulas.
+
+The pool is poisoned: NaN wherever the engine has not handed a block to a sequence. `torch.empty_like` is, too, so a row
+that nobody writes shows as NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
+from torch import Tensor
+
+from hf_paged.kernels import reference
+from hf_paged.kernels.attention_metadata import AttentionMetadata
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 2
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}  # RMS of the error over RMS of the truth
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nan_like(tensor: Tensor, **kwargs: Any) -> Tensor:
+        return torch.full_like(tensor, float("nan"), **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", nan_like)
+
+
+def rms_ratio(found: Tensor, expected: np.ndarray) -> float:
+    error = found.detach().double().numpy() - expected
+    return math.sqrt(np.square(error).mean() / max(np.square(expected).mean(), 1e-300))
+
+
+def nan_pool(num_blocks: int, num_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((num_blocks, NUM_LAYERS, 2, num_heads, block_size, head_dim), float("nan"), dtype=dtype)
+
+
+# reshape_and_cache
+
+
+def check_write(
+    key: Tensor, value: Tensor, slots: list[int], layer: int, block_size: int, dtype: torch.dtype, num_blocks: int = 6
+) -> None:
+    num_heads, head_dim = key.shape[1:]
+    pool = nan_pool(num_blocks, num_heads, block_size, head_dim, dtype)
+    expected = pool.clone()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            for head in range(num_heads):
+                expected[slot // block_size, layer, 0, head, slot % block_size] = key[token, head].to(dtype)
+                expected[slot // block_size, layer, 1, head, slot % block_size] = value[token, head].to(dtype)
+    before = key.clone(), value.clone()
+    reference.reshape_and_cache(key, value, pool, layer, torch.tensor(slots, dtype=torch.int64))
+    assert same_bits(pool, expected)
+    assert torch.equal(key, before[0]) and torch.equal(value, before[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_reshape_and_cache_takes_any_strides(layout: str, block_size: int) -> None:
+    slots = random.Random(block_size).sample(range(6 * block_size), 5)
+    for layer, num_heads in itertools.product(range(NUM_LAYERS), (1, 3)):
+        key = strided(layout, 5, num_heads, 4, torch.float32, seed=1)
+        value = strided(layout, 5, num_heads, 4, torch.float32, seed=2)
+        check_write(key, value, slots, layer, block_size, torch.float32)
+        check_write(key, strided("contiguous", 5, num_heads, 4, torch.float32, 3), slots, layer, block_size, key.dtype)
+
+
+@pytest.mark.parametrize("slots", [[-1, 7, -1, 0, 11], [-1, -1], [-5, 3], [2, -1], []])
+def test_reshape_and_cache_skips_padding(slots: list[int]) -> None:
+    key, value = (random_tensor(len(slots), 2, 4, seed=seed) for seed in (1, 2))
+    check_write(key, value, slots, 1, 3, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_reshape_and_cache_casts_to_the_pool(given: torch.dtype, stored: torch.dtype) -> None:
+    key, value = (random_tensor(4, 2, 8, dtype=given, seed=seed) for seed in (1, 2))
+    check_write(key, value, [9, 2, -1, 4], 0, 4, stored)
+
+
+def test_slot_rows_serve_all_layers() -> None:
+    pool = nan_pool(4, 2, 3, 5, torch.float64)
+    slots = torch.tensor([7, 2, 11])
+    rows = reference.slot_rows(pool, slots)
+    for layer in range(NUM_LAYERS):
+        key, value = (random_tensor(3, 2, 5, seed=10 * layer + part) for part in (1, 2))
+        reference.write_rows(key, value, pool, layer, rows)
+    for layer, (token, slot) in itertools.product(range(NUM_LAYERS), enumerate(slots.tolist())):
+        for part in (0, 1):
+            expected = random_tensor(3, 2, 5, seed=10 * layer + part + 1)[token]
+            assert torch.equal(pool[slot // 3, layer, part, :, slot % 3], expected)
+    assert int(pool.isnan().sum()) == pool.numel() - 3 * NUM_LAYERS * 2 * 2 * 5
+
+
+# gather_blocks, gather_slots, copy_blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("table", [[[0]], [[4, 1, 1], [0, 5, 2]], [[3], [3], [3]]])
+def test_gather_blocks(block_size: int, table: list[list[int]]) -> None:
+    pool = random_tensor(6, NUM_LAYERS, 2, 3, block_size, 4)
+    for layer in range(NUM_LAYERS):
+        found = reference.gather_blocks(pool, layer, torch.tensor(table))
+        for part, states in enumerate(found):
+            assert states.shape == (len(table), 3, len(table[0]) * block_size, 4) and states.is_contiguous()
+            for row, head in itertools.product(range(len(table)), range(3)):
+                for index in range(len(table[0]) * block_size):
+                    block = table[row][index // block_size]
+                    assert torch.equal(states[row, head, index], pool[block, layer, part, head, index % block_size])
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_gather_slots(block_size: int) -> None:
+    pool = random_tensor(6, NUM_LAYERS, 2, 3, block_size, 4)
+    slots = torch.randint(0, 6 * block_size, (2, 7), generator=torch.Generator().manual_seed(0))
+    for layer in range(NUM_LAYERS):
+        found = reference.gather_slots(pool, layer, slots)
+        for part, states in enumerate(found):
+            assert states.shape == (2, 3, 7, 4)
+            for row, head, index in itertools.product(range(2), range(3), range(7)):
+                slot = int(slots[row, index])
+                expected = pool[slot // block_size, layer, part, head, slot % block_size]
+                assert torch.equal(states[row, head, index], expected)
+
+
+def test_gathers_are_copies() -> None:
+    pool = random_tensor(2, NUM_LAYERS, 2, 1, 2, 4)
+    before = pool.clone()
+    for states in (
+        *reference.gather_blocks(pool, 0, torch.tensor([[0, 1]])),
+        *reference.gather_slots(pool, 0, torch.tensor([[0, 1, 2, 3]])),
+    ):
+        states.zero_()
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        [(0, 5)],
+        [(1, 4), (1, 0), (3, 5)],  # one source, several destinations
+        [(0, 1), (2, 0)],  # a destination that another copy reads: what it held before
+        [(2, 0), (0, 1)],
+        [(3, 3)],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_blocks(copies: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    pool = random_tensor(6, NUM_LAYERS, 2, 2, 3, 4, dtype=dtype)
+    pool[5, 0, 0, 0, 0, 0] = float("nan")
+    before, expected = pool.clone(), pool.clone()
+    for source, destination in copies:
+        expected[destination] = before[source]
+    sources, destinations = torch.tensor(copies).unbind(1)
+    reference.copy_blocks(pool, sources, destinations)
+    assert same_bits(pool, expected)
+
+
+# paged_attention
+
+Shape = tuple[int, int]  # new tokens, tokens including them
+
+
+@dataclass
+class Case:
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    queries_per_kv: int
+    num_kv_heads: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    has_alibi: bool
+    mix: str
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "dtype": (torch.float64, torch.float32, torch.bfloat16),
+    "head_dim": (16, 40, 64),
+    "block_size": (1, 3, 16),
+    "queries_per_kv": (1, 4, 7),
+    "num_kv_heads": (1, 2),
+    "window": (None, 1, 5, 33),
+    "softcap": (None, 50.0),
+    "has_sinks": (False, True),
+    "has_alibi": (False, True),
+    "mix": (
+        "mixed",
+        "decode",
+        "many first tokens",
+        "prefill",
+        "chunks that start mid-block",
+        "block edges",
+        "equal rows",
+        "one padded group",
+        "shared prefix",
+        "one token",
+    ),
+}
+
+
+def shapes_of(mix: str, block_size: int) -> list[Shape]:
+    size = block_size
+    return {
+        "mixed": [(1, 132), (5, 18), (129, 163)],
+        "decode": [(1, length) for length in (1, 2, 17, 31, 32, 33, 34, 70, 5, 16)],
+        "many first tokens": [(1, 1)] * 40,
+        "prefill": [(17, 17), (1, 1), (50, 50), (33, 33), (2, 2)],
+        "chunks that start mid-block": [(size + 1, 3 * size + 2), (2 * size + 2, 4 * size + 3), (3, size // 2 + 3)],
+        "block edges": [(q, n) for n in (size, 2 * size - 1, 2 * size, 2 * size + 1, 3 * size) for q in (1, n)],
+        "equal rows": [(4, 9), (4, 9), (4, 9)],
+        "one padded group": [(3, 11), (4, 9), (3, 12)],
+        "shared prefix": [(3, 4 * size + 3), (5, 4 * size + 6), (1, 4 * size + 1)],
+        "one token": [(1, 1)],
+    }[mix]
+
+
+class Batch:
+    """Sequences with keys and values of their own, laid out in a poisoned pool by loops."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.case = case
+        self.shapes = [shape for shape in shapes_of(case.mix, case.block_size) if shape[0] <= shape[1]]
+        size, heads, dim = case.block_size, case.num_kv_heads, case.head_dim
+        needed = [-(-length // size) for _, length in self.shapes]
+        self.null_block = sum(needed) + 7
+        free = list(range(self.null_block))
+        rng.shuffle(free)
+        self.tables = [[free.pop() for _ in range(n)] for n in needed]
+        self.states = [
+            random_tensor(2, n, heads, dim, dtype=case.dtype, seed=i) for i, (_, n) in enumerate(self.shapes)
+        ]
+        if case.mix == "shared prefix":
+            for table, states in zip(self.tables[1:], self.states[1:]):
+                table[:3] = self.tables[0][:3]
+                states[:, : 3 * size] = self.states[0][:, : 3 * size]
+        self.layer = 1
+        self.pool = nan_pool(self.null_block + 1, heads, size, dim, case.dtype)
+        self.pool[self.null_block] = 0
+        for table in self.tables:
+            self.pool[table] = 0
+        for table, states in zip(self.tables, self.states):
+            for index in range(states.shape[1]):
+                for part in (0, 1):
+                    self.pool[table[index // size], self.layer, part, :, index % size] = states[part, index]
+        num_tokens = sum(q for q, _ in self.shapes)
+        num_heads = heads * case.queries_per_kv
+        # As the model hands it over: [1, heads, T, head_dim], transposed.
+        self.query = random_tensor(num_heads, num_tokens, dim, dtype=case.dtype, seed=99).transpose(0, 1)
+        self.scale = 0.7 / math.sqrt(dim)
+        self.sinks = random_tensor(num_heads, dtype=case.dtype, seed=5) * 2 if case.has_sinks else None
+        slope_dtype = torch.promote_types(case.dtype, torch.float32)
+        self.slopes = 2.0 ** -torch.linspace(1, 6, num_heads, dtype=slope_dtype) if case.has_alibi else None
+
+    def metadata(self) -> AttentionMetadata:
+        # A table may hold more blocks than this step reads.
+        tables = [[*table, *([self.null_block - 1] if row % 2 else [])] for row, table in enumerate(self.tables)]
+        query_lens, seq_lens = [q for q, _ in self.shapes], [n for _, n in self.shapes]
+        return AttentionMetadata.build(tables, query_lens, seq_lens, self.case.block_size, self.null_block, CPU)
+
+    def attend(self, metadata: AttentionMetadata | None = None) -> Tensor:
+        case = self.case
+        return reference.paged_attention(
+            self.query,
+            self.pool,
+            self.layer,
+            self.metadata() if metadata is None else metadata,
+            self.scale,
+            sliding_window=case.window,
+            softcap=case.softcap,
+            sinks=self.sinks,
+            alibi_slopes=self.slopes,
+        )
+
+    def expected(self) -> np.ndarray:
+        """Token by token and head by head, in float64."""
+        case = self.case
+        query = self.query.double().numpy()
+        output = np.full(query.shape, np.nan)
+        row = 0
+        for (query_len, seq_len), states in zip(self.shapes, self.states):
+            keys, values = states.double().numpy()
+            for position in range(seq_len - query_len, seq_len):
+                first = 0 if case.window is None else max(0, position - case.window + 1)
+                for head in range(query.shape[1]):
+                    kv_head = head // case.queries_per_kv
+                    scores = keys[first : position + 1, kv_head] @ query[row, head] * self.scale
+                    if case.softcap is not None:
+                        scores = case.softcap * np.tanh(scores / case.softcap)
+                    if self.slopes is not None:
+                        distance = position - np.arange(first, position + 1)
+                        scores = scores - float(self.slopes[head]) * distance
+                    top = scores.max()
+                    weights = np.exp(scores - top)
+                    total = weights.sum()
+                    if self.sinks is not None:
+                        total += math.exp(float(self.sinks[head]) - top)
+                    output[row, head] = weights @ values[first : position + 1, kv_head] / total
+                row += 1
+        return output
+
+
+PAIRWISE = pairwise(AXES)
+_rng = random.Random(1)
+ANY = [{name: _rng.choice(values) for name, values in AXES.items()} for _ in range(50)]
+
+
+def test_pairwise_is_complete() -> None:
+    assert_pairwise(AXES, PAIRWISE)
+    assert len(PAIRWISE) < 80
+
+
+@pytest.mark.parametrize("choice", PAIRWISE + ANY, ids=describe)
+def test_paged_attention(choice: dict[str, Any]) -> None:
+    batch = Batch(Case(**choice))
+    pool = batch.pool.clone()
+    found = batch.attend()
+    assert found.shape == batch.query.shape and found.dtype == batch.case.dtype
+    assert not found.isnan().any(), "a NaN leaked, or a row was not written"
+    assert rms_ratio(found, batch.expected()) < TOLERANCE[batch.case.dtype]
+    assert same_bits(batch.pool, pool), "attention wrote into the pool"
+
+
+def plain_case(**changes: Any) -> Case:
+    settings: dict[str, Any] = {
+        "dtype": torch.float64,
+        "head_dim": 16,
+        "block_size": 3,
+        "queries_per_kv": 2,
+        "num_kv_heads": 2,
+        "window": None,
+        "softcap": None,
+        "has_sinks": False,
+        "has_alibi": False,
+        "mix": "mixed",
+    }
+    return Case(**(settings | changes))
+
+
+EXTRAS = [{}, {"softcap": 5.0}, {"has_sinks": True}, {"has_alibi": True}, {"window": 5}, {"window": 5, "softcap": 5.0}]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+def test_each_feature_matters(extra: dict[str, Any]) -> None:
+    """What the truth is computed from is not a detail: without the feature the result is another one."""
+    batch = Batch(plain_case(**extra))
+    assert rms_ratio(batch.attend(), batch.expected()) < 1e-12
+    if extra:
+        assert rms_ratio(Batch(plain_case()).attend(), batch.expected()) > 1e-3
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+@pytest.mark.parametrize("mix", ["mixed", "decode", "equal rows", "one padded group", "block edges"])
+def test_what_lies_behind_the_end_is_not_seen(extra: dict[str, Any], mix: str) -> None:
+    """Slots past a sequence's end may hold anything finite: tokens that were cropped."""
+    batch = Batch(plain_case(mix=mix, **extra))
+    expected = batch.attend()
+    for table, states in zip(batch.tables, batch.states):
+        used = states.shape[1] % batch.case.block_size
+        if used:
+            batch.pool[table[-1], :, :, :, used:] = 1e4
+    assert torch.equal(batch.attend(), expected)
+
+
+@pytest.mark.parametrize("extra", EXTRAS[4:], ids=str)
+@pytest.mark.parametrize("mix", ["mixed", "decode", "chunks that start mid-block"])
+def test_blocks_wholly_behind_the_window_are_not_read(extra: dict[str, Any], mix: str) -> None:
+    """A sliding layer frees them: whatever another sequence writes there, NaN included, is no concern of ours."""
+    batch = Batch(plain_case(mix=mix, **extra))
+    window = batch.case.window
+    assert window is not None
+    num_behind = 0
+    for table, (query_len, seq_len) in zip(batch.tables, batch.shapes):
+        behind = max(0, seq_len - query_len - (window - 1)) // batch.case.block_size
+        batch.pool[table[:behind]] = float("nan")
+        num_behind += behind
+    assert num_behind > 0
+    assert rms_ratio(batch.attend(), batch.expected()) < 1e-12
+
+
+def test_other_layers_are_not_read() -> None:
+    batch = Batch(plain_case())
+    batch.pool[:, 1 - batch.layer] = float("nan")
+    assert rms_ratio(batch.attend(), batch.expected()) < 1e-12
+    other = Batch(plain_case())
+    other.pool = other.pool.flip(1)
+    other.layer = 0
+    assert torch.equal(other.attend(), batch.attend())
+
+
+@pytest.mark.parametrize("mix", ["mixed", "equal rows", "one padded group"])
+def test_one_metadata_serves_layers_of_different_kinds(mix: str) -> None:
+    """Gemma: full and sliding layers in turn, all over one step's metadata."""
+    metadata = Batch(plain_case(mix=mix)).metadata()
+    for window, softcap in ((None, None), (5, None), (33, 7.0), (None, 7.0), (5, None)):
+        for layer in (1, 0):
+            batch = Batch(plain_case(mix=mix, window=window, softcap=softcap))
+            batch.pool = batch.pool.roll(layer - batch.layer, dims=1)
+            batch.layer = layer
+            assert rms_ratio(batch.attend(metadata), batch.expected()) < 1e-12
+
+
+def test_sequences_do_not_depend_on_their_neighbours() -> None:
+    batch = Batch(plain_case(mix="mixed"))
+    together = batch.attend()
+    row = 0
+    for table, (query_len, seq_len) in zip(batch.tables, batch.shapes):
+        alone = AttentionMetadata.build([table], [query_len], [seq_len], batch.case.block_size, batch.null_block, CPU)
+        query = batch.query[row : row + query_len]
+        found = reference.paged_attention(query, batch.pool, batch.layer, alone, batch.scale)
+        torch.testing.assert_close(found, together[row : row + query_len], rtol=1e-12, atol=1e-12)
+        row += query_len
+
+
+def test_chunks_add_up_to_the_whole_prefill() -> None:
+    batch = Batch(plain_case(mix="one token", block_size=4))
+    table, length = [3, 0, 5, 2, 6], 18
+    pool = torch.zeros(8, NUM_LAYERS, 2, 2, 4, 16, dtype=torch.float64)
+    states = random_tensor(2, length, 2, 16)
+    for index in range(length):
+        pool[table[index // 4], 1, :, :, index % 4] = states[:, index]
+    query = random_tensor(length, 4, 16, seed=3)
+
+    def attend(start: int, end: int) -> Tensor:
+        metadata = AttentionMetadata.build([table], [end - start], [end], 4, 7, CPU)
+        return reference.paged_attention(query[start:end], pool, 1, metadata, batch.scale)
+
+    whole = attend(0, length)
+    for cuts in ([0, 18], [0, 1, 18], [0, 5, 10, 18], list(range(19)), [0, 4, 8, 12, 16, 18]):
+        chunks = [attend(start, end) for start, end in itertools.pairwise(cuts)]
+        torch.testing.assert_close(torch.cat(chunks), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sink_takes_weight_from_all_keys() -> None:
+    none, low, high = Batch(plain_case()), Batch(plain_case(has_sinks=True)), Batch(plain_case(has_sinks=True))
+    low.sinks, high.sinks = torch.full((4,), -1e4), torch.full((4,), 1e4)
+    assert rms_ratio(low.attend(), none.expected()) < 1e-12
+    assert float(high.attend().abs().max()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+def test_a_pool_of_another_dtype_than_the_query(dtype: torch.dtype, extra: dict[str, Any]) -> None:
+    """The pool's values are taken as they are; the arithmetic is the query's."""
+    batch = Batch(plain_case(dtype=dtype, **extra))
+    batch.query = batch.query.double()
+    found = batch.attend()
+    assert found.dtype == torch.float64
+    assert rms_ratio(found, batch.expected()) < 1e-6  # slopes and distances are multiplied in float32
+
+
+def test_a_long_context_in_half_precision_does_not_overflow() -> None:
+    batch = Batch(plain_case(dtype=torch.float16, has_alibi=True))
+    batch.query = batch.query * 60  # scores of hundreds
+    assert bool(batch.attend().isfinite().all())
+
+
+@pytest.mark.parametrize("make", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_kernels_work_in_any_grad_mode(make: Callable[[], Any]) -> None:
+    batch = Batch(plain_case(mix="decode"))
+    with make():
+        reference.reshape_and_cache(batch.query[:1, :2], batch.query[:1, 2:4], batch.pool, 0, torch.tensor([0]))
+        assert rms_ratio(batch.attend(), batch.expected()) < 1e-12

@@ -1,0 +1,594 @@
+"""Decode steps in the shape of CUDA graphs: fixed addresses, padded batches, one set of recordings for all lengths.
+
+Without a GPU a "recording" is the function itself, run again over the same inputs: everything but the capture is what
+runs on one. `-m gpu` runs the same tests with real graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import join
+from models import MODELS, build, ragged_batch, random_ids
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import hf_paged
+from hf_paged import PagedCache
+from hf_paged.kernels.decode_work import WorkKind, share_out
+from hf_paged.model import cuda_graph
+from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
+
+pytestmark = pytest.mark.timeout(120)
+
+FLAT = [name for name in MODELS if hf_paged.is_supported(build(name)).traits.runs_flat]
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+SMALL = {"num_blocks": 128, "block_size": 4}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Of experts in float32, torch reads on the host how many rows each has: on a GPU, such steps can't be recorded.
+READ_BACK = ("mixtral", "qwen3_moe", "gpt_oss")
+
+
+class Again:
+    """A recording without a device to record: the function, run again; its output stays where it was."""
+
+    num_bytes = 0
+
+    def __init__(self, function: Callable[[], Tensor]) -> None:
+        self._function = function
+        self.output = function()
+
+    def replay(self) -> None:
+        with torch.inference_mode():  # the output is a tensor of it
+            self.output.copy_(self._function())
+
+
+class Recorder:
+    """What was recorded and replayed."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.replays: list[int] = []
+        self.make: Callable[[Callable[[], Tensor]], Any] = Again
+        self.recordings: list[weakref.ref[Any]] = []
+        self.running: int | None = None  # the size that is being replayed
+
+    def __call__(self, function: Callable[[], Tensor]) -> Any:
+        made = self.make(function)
+        size = len(made.output)
+        self.sizes.append(size)
+        replay = made.replay
+
+        def counted() -> None:
+            self.replays.append(size)
+            self.running = size
+            replay()
+            self.running = None
+
+        made.replay = counted
+        self.recordings.append(weakref.ref(made))
+        return made
+
+    @property
+    def steps(self) -> list[int]:
+        """Replays that were steps: each size is replayed once when it is recorded."""
+        return self.replays[len(self.sizes) :]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Graphs everywhere, and what becomes of them."""
+    made = Recorder()
+    original = cuda_graph.recorder
+
+    def make(kv_cache: Any) -> Any:
+        if kv_cache.tensor.device.type == "cuda":
+            made.make = original(kv_cache)
+        return made
+
+    monkeypatch.setattr(cuda_graph, "recorder", make)
+    return made
+
+
+def patch(name: str = "llama", device: str = "cpu", **settings: Any) -> Any:
+    settings = SMALL | {"max_num_seqs": 12, "cuda_graphs": True} | settings
+    return hf_paged.patch(build(name).to(device), **settings)
+
+
+def ragged(count: int) -> list[list[int]]:
+    return [random_ids(1, 3 + 5 * index % 11)[0].tolist() for index in range(count)]
+
+
+def plain_tokens(
+    prompts: list[list[int]], name: str = "llama", device: str = "cpu", **arguments: Any
+) -> list[list[int]]:
+    """By stock `generate()`, one by one."""
+    model = build(name).to(device)
+    results = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        results.append(model.generate(ids, **GREEDY | arguments)[0, len(prompt) :].tolist())
+    return results
+
+
+# Sizes and inputs
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 65, 256, 1000])
+def test_sizes(most: int) -> None:
+    sizes = capture_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    assert len(sizes) <= 12 + most / 16
+    for rows in range(1, most + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size - rows < (2 if rows < 4 else 8 if rows <= 64 else 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inputs(device: str) -> None:
+    """What the model reads is the step's, and beyond it padding, whatever the steps before were."""
+    rng = np.random.default_rng(0)
+    inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device(device))
+    kinds = [WorkKind(tile=2, slots=5), WorkKind(tile=2, slots=5, window=6)]
+    inputs.hold(kinds)
+    addresses: dict[int, list[int]] = {}
+    for rows in (8, 3, 3, 5, 1, 8, 2):
+        ids, positions = rng.integers(0, 99, rows), rng.integers(0, 99, rows)
+        lens = rng.integers(1, 24, rows)
+        width = int(-(-lens.max() // 4))
+        tables = np.full((rows, width), 50, np.int32)
+        for row, length in enumerate(lens):
+            tables[row, : -(-length // 4)] = rng.permutation(50)[: -(-length // 4)]
+        for size in (rows, rows, 8):  # the second time, tables are known
+            inputs.fill(size, ids, positions, lens, tables)
+            got_ids, got_positions, metadata = inputs.views(size)
+            assert got_ids.tolist() == [*ids, *[0] * (size - rows)]
+            assert got_positions.tolist() == [*positions, *[0] * (size - rows)]
+            last = lens - 1
+            slots = tables[np.arange(rows), last // 4] * 4 + last % 4
+            assert metadata.slot_mapping.tolist() == [*slots, *[-1] * (size - rows)]
+            padded_lens = [*lens, *[1] * (size - rows)]
+            assert metadata.seq_lens.tolist() == padded_lens
+            assert metadata.block_tables[:rows, :width].tolist() == tables.tolist()
+            assert metadata.block_tables[rows:, 0].tolist() == [50] * (size - rows)
+            assert metadata.num_decodes == size and metadata.max_query_len == 1
+            found = [got_ids, got_positions, metadata.slot_mapping, metadata.seq_lens]
+            for kind in kinds:
+                work = metadata.decode_work(kind)
+                items, split = share_out(np.array(padded_lens), kind)
+                assert work.items[: len(items)].tolist() == items.tolist()
+                assert work.split[: len(split)].tolist() == split.tolist()
+                assert (work.items[len(items) :, 1] == -1).all() and (work.split[len(split) :, 3] == 0).all()
+                assert len(work.items) == kind.max_items(size) and len(work.split) == kind.max_split(size)
+                assert work.items.data_ptr() % 16 == work.split.data_ptr() % 16 == 0, "another kernel than elsewhere"
+                found += [work.items, work.split]
+            where = [tensor.data_ptr() for tensor in found]
+            assert addresses.setdefault(size, where) == where
+
+
+def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a list of work for each of several kinds of layers; tables go when they change."""
+    inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device("cpu"))
+    inputs.hold([WorkKind(16, 5), WorkKind(16, 5, window=8), WorkKind(16, 3)])
+    step = (4, np.arange(3), np.arange(3), np.array([3, 9, 20]), np.arange(15, dtype=np.int32).reshape(3, 5))
+    inputs.fill(*step)
+    copies: list[int] = []
+    copy = Tensor.copy_
+
+    def counted(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        copies.append(self.numel())
+        return copy(self, *arguments, **options)
+
+    monkeypatch.setattr(Tensor, "copy_", counted)
+    inputs.fill(*step)
+    assert len(copies) == 1
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FLAT)
+def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> None:
+    """Ragged prompts that end one by one: batches of every size, padded to the next recorded one."""
+    prompts = ragged(6)
+    model = patch(name, device)
+    requests = [
+        model.paged.submit(prompt, **GREEDY | {"max_new_tokens": 4 + 2 * index}) for index, prompt in enumerate(prompts)
+    ]
+    tokens = [request.result(60).token_ids for request in requests]
+    expected = [
+        plain_tokens([prompt], name, device, max_new_tokens=4 + 2 * index)[0] for index, prompt in enumerate(prompts)
+    ]
+    assert tokens == expected
+    model.paged.check_invariants()
+    if device == "cuda" and name in READ_BACK:
+        assert not recorder.sizes and "waits for the device" in model.paged._runner._graphs[1].reason
+        return
+    assert recorder.sizes == capture_sizes(12)[::-1], "all sizes, once"
+    assert len(recorder.steps) >= 13 and set(recorder.steps) > {1, 2, 4}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 3},
+        {"repetition_penalty": 1.3},
+        {"output_scores": True, "output_logits": True, "return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_tokens_of_all_modes(arguments: dict[str, Any], device: str, recorder: Recorder) -> None:
+    ids = random_ids(1 if "prompt_lookup_num_tokens" in arguments else 3, 9).to(device)
+    stock, model = build("llama").to(device), patch(device=device)
+    results = []
+    for one in (stock, model):
+        torch.manual_seed(7)
+        result = one.generate(ids, **GREEDY | arguments)
+        results.append(result)
+    if isinstance(results[0], Tensor):
+        assert torch.equal(*results)
+    else:
+        assert torch.equal(results[0].sequences, results[1].sequences)
+        torch.testing.assert_close(results[1].logits, results[0].logits, rtol=1e-4, atol=1e-5)
+    assert recorder.steps or "prompt_lookup_num_tokens" in arguments
+
+
+class Grids:
+    """Stands in for a kernel; the grids that it is launched over in replays, by their size."""
+
+    def __init__(self, kernel: Any, recorder: Recorder) -> None:
+        self._kernel, self._recorder = kernel, recorder
+        self.of: dict[int, set[tuple[int, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        if self._recorder.running:
+            self.of.setdefault(self._recorder.running, set()).add(grid)
+        return self._kernel[grid]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_tokens_of_a_long_row_among_short_ones(
+    name: str, device: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the Triton kernels: the long row is split and the others are not, by launches that lengths don't change."""
+    decode = pytest.importorskip("hf_paged.kernels.paged_decode")  # Triton need not be there
+    if device == "cpu" and not pytest.importorskip("hf_paged.kernels.launch").is_interpreting():
+        pytest.skip("kernels are compiled here; TRITON_INTERPRET=1 runs them on CPU")
+    grids = {kernel: Grids(getattr(decode, kernel), recorder) for kernel in ("_decode_kernel", "_combine_kernel")}
+    for kernel, stand_in in grids.items():
+        monkeypatch.setattr(decode, kernel, stand_in)
+    shared_out: dict[WorkKind, list[list[int]]] = {}
+
+    def watched(lens: np.ndarray, kind: WorkKind) -> Any:
+        items, split = share_out(lens, kind)
+        shared_out.setdefault(kind, []).append(np.bincount(items[:, 1]).tolist())
+        return items, split
+
+    monkeypatch.setattr(cuda_graph, "share_out", watched)
+    prompts = {key: tensor.to(device) for key, tensor in ragged_batch((5, 60, 14)).items()}
+    arguments = GREEDY | prompts | {"max_new_tokens": 3}
+    found = patch(name, device, attention_backend="triton", max_num_seqs=3).generate(**arguments)
+    assert torch.equal(found, build(name).to(device).generate(**arguments))
+    assert recorder.steps == [3, 3]
+    kinds = {bool(kind.window): counts for kind, counts in shared_out.items()}
+    assert len(shared_out) == len(kinds) == (2 if name == "gemma2" else 1), "a list for each kind of layer"
+    assert kinds[False][-2:] == [[1, 2, 1]] * 2
+    for stand_in in grids.values() if device == "cpu" else []:
+        assert sorted(stand_in.of) == [1, 2, 3] and all(len(launched) == 1 for launched in stand_in.of.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_tokens_under_preemption(preemption: str, device: str, recorder: Recorder) -> None:
+    """Tables change under the recordings; a pool too small for all is no reason to run eagerly."""
+    prompts = ragged(8)
+    model = patch(device=device, num_blocks=20, preemption=preemption, swap_space_gib=0.1)
+    outputs = model.paged.generate(prompts, **GREEDY | {"max_new_tokens": 20})
+    assert [output.token_ids for output in outputs] == plain_tokens(prompts, device=device, max_new_tokens=20)
+    assert model.paged.stats().num_preemptions and len(recorder.steps) > 20
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads(device: str, recorder: Recorder) -> None:
+    """Callers generate, while others score and train through the model itself."""
+    model = patch(device=device)
+    prompts = ragged(6)
+    expected = plain_tokens(prompts, device=device)
+    results: dict[int, list[int]] = {}
+
+    def generate(index: int) -> None:
+        ids = torch.tensor([prompts[index]], device=device)
+        results[index] = model.generate(ids, **GREEDY)[0, len(prompts[index]) :].tolist()
+
+    threads = [threading.Thread(target=generate, args=(index,), daemon=True) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        model(random_ids(2, 5).to(device), labels=random_ids(2, 5).to(device)).loss.backward()
+    join(*threads)
+    assert [results[index] for index in range(6)] == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_are_the_callers_to_keep(device: str, recorder: Recorder) -> None:
+    """A later step writes where an earlier one wrote, and not into what somebody holds."""
+    model, ids = patch(device=device), random_ids(2, 8).to(device)
+    cache = PagedCache(model)
+    model(ids[:, :5], past_key_values=cache)
+    held = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(5, 8)]
+    assert len(recorder.steps) == 3
+    truth = build("llama").to(device)(ids).logits[:, 5:]
+    torch.testing.assert_close(torch.cat(held, dim=1), truth.detach(), rtol=1e-4, atol=1e-5)
+
+
+# Compiled
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Traced and cut into pieces as ever; on CPU the pieces run as they are, unless a test is slow."""
+    calls: list[dict[str, Any]] = []
+    original = torch.compile
+
+    def compile_for_a_test(function: Any, **arguments: Any) -> Any:
+        calls.append(arguments)
+        return original(function, **({"backend": "eager"} | arguments))
+
+    monkeypatch.setattr(torch, "compile", compile_for_a_test)
+    torch.compiler.reset()
+    counters.clear()
+    yield calls
+    torch.compiler.reset()
+
+
+def test_compiled(recorder: Recorder, compiled: list[dict[str, Any]]) -> None:
+    """A few programs for all layers and batch sizes: no more for nine layers than for two."""
+    ids = random_ids(3, 6)
+    stock = build("llama", layers=9)
+    expected = stock.generate(ids, **GREEDY)
+    model = hf_paged.patch(stock, **SMALL, cuda_graphs=True, compile_decode=True, max_num_seqs=3)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert recorder.sizes == [3, 2, 1] and len(compiled) == 1
+    assert 0 < counters["stats"]["unique_graphs"] <= 25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_compiled_to_machine_code(name: str, recorder: Recorder) -> None:
+    ids = random_ids(3, 6)
+    model = hf_paged.patch(build(name), **SMALL, cuda_graphs=True, compile_decode=True, max_num_seqs=3)
+    assert torch.equal(model.generate(ids, **GREEDY), build(name).generate(ids, **GREEDY))
+    assert recorder.steps
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_compiled_on_a_gpu(recorder: Recorder) -> None:
+    ids = random_ids(3, 6).cuda()
+    model = hf_paged.patch(build("llama").cuda(), **SMALL, compile_decode=True, max_num_seqs=6)
+    assert torch.equal(model.generate(ids, **GREEDY), build("llama").cuda().generate(ids, **GREEDY))
+    assert recorder.steps
+
+
+def test_compiled_where_there_are_no_graphs() -> None:
+    model = patch(cuda_graphs=None, compile_decode=True)
+    with pytest.raises(ValueError, match="compile_decode=True: CUDA graphs need a CUDA device, the model is on cpu"):
+        model.generate(random_ids(1, 5), **GREEDY)
+    with pytest.raises(ValueError, match="compile_decode=True needs CUDA graphs"):
+        patch(cuda_graphs=False, compile_decode=True)
+
+
+# When it is not used
+
+
+def test_where_there_are_none() -> None:
+    """CUDA graphs are for CUDA; asked for elsewhere, whoever generates is told."""
+    model = patch()
+    with pytest.raises(ValueError, match="cuda_graphs=True: CUDA graphs need a CUDA device, the model is on cpu"):
+        model.generate(random_ids(1, 5), **GREEDY)
+    model.paged.check_invariants()
+    model = patch(cuda_graphs=None)
+    assert torch.equal(model.generate(random_ids(1, 5), **GREEDY), build("llama").generate(random_ids(1, 5), **GREEDY))
+
+
+def test_switched_off(recorder: Recorder) -> None:
+    model = patch(cuda_graphs=False)
+    model.generate(random_ids(2, 5), **GREEDY)
+    assert not recorder.sizes
+
+
+def add_hook(model: Any) -> None:
+    model.model.norm.register_forward_hook(hf_paged.packed_hook(lambda module, args, output: 2 * output + 0.5))
+
+
+def own_forward(model: Any) -> None:
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda states: -forward(states)
+
+
+class Norm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.norm(states).flip(-1)
+
+
+def own_module(model: Any) -> None:
+    model.model.norm = Norm(model.model.norm)
+
+
+@pytest.mark.parametrize("change", [add_hook, own_forward, own_module])
+def test_code_of_a_users_own(change: Callable[[Any], None], recorder: Recorder) -> None:
+    """It may do anything at any step, so it runs at every step; also if it comes when all is recorded."""
+    ids = random_ids(2, 6)
+    stock, model = build("llama"), patch()
+    model.generate(ids, **GREEDY)
+    recorder.replays.clear()
+    for one in (stock, model):
+        change(one)
+    assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+    assert not recorder.replays
+
+
+def test_autocast(recorder: Recorder) -> None:
+    model = patch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.generate(random_ids(2, 6), **GREEDY)
+    assert not recorder.sizes
+
+
+def test_sequences_beyond_the_models_context(recorder: Recorder) -> None:
+    """Tables are as wide as the longest context; what is longer runs eagerly."""
+    stock, model = build("llama"), build("llama")
+    stock.config.max_position_embeddings = model.config.max_position_embeddings = 16
+    model = hf_paged.patch(model, num_blocks=64, block_size=4, cuda_graphs=True, max_num_seqs=2)
+    ids = random_ids(1, 10)
+    assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+    assert len(recorder.steps) == 6  # tokens 11 to 16
+
+
+# When weights change
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def other_storage(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def other_parameter(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+
+
+@pytest.mark.parametrize(("change", "is_moved"), [(in_place, False), (other_storage, True), (other_parameter, True)])
+def test_weights(change: Callable[[Any], None], is_moved: bool, recorder: Recorder) -> None:
+    """A recording reads the weights where they were: values may change, places must not."""
+    ids = random_ids(2, 6)
+    stock, model = build("llama"), patch()
+    model.generate(ids, **GREEDY)
+    num_recorded = len(recorder.sizes)
+    for one in (stock, model):
+        change(one)
+    assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+    assert len(recorder.sizes) == num_recorded * (1 + is_moved)
+
+
+def test_another_dtype(recorder: Recorder) -> None:
+    ids = random_ids(2, 6)
+    stock, model = build("llama"), patch()
+    for one in (stock, model):
+        one.generate(ids, **GREEDY)
+        one.double()
+    assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+
+
+def test_release(recorder: Recorder) -> None:
+    """Memory goes back, the recordings' too; the next call records again."""
+    ids = random_ids(2, 6)
+    model = patch()
+    expected = model.generate(ids, **GREEDY)
+    first = len(recorder.sizes)
+    model.paged.release()
+    gc.collect()
+    assert not any(reference() for reference in recorder.recordings)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert len(recorder.sizes) == 2 * first
+
+
+def test_a_model_that_is_dropped(recorder: Recorder) -> None:
+    model = patch()
+    model.generate(random_ids(2, 6), **GREEDY)
+    reference, pool = weakref.ref(model), weakref.ref(model.paged.kv_cache)
+    hf_paged.unpatch(model)
+    del model
+    gc.collect()
+    assert reference() is None and pool() is None
+    assert not any(recording() for recording in recorder.recordings)
+
+
+# When recording goes wrong
+
+
+@pytest.mark.parametrize("how", ["raises", "replays something else"])
+def test_a_model_that_cannot_be_recorded(
+    how: str, recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said once, with the reason; every step runs eagerly."""
+
+    class Wrong(Again):
+        def __init__(self, function: Callable[[], Tensor]) -> None:
+            if how == "raises":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            super().__init__(function)
+
+        def replay(self) -> None:
+            with torch.inference_mode():
+                self.output.add_(1.0)
+
+    recorder.make = Wrong
+    ids = random_ids(2, 6)
+    model = patch()
+    monkeypatch.setattr(cuda_graph.logger, "propagate", True)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, **GREEDY), build("llama").generate(ids, **GREEDY))
+    said = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
+    assert len(said) == 1
+    assert ("not permitted" if how == "raises" else "other logits") in said[0] and "cuda_graphs=False" in said[0]
+
+
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_out_of_memory_while_recording(
+    most: int, recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit runs eagerly, which is said once, and what does is replayed."""
+
+    class Large(Again):
+        def __init__(self, function: Callable[[], Tensor]) -> None:
+            super().__init__(function)
+            if len(self.output) > most:
+                raise torch.OutOfMemoryError("out of memory")
+
+    recorder.make = Large
+    model = patch()
+    monkeypatch.setattr(cuda_graph.logger, "propagate", True)
+    with caplog.at_level("WARNING"):
+        for rows in (5, 3, 1, 3):
+            ids = random_ids(rows, 6)
+            assert torch.equal(model.generate(ids, **GREEDY), build("llama").generate(ids, **GREEDY))
+    said = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
+    assert len(said) == 1 and "no memory left" in said[0]
+    assert (f"more than {most} rows" in said[0]) == (most > 0)
+    assert set(recorder.steps) == {0: set(), 1: {1}, 4: {4, 1}}[most]
+    model.paged.check_invariants()
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever is recorded agrees with what is not, and no step fell back in silence."""
+    yield
+    unrecordable = ("cannot_be_recorded", "out_of_memory", *(f"{name}-cuda" for name in READ_BACK))
+    if not any(name in request.node.name for name in unrecordable):
+        assert not [record for record in caplog.records if "CUDA graphs" in record.getMessage()]

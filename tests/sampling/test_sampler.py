@@ -1,0 +1,657 @@
+"""Tokens chosen for the rows of many calls at once, against transformers' own processors and `torch.multinomial`.
+
+The oracle knows one call at a time: its whole batch, every step of it, a generator of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from models import EOS, VOCAB, build, random_ids
+from torch import Tensor
+from transformers import (
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
+
+import hf_paged
+from hf_paged.sampling import sampler
+from hf_paged.sampling.draws import StepNoise
+from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens, needs_ids, processor_kinds
+from hf_paged.sampling.token_table import TokenTable
+
+pytestmark = pytest.mark.timeout(120)
+
+TABLE = TokenTable(torch.device("cpu"))
+
+PROCESSORS: dict[str, Any] = {  # in the order of transformers
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
+    "min_length": lambda length: MinLengthLogitsProcessor(length, [1, 2]),
+    "suppress_tokens": SuppressTokensLogitsProcessor,
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+    "typical_p": TypicalLogitsWarper,
+    "epsilon_cutoff": EpsilonLogitsWarper,
+    "eta_cutoff": EtaLogitsWarper,
+}
+
+
+def processors_of(options: dict[str, Any]) -> list[Any]:
+    return [PROCESSORS[name](options[name]) for name in PROCESSORS if options.get(name) is not None]
+
+
+def make_logits(style: str, steps: int, rows: int, vocab: int, seed: int) -> Tensor:
+    logits = torch.randn(steps, rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    if style == "bfloat16":
+        return logits.bfloat16()
+    if style == "rounded":
+        return logits.bfloat16().float()
+    if style == "ties":
+        return logits.round()
+    if style == "forbidden":
+        return logits.masked_fill(logits < 0, -float("inf")).index_fill(2, torch.tensor([0]), 1.0)
+    return logits
+
+
+@dataclass
+class Call:
+    """A sampling or greedy call with the logits that it will get."""
+
+    processors: list[Any]
+    logits: Tensor  # [steps, rows, vocab]
+    seed: int | None
+    width: int = 3
+    prompts: Tensor = field(init=False)
+    sampler: RowSampler = field(init=False)
+
+    def __post_init__(self) -> None:
+        noise = None
+        if self.seed is not None:
+            noise = StepNoise(torch.Generator().manual_seed(self.seed), self.logits.shape[1])
+        rows, vocab = self.logits.shape[1:]
+        self.prompts = (torch.arange(rows * self.width).view(rows, self.width) * 7 + (self.seed or 0)) % vocab
+        table = TABLE if needs_ids(self.processors) else None
+        table_rows = [] if table is None else table.add(self.prompts)
+        kinds = processor_kinds(self.processors)
+        self.sampler = RowSampler(self.processors, noise, kinds, None, table, table_rows, self.width)
+
+    def expected(self) -> list[list[int]]:
+        """As transformers' loop: the tokens of each step."""
+        generator = torch.Generator() if self.seed is None else torch.Generator().manual_seed(self.seed)
+        processors = LogitsProcessorList(copy.deepcopy(self.processors))
+        ids = self.prompts
+        for logits in self.logits:
+            scores = processors(ids, logits.to(torch.float32, copy=True))
+            if self.seed is None:
+                tokens = scores.argmax(dim=-1, keepdim=True)
+            else:
+                tokens = torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)
+            ids = torch.cat([ids, tokens], dim=1)
+        return ids[:, self.width :].T.tolist()
+
+
+def chosen(choices: list[Choice], logits: Tensor) -> list[list[int]]:
+    found = []
+    for outcome in choose_tokens(choices, logits).read():
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert not any(outcome[1])
+        found.append(outcome[0])
+    return found
+
+
+def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
+    """All steps of all calls, through engine steps in which some of their rows meet, at different steps of theirs."""
+    rng = random.Random(seed)
+    positions = [[0] * call.logits.shape[1] for call in calls]
+    found = [[[-7] * call.logits.shape[1] for _ in call.logits] for call in calls]
+    while True:
+        choices: list[Choice] = []
+        owners: list[int] = []
+        rows_of_logits: list[Tensor] = []
+        for number, call in enumerate(calls):
+            num_steps = len(call.logits)
+            open_rows = [row for row, at in enumerate(positions[number]) if at < num_steps]
+            if not open_rows:
+                continue
+            running = [row for row in open_rows if rng.random() < 0.7]
+            oldest = min(positions[number][row] for row in open_rows)
+            for step in sorted({positions[number][row] for row in running}):
+                rows = [row for row in running if positions[number][row] == step]
+                sources = []
+                for row in rows:
+                    if rng.random() < 0.3:  # logits that somebody else wants
+                        rows_of_logits.append(torch.full_like(call.logits[0, 0], float("nan")))
+                    sources.append(len(rows_of_logits))
+                    rows_of_logits.append(call.logits[step, row])
+                choices.append(Choice(call.sampler, rows, step, sources, oldest))
+                owners.append(number)
+        if all(at == len(call.logits) for call, own in zip(calls, positions) for at in own):
+            return found
+        if not choices:
+            continue
+        logits = torch.stack(rows_of_logits)
+        before = logits.clone()
+        for number, choice, tokens in zip(owners, choices, chosen(choices, logits), strict=True):
+            assert len(tokens) == len(choice.rows)
+            for row, token in zip(choice.rows, tokens):
+                found[number][choice.step][row] = token
+                positions[number][row] += 1
+        assert torch.equal(torch.nan_to_num(logits), torch.nan_to_num(before)), "the step's logits were written to"
+
+
+def check(calls: list[Call], seed: int = 0) -> None:
+    expected = [call.expected() for call in calls]
+    assert run(calls, seed) == expected
+
+
+# Against the oracle
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.3, 4.0]),
+        "no_repeat_ngram_size": st.sampled_from([1, 2]),
+        "min_length": st.sampled_from([3, 4, 5, 9]),
+        "temperature": st.sampled_from([0.1, 0.7, 1.3, 2.5]) | st.floats(0.05, 5),
+        "top_k": st.sampled_from([1, 2, 3, 7, 1000]),
+        "top_p": st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.9999999]) | st.floats(0, 0.999),
+        "min_p": st.sampled_from([0.0, 0.02, 0.3, 1.0]) | st.floats(0, 1),
+        "typical_p": st.sampled_from([0.2, 0.9]),
+        "epsilon_cutoff": st.sampled_from([1e-3, 0.1]),
+        "eta_cutoff": st.sampled_from([1e-3, 0.1]),
+        "suppress_tokens": st.sampled_from([[1], [1, 3]]),
+    },
+)
+STYLES = st.sampled_from(["plain", "bfloat16", "rounded", "ties", "forbidden"])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    options=st.lists(st.tuples(OPTIONS, st.booleans(), st.integers(1, 3)), min_size=1, max_size=4),
+    style=STYLES,
+    vocab=st.sampled_from([5, 40]),
+    seed=st.integers(0, 10**6),
+)
+def test_any_calls_together(options: list[tuple[dict[str, Any], bool, int]], style: str, vocab: int, seed: int) -> None:
+    calls = [
+        Call(processors_of(own), make_logits(style, 3, rows, vocab, seed + i), seed + i if does_sample else None, i + 1)
+        for i, (own, does_sample, rows) in enumerate(options)
+    ]
+    try:
+        for call in calls:
+            call.expected()
+    except (RuntimeError, ValueError):
+        reject()  # they forbid every token
+    check(calls, seed)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data(), style=STYLES, seed=st.integers(0, 10**6))
+def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: str, seed: int) -> None:
+    """The same processors, each call with other parameters: what merging is for."""
+    strategies = {
+        "repetition_penalty": st.floats(0.2, 5),
+        "temperature": st.floats(0.05, 5),
+        "top_k": st.integers(1, 60),
+        "top_p": st.floats(0, 0.9999),
+        "min_p": st.floats(0, 1),
+    }
+    names = data.draw(st.sets(st.sampled_from(sorted(strategies)), min_size=1))
+    options = [{name: data.draw(strategies[name]) for name in names} for _ in range(data.draw(st.integers(2, 5)))]
+    rows = [data.draw(st.integers(1, 3)) for _ in options]
+    calls = [
+        Call(processors_of(own), make_logits(style, 2, count, 40, seed + i), seed + i, data.draw(st.integers(1, 9)))
+        for i, (own, count) in enumerate(zip(options, rows))
+    ]
+    assert len({call.sampler.kind for call in calls}) == 1
+    # Bit for bit, and not only where a token happens to fall on the other side.
+    scores = torch.cat([call.logits[0] for call in calls]).float()
+    ids = None
+    if "repetition_penalty" in names:
+        lengths = [call.width for call in calls for _ in range(len(call.prompts))]
+        ids = TABLE.read([row for call in calls for row in call.sampler.table_rows], lengths)
+    for own in zip(*(call.processors for call in calls), strict=True):
+        merged = sampler._merged(own, rows, scores)(ids, scores)
+        pieces = [one(c.prompts, part) for one, c, part in zip(own, calls, scores.split(rows), strict=True)]
+        assert torch.equal(merged, torch.cat(pieces)), type(own[0]).__name__
+        scores = merged
+    check(calls, seed)
+
+
+@pytest.mark.parametrize("style", ["plain", "rounded", "ties"])
+def test_top_p_at_its_very_border(style: str) -> None:
+    """`top_p` is what some token's cumulative probability is, and one rounding to each side of it."""
+    logits = make_logits(style, 1, 6, 20, seed=3)
+    cumulative = logits[0].sort(dim=-1)[0].softmax(dim=-1).cumsum(dim=-1)
+    calls, scores = [], []
+    for row in range(6):
+        for kept in (cumulative[row, 4], cumulative[row, 12], cumulative[row, 18]):
+            ulp = torch.nextafter(kept, kept + 1).double() - kept.double()
+            for change in (-1.0, -0.3, 0.0, 0.3, 1.0):  # the threshold itself is rounded to float32
+                value = float(1 - (kept.double() + change * ulp))
+                calls.append(Call([TopPLogitsWarper(value)], logits[:, row : row + 1], seed=len(calls)))
+                scores.append(logits[0, row])
+    merged = sampler._merged([call.processors[0] for call in calls], [1] * len(calls), torch.stack(scores))
+    found = merged(None, torch.stack(scores))
+    expected = torch.cat([call.processors[0](None, call.logits[0]) for call in calls])
+    assert torch.equal(found, expected)
+    check(calls)
+
+
+def test_ties_at_the_border_of_top_k() -> None:
+    """All that tie with the last one stay, for every call by its own number."""
+    scores = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.0])
+    kept = {1: 1, 2: 4, 3: 4, 4: 4, 5: 6, 6: 6, 7: 7, 90: 7}
+    processors = [TopKLogitsWarper(number) for number in kept]
+    found = sampler._merged(processors, [1] * len(kept), scores.expand(len(kept), -1))(
+        None, scores.repeat(len(kept), 1)
+    )
+    assert (found > -float("inf")).sum(dim=1).tolist() == list(kept.values())
+    check([Call([processor], scores.repeat(20, 1, 1), seed) for seed, processor in enumerate(processors)])
+
+
+def test_calls_that_differ_in_what_is_not_merged() -> None:
+    """Other fillers, other minima, other masses: never taken for one kind."""
+    processors = [
+        [TopKLogitsWarper(2)],
+        [TopKLogitsWarper(2, filter_value=-5.0)],
+        [TopPLogitsWarper(0.1)],
+        [TopPLogitsWarper(0.1, min_tokens_to_keep=4)],
+        [MinPLogitsWarper(0.9)],
+        [MinPLogitsWarper(0.9, min_tokens_to_keep=3)],
+        [TypicalLogitsWarper(0.3)],
+        [TypicalLogitsWarper(0.9)],
+        [EpsilonLogitsWarper(0.3)],
+        [EpsilonLogitsWarper(0.01)],
+        [EtaLogitsWarper(0.3)],
+        [EtaLogitsWarper(0.01)],
+        [SuppressTokensLogitsProcessor([1, 2])],
+        [SuppressTokensLogitsProcessor([1])],
+        [LogitNormalization()],
+        [InfNanRemoveLogitsProcessor()],
+        [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)],
+        [TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)],
+        [],
+    ]
+    calls = [Call(own, make_logits("plain", 8, 2, 12, seed), seed) for seed, own in enumerate(processors)]
+    assert len({call.sampler.kind for call in calls}) == len(calls)
+    check(calls)
+    greedy = [Call(own, make_logits("plain", 8, 2, 12, seed), None) for seed, own in enumerate(processors)]
+    assert not {call.sampler.kind for call in greedy} & {call.sampler.kind for call in calls}
+    check(greedy + [Call(own, call.logits, call.seed) for own, call in zip(processors, calls)])
+
+
+def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [
+        Call(
+            [TemperatureLogitsWarper(0.5 + i / 7), TopPLogitsWarper(0.5 + i / 20), MinPLogitsWarper(i / 50)],
+            make_logits("plain", 1, 2, 40, i),
+            i,
+        )
+        for i in range(8)
+    ]
+    expected = [call.expected()[0] for call in calls]
+    counts: Counter[str] = Counter()
+    for kind in (TemperatureLogitsWarper, TopPLogitsWarper, MinPLogitsWarper):
+
+        def counted(self: Any, ids: Any, scores: Tensor, original: Any = kind.__call__) -> Tensor:
+            counts[type(self).__name__] += 1
+            return original(self, ids, scores)
+
+        monkeypatch.setattr(kind, "__call__", counted)
+    choices = [Choice(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
+    assert chosen(choices, torch.cat([call.logits[0] for call in calls])) == expected
+    assert counts == {"TemperatureLogitsWarper": 1, "TopPLogitsWarper": 1, "MinPLogitsWarper": 1}
+
+
+def test_a_parameter_that_changes_on_the_way() -> None:
+    """A caller's own warper object, cooled from step to step."""
+    calls = [Call([TemperatureLogitsWarper(1.0)], make_logits("plain", 4, 1, 40, i), i) for i in range(3)]
+    expected = []
+    for i, call in enumerate(calls):
+        generator = torch.Generator().manual_seed(i)
+        probs = [(logits / (0.2 + step * (1 + i))).softmax(-1) for step, logits in enumerate(call.logits)]
+        expected.append([torch.multinomial(p, 1, generator=generator)[0].tolist() for p in probs])
+    found: list[list[list[int]]] = [[], [], []]
+    for step in range(4):
+        for i, call in enumerate(calls):
+            call.processors[0].temperature = 0.2 + step * (1 + i)
+        choices = [Choice(call.sampler, [0], step, [i], step) for i, call in enumerate(calls)]
+        for i, tokens in enumerate(chosen(choices, torch.cat([call.logits[step] for call in calls]))):
+            found[i].append(tokens)
+    assert found == expected
+
+
+# What looks at the tokens so far
+
+
+class Mine(TemperatureLogitsWarper):
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        return scores.flip(-1)
+
+
+def test_processors_that_look_where_tokens_are_or_are_unknown() -> None:
+    """Rows of such a call meet nobody, and the calls beside them are not changed by that."""
+    ignoring = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=2)
+    unmerged = [ignoring, Mine(0.5), MinLengthLogitsProcessor(5, [1]), NoRepeatNGramLogitsProcessor(1)]
+    calls = [
+        Call([own, TemperatureLogitsWarper(0.5)], make_logits("plain", 4, 2, 12, seed), seed)
+        for seed, own in enumerate(unmerged)
+    ]
+    assert [call.sampler.kind for call in calls] == [None] * len(calls)
+    assert all(needs_ids(call.processors) for call in calls)
+    penalized = [
+        Call([RepetitionPenaltyLogitsProcessor(1.2 + seed)], make_logits("plain", 4, 2, 12, seed), seed, width)
+        for seed, width in enumerate([1, 5, 3])
+    ]
+    assert len({call.sampler.kind for call in penalized}) == 1 and penalized[0].sampler.kind is not None
+    assert not needs_ids([TemperatureLogitsWarper(0.5)]) and not needs_ids([])
+    check([call for pair in zip(calls, [*penalized, Call([], calls[0].logits, 9)]) for call in pair])
+
+
+def test_a_penalty_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [
+        Call([RepetitionPenaltyLogitsProcessor(1.1 + i)], make_logits("plain", 1, 2, 40, i), i, width=i + 1)
+        for i in range(8)
+    ]
+    expected = [call.expected()[0] for call in calls]
+    original, counts = RepetitionPenaltyLogitsProcessor.__call__, Counter[str]()
+
+    def counted(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+        counts["calls"] += 1
+        return original(self, ids, scores)
+
+    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", counted)
+    choices = [Choice(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
+    assert chosen(choices, torch.cat([call.logits[0] for call in calls])) == expected
+    assert counts == {"calls": 1}
+
+
+def test_a_number_divides_as_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a tensor over a Python number is a product with its reciprocal; on CPU a quotient."""
+    column = torch.tensor([[0.7], [1.3]])
+    divisor = sampler._Divisor(column)
+    scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(scores / divisor, torch.stack([scores[0] / 0.7, scores[1] / 1.3]))
+    assert torch.equal(scores * divisor, torch.stack([scores[0] * 0.7, scores[1] * 1.3]))
+    assert not torch.equal(scores / column, scores * column.reciprocal()), "the two are told apart by these numbers"
+
+
+def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
+    """Tensors on the meta device have no values: whoever asks for one raises."""
+    processors = [
+        processors_of({"repetition_penalty": 1.3, "temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1}),
+        processors_of({"repetition_penalty": 1.7, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.2}),
+        processors_of({"temperature": 0.7}),
+        [],
+    ]
+    meta = torch.device("meta")
+    table, ids = TokenTable(meta), torch.zeros(2, 9, dtype=torch.int64)
+
+    def never(ids: Tensor, scores: Any) -> Tensor:
+        return ids[:, -1] < 0
+
+    choices = [
+        Choice(
+            RowSampler(own, None, processor_kinds(own), never, table, table.add(ids[:, : 4 + i]), 4 + i, meta),
+            [0, 1],
+            0,
+            [2 * i, 2 * i + 1],
+            0,
+        )
+        for i, own in enumerate(processors)
+    ]
+    found = choose_tokens(choices, torch.zeros(8, 40, device=meta))
+    assert found.places == [0, 2, 4, 6] and found.tokens.shape == (8,)
+    with pytest.raises(NotImplementedError):
+        found.read()
+
+
+# TokenTable
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_token_table(data: st.DataObject) -> None:
+    """Against lists: rows come, grow at their own pace, and go."""
+    table = TokenTable(torch.device("cpu"))
+    rows: dict[int, list[int]] = {}
+    number = 0
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["add", "write", "remove", "read"] if rows else ["add"]))
+        some = sorted(data.draw(st.sets(st.sampled_from(sorted(rows)), min_size=1))) if rows else []
+        if action == "add":
+            count, width = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 3, 70, 200]))
+            prompts = torch.arange(number, number + count * width).view(count, width)
+            number += count * width
+            for row, prompt in zip(table.add(prompts), prompts.tolist(), strict=True):
+                assert row not in rows
+                rows[row] = prompt
+        elif action == "write":
+            tokens = torch.arange(number, number + len(some))
+            number += len(some)
+            table.write(some, [len(rows[row]) for row in some], tokens)
+            for row, token in zip(some, tokens.tolist(), strict=True):
+                rows[row].append(token)
+        elif action == "remove":
+            table.remove(some)
+            for row in some:
+                del rows[row]
+        else:
+            width = max(len(rows[row]) for row in some)
+            expected = [rows[row] + rows[row][-1:] * (width - len(rows[row])) for row in some]
+            assert table.read(some, [len(rows[row]) for row in some]).tolist() == expected
+        assert table.num_rows == len(rows)
+
+
+# NaN
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}], ids=str)
+def test_rows_without_probabilities(number: float, options: dict[str, Any]) -> None:
+    """-1 for them, everybody else as ever: in the same call, in one of the same kind, in another."""
+    calls = [Call(processors_of(options), make_logits("plain", 1, 3, 40, i), i) for i in range(3)]
+    calls.append(Call([], make_logits("plain", 1, 2, 40, 3), None))
+    expected = [call.expected()[0] for call in calls]
+    calls[1].logits[0, 1, 7] = number
+    found = [tokens[0] for tokens in run(calls)]
+    expected[1][1] = -1
+    assert found == expected
+
+
+def test_a_row_of_which_all_is_forbidden() -> None:
+    calls = [Call([], make_logits("plain", 1, 1, 9, i), i) for i in range(2)]
+    expected = [call.expected()[0] for call in calls]
+    calls[0].logits[:] = -float("inf")
+    assert [tokens[0] for tokens in run(calls)] == [[-1], expected[1]]
+
+
+def test_greedy_takes_a_nan_as_torch_does() -> None:
+    call = Call([], make_logits("plain", 1, 3, 9, 0), None)
+    call.logits[0, 1, 4] = float("nan")
+    assert run([call]) == [call.expected()]
+
+
+# StepNoise
+
+
+def test_noise_of_rows_in_any_order_and_any_company() -> None:
+    like = torch.empty(1, 50)
+
+    def noise() -> StepNoise:
+        return StepNoise(torch.Generator().manual_seed(0), 3)
+
+    whole = [noise().rows(0, [0, 1, 2], like, 0)]
+    full = noise()
+    whole = [full.rows(step, [0, 1, 2], like, step) for step in range(4)]
+    lagging = noise()
+    assert torch.equal(lagging.rows(0, [0, 1], like, 0), whole[0][:2])
+    assert torch.equal(lagging.rows(1, [0], like, 0), whole[1][:1])
+    assert torch.equal(lagging.rows(2, [0], like, 0), whole[2][:1])
+    assert torch.equal(lagging.rows(0, [2], like, 0), whole[0][2:])
+    assert torch.equal(lagging.rows(1, [2, 1], like, 1), whole[1][[2, 1]])
+    assert torch.equal(lagging.rows(2, [1], like, 2), whole[2][[1]])
+    assert torch.equal(lagging.rows(3, [0], like, 2), whole[3][[0]])
+    assert torch.equal(lagging.rows(2, [2], like, 2), whole[2][[2]])
+    for order in ([2, 0, 1], [1, 2, 0]):
+        assert torch.equal(noise().rows(0, order, like, 0), whole[0][order]), order
+
+
+# Whole models
+
+SETTINGS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": False, "suppress_tokens": [5, 9, 12]},
+    {"do_sample": False, "repetition_penalty": 1.5},
+    {"temperature": 0.3},
+    {"temperature": 1.7},
+    {"top_k": 1},
+    {"top_k": 5, "temperature": 0.9},
+    {"top_k": 0},
+    {"top_k": 1000},
+    {"top_p": 0.2},
+    {"top_p": 0.95, "top_k": 12},
+    {"top_p": 0.95, "top_k": 30},
+    {"min_p": 0.1},
+    {"min_p": 0.5},
+    {"typical_p": 0.5},
+    {"epsilon_cutoff": 0.02},
+    {"eta_cutoff": 0.05},
+    {"eta_cutoff": 0.3},
+    {"renormalize_logits": True, "remove_invalid_values": True},
+    {"repetition_penalty": 1.7, "temperature": 2.0},
+    {"no_repeat_ngram_size": 2, "top_k": 3},
+    {"bad_words_ids": [[7], [8, 9]]},
+    {"num_return_sequences": 3, "temperature": 1.3},
+    {"num_return_sequences": 2, "top_p": 0.7},
+    {"num_return_sequences": 2, "eos_token_id": list(range(3, 40)), "pad_token_id": 0},
+    {"temperature": 0.6, "eos_token_id": list(range(3, 50)), "pad_token_id": 0},
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limits"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"num_blocks": 24, "max_num_batched_tokens": 16}),
+        (torch.bfloat16, {}),
+    ],
+    ids=["roomy", "tight", "bfloat16"],
+)
+def test_requests_of_many_kinds_at_once(dtype: torch.dtype, limits: dict[str, int]) -> None:
+    stock = build("llama", dtype=dtype)
+    model = hf_paged.patch(copy.deepcopy(stock), **({"block_size": 4, "num_blocks": 256} | limits))
+    arguments = [{"do_sample": True, "max_new_tokens": 8, "eos_token_id": None} | own for own in SETTINGS]
+    prompts = [random_ids(1, 3 + i % 5, seed=i) for i in range(len(SETTINGS))]
+    expected = []
+    for seed, (ids, own) in enumerate(zip(prompts, arguments)):
+        torch.manual_seed(seed)
+        expected.append(stock.generate(ids, **own)[:, ids.shape[1] :].tolist())
+    with model.paged._worker.exclusive():
+        requests = []
+        for seed, (ids, own) in enumerate(zip(prompts, arguments)):
+            torch.manual_seed(seed)
+            requests.append(model.paged.submit(ids, **own))
+    found = [request.result(60).sequences for request in requests]
+    differing = [own for own, one, other in zip(SETTINGS, expected, found) if one != other]
+    if dtype == torch.float32:
+        assert not differing
+    else:  # products are rounded by how many rows are multiplied at once
+        assert len(differing) <= len(SETTINGS) // 4, differing
+    stats = model.paged.stats()
+    if limits:
+        assert stats.num_preemptions > 0
+    else:
+        assert stats.num_steps < 8 * 4, "the requests did not meet"
+    model.paged.check_invariants()
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_batch_whose_rows_end_at_different_steps() -> None:
+    stock = build("llama")
+    model = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
+    ids = random_ids(4, 5)
+    for seed in range(4):
+        for own in ({"temperature": 1.5}, {"top_p": 0.8, "num_return_sequences": 2}, {"repetition_penalty": 1.4}):
+            arguments = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": [EOS, *range(60, 80)], **own}
+            torch.manual_seed(seed)
+            expected, state = stock.generate(ids, **arguments), torch.get_rng_state()
+            torch.manual_seed(seed)
+            assert torch.equal(model.generate(ids, **arguments), expected)
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+BAD = 5  # a token whose embedding is NaN
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"temperature": 0.7},
+        {"top_k": 4, "top_p": 0.8},
+        {"min_p": 0.1},
+        {"typical_p": 0.8},
+        {"epsilon_cutoff": 0.01},
+        {"eta_cutoff": 0.01},
+        {"renormalize_logits": True},
+        {"repetition_penalty": 1.3},
+        {"num_return_sequences": 2},
+    ],
+    ids=str,
+)
+def test_only_the_request_with_nan_fails(own: dict[str, Any]) -> None:
+    """Beside it run requests of the very same settings, of others, and greedy ones."""
+    stock = build("llama")
+    with torch.no_grad():
+        stock.model.embed_tokens.weight[BAD] = float("nan")
+        stock.lm_head.weight[BAD] = -stock.lm_head.weight.abs().max()  # which nobody generates
+    model = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
+    prompt = [token for token in random_ids(1, 12)[0].tolist() if token != BAD][:7]
+    others = [own, {"temperature": 1.2}, {"do_sample": False}, own | {"temperature": 0.4}]
+    others = [{"do_sample": True, "max_new_tokens": 5, "eos_token_id": None, "bad_words_ids": None} | o for o in others]
+    for request in others:
+        request["suppress_tokens"] = [BAD]
+    expected = []
+    for arguments in others:
+        torch.manual_seed(3)
+        expected.append(stock.generate(torch.tensor([prompt]), **arguments)[:, len(prompt) :].tolist())
+    with pytest.raises((RuntimeError, ValueError)):
+        stock.generate(torch.tensor([[*prompt, BAD, prompt[0]]]), **others[0])
+    with model.paged._worker.exclusive():
+        requests = []
+        for number, arguments in enumerate(others):
+            if number == 2:
+                bad = model.paged.submit([*prompt, BAD, prompt[0]], **others[0])
+            torch.manual_seed(3)
+            requests.append(model.paged.submit(prompt, **arguments))
+    with pytest.raises((RuntimeError, ValueError)):
+        bad.result(30)
+    assert [request.result(30).sequences for request in requests] == expected
+    assert max(max(row) for row in expected[2]) < VOCAB
+    model.paged.check_invariants()
+    stats = model.paged.stats()
+    assert stats.num_free_blocks == stats.num_blocks

@@ -1,0 +1,167 @@
+"""`hf-paged`: what it refuses, and one run from end to end on the embedded model."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_paged.tools.cli import TINY_PROMPTS, app, read_prompts
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def table(output):
+    """The comparison table as {label: [cells]}."""
+    rows = (re.split(r"\s{2,}", line.strip()) for line in output.splitlines())
+    return {label: cells for label, *cells in rows}
+
+
+def refused(*args):
+    """The message of a run that ends with exit code 2 and no traceback."""
+    result = invoke("run", *args)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    def write(content, name="prompts.txt"):
+        path = tmp_path / name
+        path.write_text(content, encoding="utf-8")
+        return path
+
+    return write
+
+
+# ------------------------------------------------------------------------------------------------------- end to end
+
+
+def test_run_compares_with_stock():
+    result = invoke("run", "--limit", 4, "--max-new-tokens", 8, "--show", 2)
+    assert result.exit_code == 0, result.output
+    rows = table(result.output)
+    assert rows["tokens identical"] == ["yes"]
+    assert rows["tokens generated"][0] == rows["tokens generated"][1]
+    assert float(rows["of it wasted"][1].rstrip("%")) < float(rows["of it wasted"][0].rstrip("%"))
+    used, total = (int(number.replace(",", "")) for number in rows["blocks used / total"][1].split(" / "))
+    assert 0 < used < total
+
+
+def test_module_entry_point_with_sampling_and_a_small_pool(prompt_file):
+    path = prompt_file("It was late in the evening when\n\nThe old man\nOne\n")
+    options = "--sample --seed 3 --max-new-tokens 8 --batch-size 2 --block-size 4 --num-blocks 24 --show 0"
+    result = subprocess.run(
+        [sys.executable, "-m", "hf_paged", "run", "--prompts", str(path), *options.split()],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = table(result.stdout)
+    assert rows["tokens identical"] == ["yes"]
+    assert rows["blocks used / total"][1].endswith(" / 24")
+
+
+def test_stream_prints_the_first_text_of_the_batch(prompt_file):
+    path = prompt_file("It was late in the evening when\nThe old man\n")
+    result = invoke("run", "--prompts", path, "--in-order", "--stream", "--max-new-tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert "It was late in the evening when" in result.output
+    assert table(result.output)["tokens identical"] == ["yes"]
+
+
+def test_a_prompt_that_is_too_long_is_cut_and_said_to_be(prompt_file):
+    path = prompt_file("One morning\n" + "the door " * 3000)
+    result = invoke("run", "--prompts", path, "--max-new-tokens", 2, "--show", 0)
+    assert result.exit_code == 0, result.output
+    assert "1 prompt is cut to the last 2046 tokens" in result.output
+
+
+def test_version():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert re.match(r"hf_paged \S+, transformers 5\.\S+, torch 2\.\S+\n", result.output)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompts", "no/such/file.txt"], "cannot read no/such/file.txt: No such file"),
+        (["--model", "./no/such/folder"], "there is no folder ./no/such/folder"),
+        (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        (["--device", "toaster"], "cannot use --device 'toaster'"),
+        (["--max-new-tokens", 2048], "--max-new-tokens 2048 leaves no room for a prompt"),
+        (["--limit", 1, "--num-blocks", 1, "--max-new-tokens", 100], "the pool has 1"),
+        (["--limit", 0], "--limit"),
+        (["--max-new-tokens", "many"], "--max-new-tokens"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(args, message):
+    assert message in refused(*args)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    assert "holds no model: it has no config.json" in refused("--model", tmp_path)
+
+
+def test_an_unsupported_model_is_refused_with_its_reasons(tmp_path, prompt_file):
+    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+
+    from hf_paged.tools.cli import TINY_MODEL
+
+    config = MambaConfig(vocab_size=2048, hidden_size=16, state_size=4, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "mamba")
+    message = refused("--model", tmp_path / "mamba", "--limit", 1, "--max-new-tokens", 2)
+    assert "error: hf_paged does not support MambaForCausalLM" in message
+
+
+# ----------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_embedded_prompts_are_read():
+    assert len(read_prompts(TINY_PROMPTS)) > 8
+
+
+def test_text_file_has_a_prompt_a_line(prompt_file):
+    assert read_prompts(prompt_file("one\n\n  two\n")) == ["one", "  two"]
+
+
+def test_every_known_key_of_a_jsonl_file_is_found(prompt_file):
+    records = [{"id": 1, "prompt": "a"}, {"question": "b"}, {"turns": ["c", "later"]}, {"text": "d"}]
+    assert read_prompts(prompt_file("\n".join(map(json.dumps, records)), "p.jsonl")) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no prompts in it"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ('["a"]', "line 1: expected an object"),
+        ('\n{"input": "a", "id": 3}', "line 2: none of the keys prompt, question, turns, text; it has input, id"),
+        ('{"prompt": 7}', "line 1: 'prompt' holds no text, but 7"),
+        ('{"turns": []}', r"line 1: 'turns' holds no text, but \[\]"),
+        ('{"text": "  "}', "line 1: 'text' holds no text"),
+    ],
+)
+def test_bad_jsonl_is_refused_with_its_line(prompt_file, content, message):
+    with pytest.raises(ValueError, match=message):
+        read_prompts(prompt_file(content, "p.jsonl"))
+
+
+def test_a_binary_file_is_refused(tmp_path):
+    path = tmp_path / "weights.txt"
+    path.write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ValueError, match="not a UTF-8 text file"):
+        read_prompts(path)

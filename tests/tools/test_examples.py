@@ -1,0 +1,106 @@
+"""Every example runs offline, and says what it promises to show."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NOT_A_DEMONSTRATION = {"train_tiny_lm.py"}  # makes the embedded model: most of an hour
+
+
+def run_example(name, *args):
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *args],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def numbers(pattern, text):
+    """The integers in the groups of every match."""
+    return [tuple(map(int, groups)) for groups in re.findall(pattern, text)]
+
+
+def test_quickstart():
+    output = run_example("quickstart.py")
+    assert "same tokens as before: True" in output
+    [(used, total)] = numbers(r"KV blocks at the peak: (\d+) of (\d+)", output)
+    assert 0 < used < total
+
+
+def test_chat_with_cache():
+    output = run_example("chat_with_cache.py")
+    assert "same tokens without the cache: True" in output
+    turns = numbers(r"turn \d: (\d+) tokens in, (\d+) of them not recomputed", output)
+    assert turns[0][1] == 0
+    assert all(0 < kept < given for given, kept in turns[1:])
+    # All but the last token of an answer is in the cache when the next turn begins.
+    assert [kept for _, kept in turns[1:]] == [given + 24 - 1 for given, _ in turns[:-1]]
+    assert f"tokens not recomputed: {sum(kept for _, kept in turns)}\n" in output
+
+
+def test_samples_and_beams():
+    output = run_example("samples_and_beams.py")
+    blocks = numbers(r"blocks at the peak: (\d+); without sharing: (\d+)", output)
+    assert len(blocks) == 2
+    assert all(used < unshared for used, unshared in blocks)
+    copies = re.findall(r"copies on write: (\d+)", output)
+    assert len(copies) == 2
+    assert all(int(count) > 0 for count in copies)
+    assert len(re.findall(r"^   \.\.\.", output, flags=re.MULTILINE)) == 4 + 2
+
+
+@pytest.mark.parametrize("args", [(), (str(EXAMPLES.parent / "hf_paged" / "assets" / "tiny_lm"),)])
+def test_your_own_model(args):
+    output = run_example("your_own_model.py", *args)
+    assert "is supported" in output
+    assert "same tokens as stock generate(): True" in output
+    assert "unpatched: True" in output
+
+
+def test_many_users():
+    output = run_example("many_users.py")
+    assert "same replies as stock: True" in output
+    [(users, tokens, steps)] = numbers(r"(\d+) users, (\d+) tokens in (\d+) model steps", output)
+    assert tokens == users * 48
+    assert steps < 2 * 48, "the users did not share steps"
+
+
+def test_many_prompts():
+    output = run_example("many_prompts.py", "--num-prompts", "300", "--new-tokens", "4")
+    [(prompts, tokens, steps)] = numbers(r"(\d+) prompts, (\d+) new tokens in .* (\d+) model steps", output)
+    assert prompts == 300
+    assert 300 < tokens <= 1200
+    assert steps < 100, "the prompts did not share steps"
+    [(used, total)] = numbers(r"KV blocks at the peak: (\d+) of (\d+)", output)
+    assert 0 < used < total
+
+
+def test_shared_system_prompt():
+    output = run_example("shared_system_prompt.py")
+    [(given, found)] = numbers(r"prompt tokens given: (\d+), not computed again: (\d+)", output)
+    assert given / 2 < found < given
+    [(used, unshared)] = numbers(r"KV blocks at the peak: (\d+), without sharing: (\d+)", output)
+    assert used < unshared / 2
+
+
+def test_web_endpoint():
+    output = run_example("web_endpoint.py", "--port", "0")
+    [(replies, tokens, steps)] = numbers(r"(\d+) replies, (\d+) tokens in (\d+) model steps", output)
+    assert (replies, tokens) == (8, 8 * 32)
+    assert steps < tokens
+
+
+def test_every_example_is_tested():
+    found = {path.name for path in EXAMPLES.glob("*.py")} - NOT_A_DEMONSTRATION
+    tested = {f"{name.removeprefix('test_')}.py" for name in globals() if name.startswith("test_")}
+    assert found == tested - {"every_example_is_tested.py"}

@@ -1,0 +1,157 @@
+"""The soak, and the benchmarks of sharing and of threads, in miniature: that their numbers mean what they say."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_lm, tiny_tokenizer
+
+import hf_paged
+from hf_paged.engine.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they import each other
+soak, sharing, threads = (importlib.import_module(name) for name in ("soak", "sharing", "threads"))
+
+
+class TestSoak:
+    @pytest.fixture
+    def lengths(self) -> list[tuple[int, int]]:
+        pairs: list[tuple[int, int]] = soak.read_lengths(None, "azure", 0)
+        return pairs
+
+    @pytest.mark.parametrize("mode", ["swap", "recompute"])
+    def test_nothing_is_lost_or_leaked(self, mode: str, lengths: list[tuple[int, int]]) -> None:
+        report = soak.soak(250, lengths, preemption=mode, check_every=125, verify_every=2, seed=3)
+        assert report["violations"] == []
+        counts = report["outcomes"]
+        assert sum(sum(own.values()) for own in counts.values()) == 250
+        assert set(counts) >= {"greedy", "sampling", "samples", "beams", "generate", "cancel", "drop", "conversation"}
+        assert set(counts["failing_forward"]) == {"failed: HookError"}
+        stats = report["stats"]
+        assert stats["num_preemptions"] > 0 and stats["num_cow_copies"] > 0 and stats["prefix_cache_hit_tokens"] > 0
+        assert (stats["num_swapped_out"] > 0) == (mode == "swap")
+        assert report["num_verified"] > 40 and report["num_tokens_verified"] > 300
+
+    def test_wrong_tokens_are_a_violation(
+        self, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def other_weights(run: Any) -> dict[str, torch.Tensor]:
+            return {name: value + 0.1 for name, value in run.model.state_dict().items()}
+
+        monkeypatch.setattr(soak.Soak, "_weights", other_weights)
+        report = soak.soak(40, lengths, verify_every=1, num_clients=8)
+        assert any("NOT certified" in violation for violation in report["violations"])
+
+    def test_leaked_blocks_are_a_violation(
+        self, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Engine, "abandon_sequences", lambda engine, sequences: None)
+        monkeypatch.setattr(soak, "SETTLE_SECONDS", 0.5)
+        monkeypatch.setattr(soak, "MIX", {"forwards": 1})
+        report = soak.soak(6, lengths, verify_every=1, num_clients=2, num_blocks=256)
+        assert any("sequences that nobody holds" in violation for violation in report["violations"])
+        assert any("blocks leaked" in violation for violation in report["violations"])
+
+    def test_a_stuck_request_is_a_violation(
+        self, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        state = importlib.import_module("hf_paged.engine.request").RequestState
+        finish = state.finish
+        lost: list[Any] = []
+
+        def lose_first(self: Any, *args: Any, **kwargs: Any) -> None:
+            if lost and lost[0] is not self:
+                finish(self, *args, **kwargs)
+            lost.append(self)
+
+        monkeypatch.setattr(state, "finish", lose_first)
+        monkeypatch.setattr(soak, "PATIENCE", 1.0)
+        monkeypatch.setattr(soak.Soak, "describe", lambda run: None)
+        monkeypatch.setattr(soak, "MIX", {"sampling": 1})
+        report = soak.soak(10, lengths, verify_every=5, num_clients=2)
+        assert any("is stuck" in violation for violation in report["violations"])
+        lost.clear()
+
+    def test_the_same_seed_draws_the_same_requests(self, lengths: list[tuple[int, int]]) -> None:
+        one, other = (list(soak.Workload(lengths, 50, 7, 5)) for _ in range(2))
+        assert one == other
+        assert max(len(spec.prompt) for spec in one) <= soak.MAX_PROMPT
+        assert sum(spec.verify for spec in one) == 10
+
+
+class TestSharing:
+    def test_blocks_are_counted_by_part(self) -> None:
+        prompt, generated = sharing.count_blocks([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7]], 2, 3)
+        assert (prompt.shared, prompt.apart) == (3, 6)
+        assert (generated.shared, generated.apart) == (4, 5)
+        assert prompt.saving == 0.5
+
+    def test_one_sequence_stands_for_all_rows_at_first(self) -> None:
+        prompt, generated = sharing.count_blocks([[1, 2]], 2, 4)
+        assert (prompt.shared, prompt.apart, generated.apart) == (2, 8, 0)
+
+    def test_samples_share_the_full_blocks_of_their_prompt(self) -> None:
+        # 40 tokens are 2 blocks of 16 and a half. While the prompt is computed its 3 blocks stand for 12; in each of
+        # the 5 steps that follow, the last one is each sample's own: 2 + 4 blocks in place of 12.
+        ids = torch.arange(100, 140)[None]
+        row = sharing.measure(tiny_lm(), [(ids, 6)], "n=4 sampling", 16, num_verified=1)
+        assert row["steps"] == 6
+        assert row["saving"] == pytest.approx(1 - (3 + 5 * 6) / (6 * 12), abs=1e-4)
+        assert row["saving_prompt_part"] == row["saving"] and row["saving_generated_part"] == 0
+        assert row["verified"] == {"prompts": 1, "tokens_identical": True}
+
+    def test_beams_share_what_they_have_in_common(self) -> None:
+        ids = torch.arange(100, 116)[None]
+        row = sharing.measure(tiny_lm(), [(ids, 12)], "beam 4", 4, num_verified=1)
+        assert row["saving_prompt_part"] == 0.75  # four full blocks, one in place of four
+        assert 0 < row["saving_generated_part"] < 0.75
+        assert row["verified"]["tokens_identical"]
+
+    def test_lengths_have_the_means_of_the_paper(self) -> None:
+        for name, means in sharing.PAPER_MEANS.items():
+            pairs = list(islice(sharing.draw_lengths(name, 0), 4000))
+            for values, mean in zip(zip(*pairs), means):
+                assert statistics.fmean(values) == pytest.approx(mean, rel=0.06)
+
+
+class TestThreads:
+    @pytest.fixture
+    def models(self) -> Iterator[tuple[Any, Any]]:
+        paged = hf_paged.patch(tiny_lm(), num_blocks=64)
+        yield tiny_lm(), paged
+        hf_paged.unpatch(paged)
+
+    @pytest.mark.parametrize("mode", threads.MODES)
+    def test_tokens_are_stocks_and_steps_are_shared(self, mode: str, models: tuple[Any, Any]) -> None:
+        row = threads.measure(*models, tiny_tokenizer(), mode, num_threads=3, new_tokens=5, reps=1)
+        assert all(row[way]["tokens_identical"] for way in threads.WAYS)
+        # 5 steps if all begin together, 15 if nothing were shared.
+        assert 5 <= row["hf_paged"]["model_steps"] <= 15
+        for way in threads.WAYS:
+            figures = row[way]
+            assert figures["tokens_per_second"] == pytest.approx(15 / figures["seconds"], rel=0.02)
+            if mode == "beam":
+                assert figures["first_token_seconds"] is None
+            else:
+                assert 0 < figures["first_token_seconds"] <= figures["seconds"]
+
+    def test_prompts_are_different_and_ragged(self) -> None:
+        prompts = threads.make_prompts(tiny_tokenizer(), 64)
+        assert len({tuple(prompt[0].tolist()) for prompt in prompts}) == 64
+        assert {prompt.shape[0] for prompt in prompts} == {1}
+        assert len({prompt.shape[1] for prompt in prompts}) > 10
+
+
+def test_what_samples_save_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: the mean over many lengths, here counted by hand: two whole prompt blocks, 17 tokens a sample."""
+    monkeypatch.setattr(sharing, "draw_lengths", lambda name, seed: iter([(32, 17)]))
+    shared, unshared = 2 + 16 * (2 + 4), 4 * 2 + 16 * 4 * 3
+    assert sharing.expected_saving("sharegpt", room=1024, block_size=16, seed=0) == 1 - shared / unshared

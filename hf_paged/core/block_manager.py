@@ -146,6 +146,10 @@ class BlockManager:
         """The same as int32 numbers, and live: read them at once, keep no view (a table that is viewed can't grow)."""
         return self._table(seq_id).blocks
 
+    def tables(self, seq_ids: Iterable[int]) -> list[array[int]]:
+        """`blocks` of several sequences."""
+        return [self._tables[seq_id].blocks for seq_id in seq_ids]
+
     @property
     def num_stored_tokens(self) -> int:
         """Distinct slots that hold a token of a live sequence, a shared block counted once. O(tables)."""

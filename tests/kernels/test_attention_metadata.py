@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import step_metadata
 from torch import Tensor
 
-from hf_paged.kernels.attention_metadata import AttentionGroup, AttentionMetadata, DecodeMetadata, GatherView
+from hf_paged.kernels.attention_metadata import AttentionGroup, DecodeMetadata, GatherView
 from hf_paged.kernels.decode_work import WorkKind
 
 CPU = torch.device("cpu")
@@ -25,16 +26,15 @@ class Batch:
 
     shapes: list[tuple[int, int]]  # new tokens, tokens including them
     block_size: int = 4
-    spare_blocks: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        needed = [-(-length // self.block_size) + self.spare_blocks for _, length in self.shapes]
+        needed = [-(-length // self.block_size) for _, length in self.shapes]
         blocks = list(range(sum(needed)))
         random.Random(self.seed).shuffle(blocks)
         self.null_block = len(blocks)
         self.tables = [[blocks.pop() for _ in range(n)] for n in needed]
-        self.metadata = AttentionMetadata.build(
+        self.metadata = step_metadata(
             self.tables,
             [query for query, _ in self.shapes],
             [length for _, length in self.shapes],
@@ -153,9 +153,8 @@ MIXES: dict[str, list[tuple[int, int]]] = {
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
-@pytest.mark.parametrize("spare_blocks", [0, 2])
-def test_step(mix: str, block_size: int, spare_blocks: int) -> None:
-    Batch(MIXES[mix], block_size, spare_blocks).check()
+def test_step(mix: str, block_size: int) -> None:
+    Batch(MIXES[mix], block_size).check()
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -171,14 +170,11 @@ def test_view(mix: str, block_size: int, window: int | None) -> None:
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=8),
     block_size=st.integers(1, 6),
-    spare_blocks=st.integers(0, 2),
     window=st.none() | st.integers(1, 40),
     seed=st.integers(0, 100),
 )
-def test_any_step(
-    shapes: list[tuple[int, int]], block_size: int, spare_blocks: int, window: int | None, seed: int
-) -> None:
-    batch = Batch([(query, query + before) for query, before in shapes], block_size, spare_blocks, seed)
+def test_any_step(shapes: list[tuple[int, int]], block_size: int, window: int | None, seed: int) -> None:
+    batch = Batch([(query, query + before) for query, before in shapes], block_size, seed)
     batch.check()
     for group in batch.metadata.groups:
         batch.check_view(group, window)
@@ -252,12 +248,12 @@ def test_decode_work_of_recorded_steps() -> None:
 
 
 def test_an_example_by_hand() -> None:
-    metadata = AttentionMetadata.build([[7, 2], [4], [0, 5, 1]], [3, 1, 2], [4, 1, 6], 2, 9, CPU)
+    metadata = step_metadata([[7, 2], [4], [0, 5, 1]], [3, 1, 2], [4, 1, 6], 2, 9, CPU)
     assert metadata.slot_mapping.tolist() == [15, 4, 5, 8, 2, 3]
     assert metadata.block_tables.tolist() == [[7, 2, 9], [4, 9, 9], [0, 5, 1]]
     assert metadata.query_start_loc.tolist() == [0, 3, 4, 6]
     assert metadata.seq_lens.tolist() == [4, 1, 6]
-    view = AttentionMetadata.build([[7, 2, 5]], [2], [6], 2, 9, CPU).groups[0].view(2, 2, 9, torch.float32)
+    view = step_metadata([[7, 2, 5]], [2], [6], 2, 9, CPU).groups[0].view(2, 2, 9, torch.float32)
     # Tokens 4 and 5 see 3, 4 and 4, 5: the block of 0 and 1 is left out.
     assert view.block_table.tolist() == [[2, 5]]
     assert view.mask.tolist() == [[[[-INF, 0, 0, -INF], [-INF, -INF, 0, 0]]]]
@@ -265,7 +261,7 @@ def test_an_example_by_hand() -> None:
 
 
 def test_sequences_may_share_blocks() -> None:
-    metadata = AttentionMetadata.build([[3, 1, 0], [3, 1, 2]], [1, 1], [5, 6], 2, 4, CPU)
+    metadata = step_metadata([[3, 1, 0], [3, 1, 2]], [1, 1], [5, 6], 2, 4, CPU)
     assert metadata.block_tables.tolist() == [[3, 1, 0], [3, 1, 2]]
     assert metadata.slot_mapping.tolist() == [0, 5]
 
@@ -293,7 +289,7 @@ def test_a_window_view_leaves_the_full_one_alone() -> None:
 def test_the_caller_may_go_on_with_its_tables() -> None:
     """The manager's lists are live: what is built must not follow them."""
     table = [3, 1]
-    metadata = AttentionMetadata.build([table], [1], [4], 2, 4, CPU)
+    metadata = step_metadata([table], [1], [4], 2, 4, CPU)
     table[:] = [0, 0, 0]
     assert metadata.block_tables.tolist() == metadata.groups[0].block_table.tolist() == [[3, 1]]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
+from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, step_metadata, strided
 from torch import Tensor
 
 from hf_paged.kernels import reference
@@ -273,10 +273,8 @@ class Batch:
         self.slopes = 2.0 ** -torch.linspace(1, 6, num_heads, dtype=slope_dtype) if case.has_alibi else None
 
     def metadata(self) -> AttentionMetadata:
-        # A table may hold more blocks than this step reads.
-        tables = [[*table, *([self.null_block - 1] if row % 2 else [])] for row, table in enumerate(self.tables)]
         query_lens, seq_lens = [q for q, _ in self.shapes], [n for _, n in self.shapes]
-        return AttentionMetadata.build(tables, query_lens, seq_lens, self.case.block_size, self.null_block, CPU)
+        return step_metadata(self.tables, query_lens, seq_lens, self.case.block_size, self.null_block, CPU)
 
     def attend(self, metadata: AttentionMetadata | None = None) -> Tensor:
         case = self.case
@@ -425,7 +423,7 @@ def test_sequences_do_not_depend_on_their_neighbours() -> None:
     together = batch.attend()
     row = 0
     for table, (query_len, seq_len) in zip(batch.tables, batch.shapes):
-        alone = AttentionMetadata.build([table], [query_len], [seq_len], batch.case.block_size, batch.null_block, CPU)
+        alone = step_metadata([table], [query_len], [seq_len], batch.case.block_size, batch.null_block, CPU)
         query = batch.query[row : row + query_len]
         found = reference.paged_attention(query, batch.pool, batch.layer, alone, batch.scale)
         torch.testing.assert_close(found, together[row : row + query_len], rtol=1e-12, atol=1e-12)
@@ -442,7 +440,7 @@ def test_chunks_add_up_to_the_whole_prefill() -> None:
     query = random_tensor(length, 4, 16, seed=3)
 
     def attend(start: int, end: int) -> Tensor:
-        metadata = AttentionMetadata.build([table], [end - start], [end], 4, 7, CPU)
+        metadata = step_metadata([table], [end - start], [end], 4, 7, CPU)
         return reference.paged_attention(query[start:end], pool, 1, metadata, batch.scale)
 
     whole = attend(0, length)

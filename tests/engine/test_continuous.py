@@ -30,7 +30,7 @@ from transformers import LogitsProcessor, TextIteratorStreamer
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.sampling.draws import DRAWS
+from hf_paged.sampling.random import DRAWS
 
 MakePair = Callable[..., Pair]
 

@@ -33,7 +33,7 @@ from hf_paged.engine.executor import StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.model import cuda_graph, runner
 from hf_paged.sampling import sampler
-from hf_paged.sampling.draws import default_generator
+from hf_paged.sampling.random import default_generator
 from hf_paged.sampling.sampler import ChosenTokens
 
 pytestmark = pytest.mark.timeout(60)

@@ -34,9 +34,9 @@ from transformers import (
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
 
 import hf_paged
-from hf_paged.sampling import sampler
-from hf_paged.sampling.draws import StepNoise
-from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens, needs_ids, processor_kinds
+from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, processor_kinds
+from hf_paged.sampling.random import StepNoise
+from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens
 from hf_paged.sampling.token_table import TokenTable
 
 pytestmark = pytest.mark.timeout(120)
@@ -234,7 +234,7 @@ def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: 
         lengths = [call.width for call in calls for _ in range(len(call.prompts))]
         ids = TABLE.read([row for call in calls for row in call.sampler.table_rows], lengths)
     for own in zip(*(call.processors for call in calls), strict=True):
-        merged = sampler._merged(own, rows, scores)(ids, scores)
+        merged = merged_processor(own, rows, scores)(ids, scores)
         pieces = [one(c.prompts, part) for one, c, part in zip(own, calls, scores.split(rows), strict=True)]
         assert torch.equal(merged, torch.cat(pieces)), type(own[0]).__name__
         scores = merged
@@ -254,7 +254,7 @@ def test_top_p_at_its_very_border(style: str) -> None:
                 value = float(1 - (kept.double() + change * ulp))
                 calls.append(Call([TopPLogitsWarper(value)], logits[:, row : row + 1], seed=len(calls)))
                 scores.append(logits[0, row])
-    merged = sampler._merged([call.processors[0] for call in calls], [1] * len(calls), torch.stack(scores))
+    merged = merged_processor([call.processors[0] for call in calls], [1] * len(calls), torch.stack(scores))
     found = merged(None, torch.stack(scores))
     expected = torch.cat([call.processors[0](None, call.logits[0]) for call in calls])
     assert torch.equal(found, expected)
@@ -266,7 +266,7 @@ def test_ties_at_the_border_of_top_k() -> None:
     scores = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.0])
     kept = {1: 1, 2: 4, 3: 4, 4: 4, 5: 6, 6: 6, 7: 7, 90: 7}
     processors = [TopKLogitsWarper(number) for number in kept]
-    found = sampler._merged(processors, [1] * len(kept), scores.expand(len(kept), -1))(
+    found = merged_processor(processors, [1] * len(kept), scores.expand(len(kept), -1))(
         None, scores.repeat(len(kept), 1)
     )
     assert (found > -float("inf")).sum(dim=1).tolist() == list(kept.values())
@@ -393,7 +393,7 @@ def test_a_penalty_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_divides_as_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a tensor over a Python number is a product with its reciprocal; on CPU a quotient."""
     column = torch.tensor([[0.7], [1.3]])
-    divisor = sampler._Divisor(column)
+    divisor = _Divisor(column)
     scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert torch.equal(scores / divisor, torch.stack([scores[0] / 0.7, scores[1] / 1.3]))
     assert torch.equal(scores * divisor, torch.stack([scores[0] * 0.7, scores[1] * 1.3]))

@@ -10,9 +10,10 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from transformers.utils import ModelOutput
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.model import packed_linears
+from hf_paged.model import packed_linears, trial
+from hf_paged.model.trial import Pair, Trials
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -68,17 +70,14 @@ def make(name: str = "llama") -> Any:
     return model
 
 
-class _Always(dict[Any, tuple[bool, bool]]):
-    """Says the same of every kind of layer."""
+class _Always(Trials):
+    """Says the same of every layer, for few rows and for many."""
 
-    def __init__(self, answer: tuple[bool, bool]) -> None:
-        self._answer = answer
+    def __init__(self, *answers: bool) -> None:
+        self._answers = cycle(answers)
 
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __getitem__(self, key: Any) -> tuple[bool, bool]:
-        return self._answer
+    def faster(self, pairs: Sequence[Pair], tolerances: Any) -> list[bool]:
+        return [next(self._answers)] * len(pairs)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +91,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return multiply(states, weight, bias)
 
     monkeypatch.setattr(packed_linears, "_multiply", counted)
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always((True, True)))
+    monkeypatch.setattr(packed_linears, "TRIALS", _Always(True))
     return rows
 
 
@@ -564,7 +563,7 @@ def test_release() -> None:
 
 
 def test_what_is_not_faster_is_left_alone(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always((False, False)))
+    monkeypatch.setattr(packed_linears, "TRIALS", _Always(False))
     stock, model = make(), patch(make())
     compare(stock, model)
     assert model.paged._linears._layers == [] and not calls
@@ -575,7 +574,7 @@ def test_what_is_faster_for_some_numbers_of_rows(
     gains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     """Would break: a single user's rows multiplied in the way that is best for many users', or the reverse."""
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always(gains))
+    monkeypatch.setattr(packed_linears, "TRIALS", _Always(*gains))
     stock, model = make(), patch(make())
     compare(stock, model)
     assert calls and {rows >= packed_linears.MANY_ROWS for rows in calls} == {gains[1]}
@@ -584,7 +583,7 @@ def test_what_is_faster_for_some_numbers_of_rows(
 @pytest.mark.parametrize("gains", [(1.0, 1.0), (1.04, 1.04), (1.0, 1.06), (1.06, 1.0), (3.0, 3.0)])
 def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """Once a process for each kind of layer, few rows and many, and nothing for a few percent."""
-    known: dict[Any, tuple[bool, bool]] = {}
+    trials = Trials()
     measured: list[int] = []
 
     def seconds(*series: list[tuple[Any, Callable[[], Tensor]]]) -> list[dict[Any, float]]:
@@ -594,25 +593,26 @@ def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, 
         measured.append(len(own))
         return [{kind: gain for kind, _ in own}, {kind: 1.0 for kind, _ in other}]
 
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", known)
-    monkeypatch.setattr(packed_linears, "_seconds", seconds)
+    monkeypatch.setattr(packed_linears, "TRIALS", trials)
+    monkeypatch.setattr(trial, "_seconds", seconds)
     model = patch(make("gpt2"))
     model.generate(IDS, **GREEDY)
-    few, many = (gain > packed_linears.MIN_GAIN for gain in gains)
-    assert len(known) == 5 and set(known.values()) == {(few, many)}
+    few, many = (gain > trial.MIN_GAIN for gain in gains)
+    assert list(trials._is_faster.values()) == [few] * 5 + [many] * 5
     assert bool(model.paged._linears._layers) == (few or many)
     num_measured = sum(measured)
     compare(make("gpt2"), patch(make("gpt2")))
-    assert sum(measured) == num_measured > 0 and len(known) == 5
+    assert sum(measured) == num_measured > 0 and len(trials._is_faster) == 10
 
 
 def test_real_measurements() -> None:
     """Whatever they say, tokens are the same."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packed_linears, "_IS_FASTER", {})
+        trials = Trials()
+        patched.setattr(packed_linears, "TRIALS", trials)
         for name in ("llama", "gpt2"):
             compare(make(name), patch(make(name)))
-        assert packed_linears._IS_FASTER
+        assert trials._is_faster
 
 
 @pytest.mark.parametrize("how", ["wrong", "missing", "not here"])
@@ -628,8 +628,8 @@ def test_an_operation_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.M
         raise {"missing": AttributeError, "not here": RuntimeError}[how]("no such operation")
 
     monkeypatch.setattr(packed_linears, "_multiply", other)
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", {})
-    monkeypatch.setattr(packed_linears, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(packed_linears, "TRIALS", Trials())
+    monkeypatch.setattr(trial, "MIN_GAIN", 0.0)
     stock, model = make(), patch(make())
     compare(stock, model)
     assert num_wrong and model.paged._linears._layers == []

@@ -74,7 +74,7 @@ class FusedLayers:
     """Norms, gated MLPs and rotary embeddings, one pass over memory each where transformers' code makes two to ten.
 
     A module is taken for what it computes, not for its name: its own forward and the kernel have to agree on inputs of
-    all sizes. Weights are read where they are, nothing is copied. Nobody but the thread inside `scope` sees any of it.
+    all sizes. Weights are read where they are, nothing is copied. Only the thread inside `scope` sees any of it.
     """
 
     def __init__(self, model: nn.Module) -> None:

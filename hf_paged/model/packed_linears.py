@@ -73,7 +73,7 @@ class PackedLinears:
     in every call. What is used here instead is what torch's own compiler emits: a private op, so only where it is there
     and agrees with the layer. Where there is no room for a second copy of a weight, it is multiplied as it is.
 
-    Nobody but the thread inside `scope` sees any of it: training, scoring and other threads go through the layers as
+    Only the thread inside `scope` sees any of it: training, scoring and other threads go through the layers as
     they are.
     """
 

@@ -42,7 +42,7 @@ class RowSampler:
         width: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """Of a call; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
+        """A call's; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
         self.processors = list(processors)
         self.noise = noise
         self.criteria = criteria
@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def table_rows(self) -> list[int]:
-        """Of its rows."""
+        """The rows of the table that its rows have."""
         return [self.sampler.table_rows[row] for row in self.rows]
 
     @property
@@ -113,7 +113,7 @@ class ChosenTokens:
         self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
     def read(self) -> list[Outcome]:
-        """Of each choice. Waits until the step that computes them is over."""
+        """The outcome of each choice. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
         found = self._to_host.wait().tolist()
         stops: dict[int, list[bool]] = {}

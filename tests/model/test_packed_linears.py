@@ -1,4 +1,4 @@
-"""Linear layers of engine forwards through oneDNN, and forwards in inference mode: nobody else may see anything of it.
+"""Linear layers of engine forwards through oneDNN, and forwards in inference mode: no other code may see any of it.
 
 The models' weights are large enough to be packed, and whether that is faster is not asked of the machine.
 """
@@ -100,7 +100,7 @@ def patch(model: Any, **settings: Any) -> Any:
 
 
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
-    """Of a prompt and one token, over a cache."""
+    """The logits of a prompt and one token, over a cache."""
     cache = {"past_key_values": PagedCache(model)} if hasattr(model, "paged") else {}
     with torch.no_grad():
         return model(ids, **cache).logits
@@ -342,7 +342,7 @@ def test_data_that_no_sample_shows() -> None:
 
 
 def test_a_model_that_dies_in_an_optimizer_step() -> None:
-    """Any moment may be the garbage collector's, and nobody's training step is to fail for it."""
+    """Any moment may be the garbage collector's, and no training step is to fail for it."""
 
     def collect(*_: Any) -> None:
         gc.collect()
@@ -374,7 +374,7 @@ def test_another_dtype() -> None:
     compare(stock, model)
 
 
-# Nobody else sees it
+# No other code sees it
 
 
 def gradients(model: Any) -> list[Tensor]:
@@ -741,30 +741,11 @@ def test_logits_and_caches_are_ordinary_tensors(modes: set[tuple[bool, bool]]) -
     trains(stock, model)
 
 
-def test_requests_return_no_tensors_of_inference(modes: set[tuple[bool, bool]]) -> None:
-    model = patch(make())
-    modes.clear()
-    request = model.paged.submit(IDS[0], **GREEDY)
-    output = request.result(30)
-    values = [getattr(output, name) for name in dir(output) if not name.startswith("_")]
-    assert not any(tensor.is_inference() for tensor in tensors_of(values))
-    assert (True, False) in modes
-
-
-def test_a_caller_in_inference_mode() -> None:
-    """The pool made there is one for all."""
-    stock, model = make(), patch(make())
-    with torch.inference_mode():
-        model.generate(IDS, **GREEDY)
-        model(IDS, past_key_values=PagedCache(model))
-    trains(stock, model)
-
-
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_with_hooks_there_is_neither_inference_mode_nor_autograd(
     backend: str, modes: set[tuple[bool, bool]], calls: list[int]
 ) -> None:
-    """What hooks see is theirs to keep; a graph that nobody asked for would grow from step to step."""
+    """What hooks see is theirs to keep; a graph that was not asked for would grow from step to step."""
     stock, model = make(), patch(make(), attention_backend=backend)
     modes.clear()
     seen: list[Tensor] = []
@@ -846,9 +827,12 @@ def test_a_module_of_the_users_that_keeps_tensors() -> None:
     trains(stock, model)
 
 
-class KeepsAttribute(LlamaForCausalLM):
-    def keep(self, made: Tensor) -> None:
-        self.kept = made
+class Box:
+    value: Tensor
+
+
+class Keeps(LlamaForCausalLM):
+    keep: Callable[[Any, Tensor], None]
 
     def forward(
         self,
@@ -866,32 +850,18 @@ class KeepsAttribute(LlamaForCausalLM):
         return output
 
 
-class KeepsBuffer(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.register_buffer("kept", made, persistent=False)
+KEEP: dict[str, Callable[[Any, Tensor], Any]] = {
+    "attribute": lambda model, made: setattr(model, "kept", made),
+    "buffer": lambda model, made: model.register_buffer("kept", made, persistent=False),
+    "dict": lambda model, made: vars(model).setdefault("kept", {}).update(last=made),
+    "list": lambda model, made: vars(model).setdefault("kept", []).append((made, 1)),
+    "object": lambda model, made: setattr(vars(model).setdefault("kept", Box()), "value", made),
+}
 
 
-class KeepsInDict(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.__dict__.setdefault("kept", {})["last"] = made
-
-
-class KeepsInList(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.__dict__.setdefault("kept", []).append((made, 1))
-
-
-class Box:
-    value: Tensor
-
-
-class KeepsInObject(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.__dict__.setdefault("kept", Box()).value = made
-
-
-@pytest.mark.parametrize("cls", [KeepsAttribute, KeepsBuffer, KeepsInDict, KeepsInList, KeepsInObject])
-def test_architectures_that_keep_tensors(cls: type[LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", KEEP)
+def test_architectures_that_keep_tensors(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = type("Keeps", (Keeps,), {"keep": KEEP[how]})
     # as if they were transformers' own
     monkeypatch.setattr("hf_paged.model.model_state.is_library_code", lambda module: True)
     report = hf_paged.is_supported(make_llama(cls))

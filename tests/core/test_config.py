@@ -123,7 +123,7 @@ VALID: list[tuple[str, Any]] = [
     ("strict", True),
 ]
 
-POSITIVE: list[Any] = [0, -1, 1.0, 1.5, "16", True, False, [1]]
+POSITIVE: list[Any] = [0, -1, 1.0, 1.5, "16", True, False, [1], float("nan"), float("inf")]
 BOOLEAN: list[Any] = [None, 1, 0, "true", 1.0]
 INVALID: list[tuple[str, Any]] = [
     *(("block_size", value) for value in (*POSITIVE, None)),
@@ -138,7 +138,7 @@ INVALID: list[tuple[str, Any]] = [
     *(("warm_up", value) for value in BOOLEAN),
     *(("use_async_batching", value) for value in (0, 1, 0.0, "auto", "true", [])),
     *(("preemption", value) for value in ("Auto", "", "drop", None, 1)),
-    *(("swap_space_gib", value) for value in (-1, -0.5, "4", True)),
+    *(("swap_space_gib", value) for value in (-1, -0.5, "4", True, float("nan"), float("inf"), 1e300)),
     *(("kv_cache_dtype", value) for value in ("fp8", "bfloat16", None, 8)),
     *(("attention_backend", value) for value in ("sdpa", "TORCH", None)),
     *(("cuda_graphs", value) for value in (0, 1, 0.0, "auto", "true", [])),

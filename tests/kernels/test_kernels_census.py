@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, run_compiled
 
-from hf_paged.kernels.backend import TritonBackend
+from hf_paged.attention.backends.triton import TritonBackend
 from hf_paged.kernels.triton_layers import TritonLayers
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # they import each other

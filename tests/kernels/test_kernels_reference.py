@@ -19,8 +19,8 @@ import torch
 from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
 from torch import Tensor
 
+from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import reference
-from hf_paged.kernels.attention_metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -284,7 +284,7 @@ class Batch:
             self.query,
             self.pool,
             self.layer,
-            self.metadata() if metadata is None else metadata,
+            (self.metadata() if metadata is None else metadata).groups,
             self.scale,
             sliding_window=case.window,
             softcap=case.softcap,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.attention_metadata import AttentionMetadata
+from hf_paged.attention.metadata import AttentionMetadata
 
 # Steps
 

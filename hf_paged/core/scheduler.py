@@ -229,6 +229,29 @@ class Scheduler:
             self._manager.add(sequence.seq_id)
         self._file(sequence.group)
 
+    def append(self, sequences: list[Sequence], num_tokens: int) -> BlockMoves:
+        """Gives sequences slots outside of any step; see `extend_computed`.
+
+        Returns:
+            Copies and new blocks, to execute.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them; nothing has changed.
+        """
+        manager = self._manager
+        held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
+        copies = manager.append([(sequence.seq_id, num_tokens) for sequence in sequences])
+        new_blocks = [
+            block
+            for sequence, count in zip(sequences, held, strict=True)
+            for block in manager.blocks(sequence.seq_id)[count:]
+        ]
+        return BlockMoves(block_copies=copies, new_blocks=new_blocks)
+
+    def reset_prefix_cache(self) -> int:
+        """See `BlockManager`."""
+        return self._manager.reset_prefix_cache()
+
     def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Books tokens that somebody else stored in slots appended to the sequence's table."""
         sequence.num_tokens += num_tokens

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from hf_paged.attention.backends.registry import choose
 from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
+from hf_paged.core.recorder import RecordingScheduler, new_file
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.engine.preemption import PreemptionCost
@@ -47,7 +52,7 @@ class KVPool:
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
-        self.log = EventLog()
+        self.log = EventLog(now=time.time)
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._runner = runner
         self._manager: BlockManager | None = None
@@ -104,10 +109,15 @@ class KVPool:
                     self._num_swap_blocks(num_blocks),
                     self.log,
                 )
-                self._scheduler = Scheduler(
-                    self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
-                )
+                self._scheduler = self._make_scheduler(self._manager)
             return self._manager
+
+    def _make_scheduler(self, manager: BlockManager) -> Scheduler:
+        arguments = manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
+        path = os.environ.get("HF_PAGED_RECORD")
+        if not path:
+            return Scheduler(*arguments)
+        return RecordingScheduler(*arguments, file=new_file(path))
 
     def _num_swap_blocks(self, num_blocks: int) -> int:
         space = self.config.swap_space_gib
@@ -185,7 +195,7 @@ class KVPool:
                     num_blocks,
                     self.config.block_size,
                     device,
-                    self.config.attention_backend,
+                    partial(choose, self.config.attention_backend),
                     dtype,
                 )
             return self._kv_cache
@@ -225,7 +235,7 @@ class KVPool:
                     f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
                     "reset() or drop those caches first"
                 )
-            self._manager.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
             self._pending.clear()
             self._kv_cache = None
 

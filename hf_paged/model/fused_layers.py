@@ -6,16 +6,18 @@ import logging
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_paged.kernels.backend import layer_kernels
+from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.fused_rotary import find_rotary
+from hf_paged.model.fused_rotary import RotaryAttention, RotaryForward, find_rotary
 from hf_paged.model.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
 from hf_paged.model.placement import Placement
+from hf_paged.model.trial import agrees, attempt
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class FusedLayers:
     """Norms, gated MLPs and rotary embeddings, one pass over memory each where transformers' code makes two to ten.
 
     A module is taken for what it computes, not for its name: its own forward and the kernel have to agree on inputs of
-    all sizes. Weights are read where they are, nothing is copied. Nobody but the thread inside `scope` sees any of it.
+    all sizes. Weights are read where they are, nothing is copied. Only the thread inside `scope` sees any of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,6 +83,7 @@ class FusedLayers:
         self._model = weakref.ref(model)
         self._placement = Placement(model)
         self._calls: list[ModuleCall] | None = None
+        self._rotary_forwards: list[RotaryForward] = []
         self._made_for: tuple[torch.dtype, torch.device] | None = None
 
     @contextmanager
@@ -97,6 +100,10 @@ class FusedLayers:
             model = self._model()
             assert model is not None
             self._calls = _find(model, *placement)
+            rotary = (call.changed for call in self._calls if isinstance(call, RotaryAttention))
+            self._rotary_forwards = list(dict.fromkeys(rotary))
+        for forward in self._rotary_forwards:
+            forward.look_up()
         with calling(self._calls):
             yield
 
@@ -114,6 +121,7 @@ def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Mo
         return []
     generator = torch.Generator("cpu").manual_seed(0)
     known: dict[Hashable, bool] = {}
+    forwards: dict[FunctionType, RotaryForward | None] = {}
     calls: list[ModuleCall] = []
     for module in model.modules():
         if not is_untouched(module) or not is_library_code(module) or has_hooks(module):
@@ -121,7 +129,7 @@ def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Mo
         call = (
             _norm(module, kernels, generator, dtype, device)
             or _gated_mlp(module, kernels, generator, dtype, device, known)
-            or find_rotary(module, kernels, dtype, device)
+            or find_rotary(module, kernels, dtype, device, forwards)
         )
         if call is not None:
             calls.append(call)
@@ -149,13 +157,13 @@ def _norm(
     states = torch.randn(4, len(weight), generator=generator, device="cpu")
     states *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # eps matters in the first
     states = states.to(device, dtype)
-    truth = _own(module, states)
-    if truth is None:
+    truth = attempt(module, states)
+    if not isinstance(truth, Tensor):
         return None
     for offset, rounds_first in NORMS:
         call = _Norm(module, kernels, eps, offset, rounds_first)
         try:
-            if _agree(call.compute(states), truth, _TOLERANCE[dtype]):
+            if agrees(call.compute(states), truth, _TOLERANCE[dtype], dim=-1):
                 return call
         except InputError:  # too wide, or strided
             return None
@@ -189,8 +197,8 @@ def _gated_mlp(
     kind = (type(module), coefficients, *sorted((name, repr(value)) for name, value in settings.items()))
     if kind not in known:
         states = torch.randn(1, 3, width, generator=generator, device="cpu").to(device, dtype)
-        truth = _own(module, states)
-        known[kind] = truth is not None and _agree(call.compute(states), truth, _MLP_TOLERANCE[dtype])
+        truth = attempt(module, states)
+        known[kind] = isinstance(truth, Tensor) and agrees(call.compute(states), truth, _MLP_TOLERANCE[dtype], dim=-1)
     return call if known[kind] else None
 
 
@@ -198,27 +206,9 @@ def _activation(module: Any) -> Any:
     return getattr(module, "act_fn", getattr(module, "activation_fn", None))
 
 
-def _own(module: Any, states: Tensor) -> Tensor | None:
-    """What the module itself makes of it, if it takes a single tensor."""
-    try:
-        result = module(states)
-    except (TypeError, RuntimeError, ValueError, IndexError):
-        return None
-    return result if isinstance(result, Tensor) and result.shape[:-1] == states.shape[:-1] else None
-
-
 def _computes(activation: Any, coefficients: tuple[float, float]) -> bool:
     states = torch.linspace(-9.0, 9.0, 361, device="cpu")
     linear, cubic = coefficients
-    try:
-        result = activation(states)
-    except (TypeError, RuntimeError, ValueError):
-        return False
+    result = attempt(activation, states)
     expected = states * torch.sigmoid(linear * states + cubic * states**3)
     return isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-5, atol=2e-6)
-
-
-def _agree(result: Tensor, truth: Tensor, tolerance: float) -> bool:
-    """Row by row: the rows are of different sizes."""
-    error = (result.float() - truth.float()).norm(dim=-1)
-    return result.dtype is truth.dtype and bool((error <= tolerance * truth.float().norm(dim=-1)).all())

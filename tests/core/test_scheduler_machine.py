@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -139,15 +139,14 @@ class World:
         num_swap_blocks: int = 0,
         caching: bool = True,
         overlaps: bool = False,
+        scheduler: Callable[..., WatchedScheduler] = WatchedScheduler,
     ) -> None:
         self.rng = rng
         self.overlaps = overlaps
         # Of each step in flight: rows with tokens that the device has chosen, and with what (None: it was the last).
         self.expected: list[list[tuple[Row, int | None]]] = []
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
-        self.scheduler = WatchedScheduler(
-            self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
-        )
+        self.scheduler = scheduler(self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5)
         self.events = self.scheduler.events = Counter()
         self.ledger = Ledger()
         self.pool = self.manager.pool
@@ -311,7 +310,7 @@ class World:
         self.events["forward interrupted"] += 1
 
     def reset_prefix_cache(self) -> None:
-        self.manager.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def make_room(self, num_blocks: int) -> None:
         """Somebody needs blocks outside of a step."""
@@ -357,11 +356,11 @@ class World:
         swap_outs = self.scheduler.make_room(need, request.groups)
         self._execute_copies(BlockMoves(swap_outs=swap_outs))
         try:
-            copies = self.manager.append(requests)
+            moves = self.scheduler.append([row.sequence for row in request.rows], num_tokens)
         except OutOfBlocksError:
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
-        self._execute_copies(BlockMoves(block_copies=copies))
+        self._execute_copies(moves)
         for row in request.rows:
             sequence, start = row.sequence, len(row.inputs)
             self._extend(row, [0] * num_tokens, is_opaque=True)
@@ -381,7 +380,7 @@ class World:
         assert (self.pool.num_in_use, self.manager.num_swapped_blocks) == (before if fixed else (0, 0))
         if not fixed:
             self.events["release of a filled pool"] += bool(holders)
-            self.manager.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
             self.slots = [[None] * self.block_size for _ in self.slots]
 
     # A step
@@ -1146,7 +1145,7 @@ def random_call(world: World, rng: random.Random) -> None:
             world.reset_prefix_cache()
 
 
-def random_world(episode: int) -> World:
+def random_world(episode: int, scheduler: Callable[..., WatchedScheduler] = WatchedScheduler) -> World:
     rng = random.Random(episode)
     num_blocks = rng.choice((rng.randint(1, 8), rng.randint(6, 20), rng.randint(6, 20), rng.randint(20, 40)))
     return World(
@@ -1158,6 +1157,7 @@ def random_world(episode: int) -> World:
         num_swap_blocks=num_blocks * rng.choice((0, 1, 2, 2)) // 2,
         caching=episode % 10 != 9,
         overlaps=episode % 2 == 1,
+        scheduler=scheduler,
     )
 
 

@@ -38,18 +38,23 @@ from kernel_cases import (
     step_metadata,
     strided,
 )
-from models import build, ragged_batch, random_ids
+from models import build, ragged_batch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")  # an extra, and not on every platform
 import triton.language as tl  # noqa: E402
 
-from hf_paged.kernels import backend, launch, ops, reference  # noqa: E402
+from hf_paged.attention.backends import triton as triton_backend  # noqa: E402
+from hf_paged.attention.backends.registry import choose  # noqa: E402
+from hf_paged.attention.backends.torch import TorchBackend  # noqa: E402
+from hf_paged.attention.backends.triton import TritonBackend, TritonStep  # noqa: E402
+from hf_paged.attention.decode_work import WorkKind, share_out  # noqa: E402
+from hf_paged.attention.metadata import AttentionMetadata  # noqa: E402
+from hf_paged.attention.params import AttentionParams  # noqa: E402
+from hf_paged.kernels import availability, launch, ops, reference  # noqa: E402
 from hf_paged.kernels import copy_blocks as copy_kernel  # noqa: E402
 from hf_paged.kernels import paged_decode as decode  # noqa: E402
 from hf_paged.kernels import paged_prefill as prefill  # noqa: E402
-from hf_paged.kernels.attention_metadata import AttentionMetadata  # noqa: E402
-from hf_paged.kernels.decode_work import WorkKind, share_out  # noqa: E402
 from hf_paged.kernels.tile_ops import decode_fp8  # noqa: E402
 from hf_paged.model.cuda_graph import DecodeInputs  # noqa: E402
 
@@ -213,7 +218,7 @@ def affordable(case: Case, shapes: list[Shape]) -> list[Shape]:
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Within it, the memory of a new output is NaN: a row that nobody writes shows."""
+    """Within it, the memory of a new output is NaN: a row that is not written shows."""
     new_empty = Tensor.new_empty
 
     def new_nan(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -318,25 +323,22 @@ class Batch:
             self.tables, query_lens, seq_lens, self.case.block_size, self.null_block, device or self.device
         )
 
-    def attend(self, **changes: Any) -> Tensor:
+    def params(self) -> AttentionParams:
+        return AttentionParams(self.layer, self.scale, self.case.window, self.case.softcap, self.sinks)
+
+    def attend(self, query: Tensor | None = None, num_splits: int | None = -1, **changes: Any) -> Tensor:
         """By the kernels, on the CPU."""
-        case = self.case
         arguments = {
-            "query": self.query,
             "kv_cache": self.pool,
-            "layer": self.layer,
             "metadata": self.metadata(),
-            "scale": self.scale,
-            "sliding_window": case.window,
-            "softcap": case.softcap,
-            "sinks": self.sinks,
-            "alibi_slopes": self.slopes,
-            "kv_scales": None if self.scales is None else self.scales.to(self.device),
+            "scales": None if self.scales is None else self.scales.to(self.device),
             "partials": nan_partials(self.device),
-            "num_splits": case.num_splits,
         }
+        step = TritonStep(**(arguments | changes))
+        num_splits = self.case.num_splits if num_splits == -1 else num_splits
+        query = self.query if query is None else query
         with poisoned_outputs():
-            return ops.paged_attention(**(arguments | changes)).cpu()
+            return step.attend(query, self.params(), alibi_slopes=self.slopes, num_splits=num_splits).cpu()
 
     def expected(self, truth: Tensor | None = None, **changes: Any) -> Tensor:
         """In float64, on the CPU, of what the pool's numbers mean."""
@@ -351,13 +353,13 @@ class Batch:
             self.query.double().cpu(),
             self.truth if truth is None else truth,
             self.layer,
-            self.metadata(CPU),
+            self.metadata(CPU).groups,
             self.scale,
             **(arguments | changes),
         )
 
     def error(self, found: Tensor, expected: Tensor) -> float:
-        """Of the sequence that has the largest: RMS of the error over RMS of the truth."""
+        """The largest of all sequences: RMS of the error over RMS of the truth."""
         assert found.shape == expected.shape == self.query.shape and found.dtype == self.query.dtype
         assert not found.isnan().any(), "a NaN leaked, or a row was not written"
         query_lens = [query_len for query_len, _ in self.shapes]
@@ -467,25 +469,6 @@ def test_tiles_wholly_ahead_are_not_read(window: int | None, device: torch.devic
     found = batch.attend()  # by programs of one or two tokens each: 8 of them end where a tile does
     assert found[8:].isnan().any(dim=(1, 2)).all()
     torch.testing.assert_close(found[:8], expected[:8].half(), rtol=2e-3, atol=2e-3)
-
-
-def test_what_other_layers_hold_does_not_matter(device: torch.device) -> None:
-    batch = Batch(Case(), device)
-    first = batch.attend()
-    batch.pool, batch.layer = batch.pool.flip(1), 0
-    assert torch.equal(batch.attend(), first)
-    batch.pool[:, 1] = 7.0
-    assert torch.equal(batch.attend(), first)
-
-
-def test_sequences_do_not_depend_on_their_neighbours(device: torch.device) -> None:
-    batch = Batch(Case(num_splits=1), device)
-    together = batch.attend().split([query_len for query_len, _ in batch.shapes])
-    queries = batch.query.split([query_len for query_len, _ in batch.shapes])
-    for table, shape, query, expected in zip(batch.tables, batch.shapes, queries, together):
-        metadata = step_metadata([table], [shape[0]], [shape[1]], 16, batch.null_block, device)
-        found = batch.attend(query=query, metadata=metadata)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # in tiles of another size
 
 
 TINY: list[Shape] = [(1, 20), (5, 12)]
@@ -629,15 +612,18 @@ def test_kernels_work_in_any_grad_mode(make: Callable[[], Any], device: torch.de
 # How the work is shared out
 
 
-def shared_out(shapes: list[Shape], device: torch.device, **changes: Any) -> dict[int, int]:
-    """Items of each sequence that `ops.paged_attention` gives the decode kernel."""
+def shared_out(
+    shapes: list[Shape], device: torch.device, window: int | None = None, num_splits: int | None = None
+) -> dict[int, int]:
+    """Items of each sequence that a step gives the decode kernel."""
     query_lens, seq_lens = zip(*shapes)
     tables = [[0] * -(-seq_len // 16) for seq_len in seq_lens]
     metadata = step_metadata(tables, query_lens, seq_lens, 16, 1, device)
     query = torch.zeros(sum(query_lens), 1, 16, device=device)
     pool = torch.zeros(2, 1, 2, 1, 16, 16, device=device)
     with mock.patch.object(decode, "paged_decode") as spy, mock.patch.object(prefill, "paged_prefill"):
-        ops.paged_attention(query, pool, 0, metadata, 0.25, partials=ops.Partials(), **changes)
+        params = AttentionParams(0, 0.25, window)
+        TritonStep(pool, metadata, ops.Partials()).attend(query, params, num_splits=num_splits)
     return Counter(spy.call_args[0][1][:, 1].tolist()) if spy.called else {}
 
 
@@ -645,7 +631,7 @@ def test_items_follow_from_the_lengths(device: torch.device) -> None:
     """`test_decode_work.py` has the rule; here, that the kernel is given what it says."""
     assert shared_out([(1, 4096)], device)[0] > 4
     assert shared_out([(1, 1)] * 40, device) == dict.fromkeys(range(40), 1)
-    assert shared_out([(1, 4096)], device, sliding_window=33)[0] <= 2, "a window of three tiles was cut up"
+    assert shared_out([(1, 4096)], device, window=33)[0] <= 2, "a window of three tiles was cut up"
     assert shared_out([(1, 4096)], device, num_splits=7) == {0: 7}
     beside = shared_out([(1, 1)] * 20 + [(1, 4096)] + [(1, 1)] * 20, device)
     assert beside.pop(20) > 4 and set(beside.values()) == {1} and len(beside) == 40
@@ -899,10 +885,10 @@ def test_scales_are_those_of_layer_part_and_head(shapes: list[Shape], device: to
     for part, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
         other = scales.clone()
         other[batch.layer, part, head] *= 2
-        differs = (batch.attend(kv_scales=other.to(device)) - found).abs().amax(dim=(0, 2)) > 0.01
+        differs = (batch.attend(scales=other.to(device)) - found).abs().amax(dim=(0, 2)) > 0.01
         assert differs.tolist() == [index == head for index in (0, 0, 1, 1)]
     scales[1 - batch.layer] = NAN
-    assert torch.equal(batch.attend(kv_scales=scales.to(device)), found)
+    assert torch.equal(batch.attend(scales=scales.to(device)), found)
 
 
 QUANTIZATION = {E4M3: (0.02, 0.06), E5M2: (0.04, 0.12)}
@@ -1039,7 +1025,7 @@ def test_reshape_and_cache_is_one_launch(device: torch.device) -> None:
 
 
 def random_pool(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Of random bytes, so that there are all kinds of NaN in it."""
+    """A pool of random bytes, so that there are all kinds of NaN in it."""
     generator = torch.Generator().manual_seed(seed)
     content = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
     return content.view(dtype).reshape(shape)
@@ -1118,7 +1104,7 @@ def test_copy_blocks_leaves_what_lies_between_blocks(device: torch.device) -> No
 def test_backends_read_all_sources_first(
     copies: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    for made in (backend.TritonBackend, backend.TorchBackend):
+    for made in (TritonBackend, TorchBackend):
         pool = random_pool((9, 2, 2, 3, 16, 96), dtype).to(device)
         check_copy(pool, copies, lambda pool, made=made: made(pool).copy_blocks(copies))
 
@@ -1134,22 +1120,9 @@ def finite_batch(device: torch.device, **settings: Any) -> Batch:
 
 
 def attention_arguments(batch: Batch, **changes: Any) -> dict[str, Any]:
-    """Of the op, as `ops.paged_attention` calls it for this batch."""
+    """Arguments of the op, as `ops.paged_attention` calls it for this batch."""
     with mock.patch.object(OPS, "paged_attention") as spy:
-        ops.paged_attention(
-            batch.query,
-            batch.pool,
-            batch.layer,
-            batch.metadata(),
-            batch.scale,
-            batch.case.window,
-            batch.case.softcap,
-            batch.sinks,
-            batch.slopes,
-            kv_scales=None if batch.scales is None else batch.scales.to(batch.device),
-            partials=nan_partials(batch.device),
-            num_splits=batch.case.num_splits,
-        )
+        batch.attend()
     names = [argument.name for argument in OPS.paged_attention.default._schema.arguments]
     return dict(zip(names, spy.call_args[0], strict=True)) | changes
 
@@ -1216,11 +1189,10 @@ def test_compiled_as_one_graph(device: torch.device) -> None:
 
     def layer(query: Tensor, key: Tensor, value: Tensor, pool: Tensor) -> Tensor:
         ops.reshape_and_cache(key * 2, value, pool, 1, metadata.slot_mapping)
-        first = ops.paged_attention(
-            query * 0.5, pool, 1, metadata, batch.scale, 33, sinks=batch.sinks, partials=partials, num_splits=2
-        )
+        step = TritonStep(pool, metadata, partials)
+        first = step.attend(query * 0.5, batch.params(), num_splits=2)
         ops.reshape_and_cache(key, value + 1, pool, 1, metadata.slot_mapping)
-        second = ops.paged_attention(query, pool, 1, metadata, batch.scale, partials=partials, num_splits=1)
+        second = step.attend(query, AttentionParams(1, batch.scale), num_splits=1)
         return first + second.relu()
 
     pools = [batch.pool.clone(), batch.pool.clone()]
@@ -1393,23 +1365,23 @@ def test_choose(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     monkeypatch.setattr(torch.version, "hip", world.get("hip"))
     monkeypatch.setattr(launch, "is_interpreting", lambda: world.get("interpreting", True))
-    monkeypatch.setattr(backend, "_launch_failure", lambda device: world.get("failure"))
+    monkeypatch.setattr(triton_backend, "launch_failure", lambda device: world.get("failure"))
     if not world.get("installed", True):
         monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     if expected in ("torch", "triton"):
-        found = backend.choose(name, pool, dtype)
+        found = choose(name, pool, dtype)
         assert found.name == expected
-        assert isinstance(found, backend.TritonBackend if expected == "triton" else backend.TorchBackend)
+        assert isinstance(found, TritonBackend if expected == "triton" else TorchBackend)
     else:
         with pytest.raises(ValueError, match=f'^attention_backend="triton" .*{expected}.*; use "torch" or "auto"$'):
-            backend.choose(name, pool, dtype)
+            choose(name, pool, dtype)
 
 
 def test_a_small_kernel_is_tried_first(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Breaks if a GPU without a compiler fails every request or is slow in silence, or for good after one OOM."""
-    probe = backend._launch_failure.__wrapped__
+    probe = availability.launch_failure.__wrapped__
     assert probe(device) is None and not caplog.text
 
     def fail(error: Exception) -> Callable[..., None]:
@@ -1435,12 +1407,12 @@ def test_a_step_of_both_backends(dtype: torch.dtype, device: torch.device) -> No
     metadata, length = batch.metadata(), len(batch.query)
     key, value = (random_tensor(length, 2, 64, dtype=given, seed=seed).to(device) for seed in (1, 2))
     results, pools = [], []
-    for made in (backend.TorchBackend, backend.TritonBackend):
+    for made in (TorchBackend, TritonBackend):
         pool = torch.where(batch.pool.float().isnan(), 0, batch.pool.float()).to(dtype)
         step = made(pool).step(metadata)
         step.write(key, value, 1)
         pools.append(pool)
-        results.append(step.attend(batch.query, 1, 0.1, 33, 20.0, batch.sinks))
+        results.append(step.attend(batch.query, AttentionParams(1, 0.1, 33, 20.0, batch.sinks)))
     assert same_bits(*pools)
     assert results[0].dtype == results[1].dtype == given
     expected, found = (result.cpu() for result in results)
@@ -1450,10 +1422,10 @@ def test_a_step_of_both_backends(dtype: torch.dtype, device: torch.device) -> No
 def test_autocast(device: torch.device) -> None:
     """The model's own attention would compute in autocast's dtype, and so do the kernels."""
     batch = Batch(Case(), device)
-    step = backend.TritonBackend(batch.pool).step(batch.metadata())
-    expected = step.attend(batch.query.bfloat16(), 1, batch.scale)
+    step = TritonBackend(batch.pool).step(batch.metadata())
+    expected = step.attend(batch.query.bfloat16(), AttentionParams(1, batch.scale))
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        found = step.attend(batch.query, 1, batch.scale)
+        found = step.attend(batch.query, AttentionParams(1, batch.scale))
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
@@ -1479,61 +1451,9 @@ def prompts(device: torch.device, *lengths: int) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in ragged_batch(lengths or (11, 7, 2)).items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_greedy(name: str, make_triton_pair: MakePair, device: torch.device) -> None:
-    """Breaks if a window, softcap or sink of the model does not reach the kernels, or a pad is seen."""
-    pair = make_triton_pair(name)
-    with counted(decode, "_decode_kernel") as decodes, counted(prefill, "_prefill_kernel") as prefills:
-        pair.generate(**prompts(device), **NEW)
-    assert decodes.count and prefills.count, "the kernels were not run"
-
-
-def test_beams(make_triton_pair: MakePair, device: torch.device) -> None:
-    """Breaks if a copy-on-write block is copied wrongly, or later than it is written."""
-    pair = make_triton_pair("llama")
-    with counted(copy_kernel, "_copy_blocks_kernel") as copies:
-        pair.generate(**prompts(device, 6, 3), **NEW, num_beams=3, num_return_sequences=2)
-    assert pair.delta["num_cow_copies"] > 0 and copies.count > 0
-
-
-def test_sampling(make_triton_pair: MakePair, device: torch.device) -> None:
-    pair = make_triton_pair("llama")
-    pair.generate(**prompts(device, 6, 3), **NEW, seed=3, do_sample=True, top_k=20, num_return_sequences=2)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_chunked_prefill(name: str, make_triton_pair: MakePair, device: torch.device) -> None:
     """Breaks if a chunk does not see the chunks before it, or a step of both kinds mixes its rows up."""
     pair = make_triton_pair(name, max_num_batched_tokens=5)
     pair.generate(**prompts(device), **NEW)
     assert max(pair.seen) <= 5
-
-
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_preemption(preemption: str, make_triton_pair: MakePair, device: torch.device) -> None:
-    """Breaks if a step reads blocks that were taken away, or does not see those that came back elsewhere."""
-    pair = make_triton_pair("llama", num_blocks=8, preemption=preemption, enable_prefix_caching=False)
-    pair.generate(**prompts(device, 9, 7, 5), **NEW)
-    assert pair.delta["num_preemptions"] > 0
-    assert (pair.delta["num_swapped_out"] > 0) == (preemption == "swap")
-
-
-@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2"])
-def test_fp8_pools_of_both_backends(stored: str, make_pair: MakePair, device: torch.device) -> None:
-    """Tokens differ from stock's, but not from the other backend's: both round each number to the same code."""
-    given = prompts(device, 9, 4)
-    results = []
-    for name in ("torch", "triton"):
-        pair = make_pair(build("llama").to(device), num_blocks=64, attention_backend=name, kv_cache_dtype=stored)
-        results.append(pair.paged.generate(**given, **NEW))
-        assert pair.engine.kv_cache.backend.name == name and pair.engine.kv_cache.tensor.dtype in FP8
-    assert torch.equal(*results)
-
-
-def test_a_request_reuses_a_prefix(make_triton_pair: MakePair, device: torch.device) -> None:
-    """Breaks if a prompt whose beginning is in the pool attends from the wrong position."""
-    pair = make_triton_pair("llama")
-    ids = random_ids(1, 14).to(device)
-    pair.generate(input_ids=ids[:, :9], **NEW)
-    pair.generate(input_ids=ids, **NEW)
-    assert pair.delta["prefix_cache_hit_tokens"] >= 8

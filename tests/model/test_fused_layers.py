@@ -1,4 +1,4 @@
-"""Norms, gates and rotary embeddings as one kernel each: right, found by what they compute, seen by nobody else."""
+"""Norms, gates and rotary embeddings as one kernel each: right, found by what they compute, seen by no other code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_paged import PagedCache
 from hf_paged.kernels import cpu_layers
 from hf_paged.model import fused_layers, fused_rotary
 from hf_paged.model.fused_layers import ACTIVATIONS, FusedLayers, _find, _GatedMLP, _Norm
-from hf_paged.model.fused_rotary import _Attention
+from hf_paged.model.fused_rotary import RotaryAttention
 
 F32, BF16 = torch.float32, torch.bfloat16
 F16 = torch.float16
@@ -125,7 +125,7 @@ def test_gate_at_the_ends(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "dtype"), KERNELS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [24, 8, 2])
-@pytest.mark.parametrize("tokens", [1, 5, 50])
+@pytest.mark.parametrize("tokens", [1, 7])
 def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, tokens: int) -> None:
     query = torch.randn(1, tokens, 7, 24).to(dtype).transpose(1, 2)  # strided as a layer hands them over
     key = torch.randn(1, 2, tokens, 24).to(dtype)
@@ -178,8 +178,8 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 
 def kinds(model: nn.Module, dtype: torch.dtype = F32) -> dict[type, set[str]]:
-    """Of each kind of call, the names of the classes it stands in for."""
-    found: dict[type, set[str]] = {_Norm: set(), _GatedMLP: set(), _Attention: set()}
+    """The names of the classes that each kind of call stands in for."""
+    found: dict[type, set[str]] = {_Norm: set(), _GatedMLP: set(), RotaryAttention: set()}
     for call in _find(model, dtype, CPU):
         found[type(call)].add(type(call.module).__name__)
     return found
@@ -204,19 +204,6 @@ def test_models(name: str, dtype: torch.dtype) -> None:
             assert (module in found) == (is_rotary and name not in OTHER_ROTARIES), kind
         else:
             assert module not in found, kind
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name not in ("gpt2", "opt", "bloom", "gptj", "codegen", "mpt")]
-)
-def test_modules_compute_the_same(name: str) -> None:
-    """In bfloat16 all but a few roundings are those of the model's own code."""
-    model = build(name).to(BF16)
-    for call in _find(model, BF16, CPU):
-        if isinstance(call, _Norm):
-            states = torch.randn(40, len(call.module.weight)).to(BF16)
-            own, fused = call.module(states), call.compute(states)
-            assert (own != fused).float().mean() < 0.01
 
 
 class _Clamped(LlamaMLP):
@@ -444,13 +431,14 @@ def test_a_class_that_is_patched_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_attention_looks_up_is_the_modules_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All names but one are those of the module's file at this moment."""
+    """All names but one are those of the module's file when the step began."""
     model = hf_paged.patch(build("llama"), num_blocks=64)
     expected = model.generate(IDS, **GREEDY)
-    call = next(call for call in fused(model) if isinstance(call, _Attention))
-    names = call.run.__globals__
-    assert names["apply_rotary_pos_emb"] is not modeling_llama.apply_rotary_pos_emb
-    assert "eager_attention_forward" not in names and names["eager_attention_forward"] is not None
+    call = next(call for call in fused(model) if isinstance(call, RotaryAttention))
+    names = call.changed.run.__globals__
+    assert {name for name, value in vars(modeling_llama).items() if names[name] is not value} == {
+        "apply_rotary_pos_emb"
+    }
     asked: list[str] = []
 
     class Functions:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kernel_cases import step_metadata
 from torch import Tensor
 
-from hf_paged.kernels.attention_metadata import AttentionGroup, DecodeMetadata, GatherView
-from hf_paged.kernels.decode_work import WorkKind
+from hf_paged.attention.decode_work import WorkKind
+from hf_paged.attention.metadata import DecodeMetadata
+from hf_paged.kernels.padded_groups import GatherView, PaddedGroup
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -50,12 +51,12 @@ class Batch:
     def starts(self) -> list[int]:
         return [sum(query for query, _ in self.shapes[:row]) for row in range(len(self.shapes) + 1)]
 
-    def rows_of(self, group: AttentionGroup) -> list[int]:
+    def rows_of(self, group: PaddedGroup) -> list[int]:
         """The sequences of a group, found by their first token."""
         return [self.starts().index(int(tokens[0])) for tokens in group.token_index]
 
-    def view(self, group: AttentionGroup, window: int | None, dtype: torch.dtype = torch.float32) -> GatherView:
-        return group.view(window, self.block_size, self.null_block, dtype)
+    def view(self, group: PaddedGroup, window: int | None, dtype: torch.dtype = torch.float32) -> GatherView:
+        return group.view(window, dtype)
 
     def check(self) -> None:
         """Everything that does not depend on a layer."""
@@ -84,7 +85,7 @@ class Batch:
         tokens = [int(token) for group in metadata.groups for token in real(group)]
         assert sorted(tokens) == list(range(self.num_tokens)), "not every token is in exactly one group"
 
-    def check_group(self, group: AttentionGroup, used: list[list[int]]) -> None:
+    def check_group(self, group: PaddedGroup, used: list[list[int]]) -> None:
         rows = self.rows_of(group)
         assert rows == sorted(rows)
         queries = [self.shapes[row][0] for row in rows]
@@ -107,7 +108,7 @@ class Batch:
         assert group.block_table.tolist() == padded
         assert max(queries) <= 2 * min(queries) and width <= 2 * min(len(used[row]) for row in rows), "too much padding"
 
-    def check_view(self, group: AttentionGroup, window: int | None) -> None:
+    def check_view(self, group: PaddedGroup, window: int | None) -> None:
         """A query token sees exactly the tokens of its own sequence that it should, at the right distance."""
         view, size = self.view(group, window), self.block_size
         rows = self.rows_of(group)
@@ -136,7 +137,7 @@ class Batch:
         assert set(view.mask.unique().tolist()) <= {0.0, -INF}
 
 
-def real(group: AttentionGroup) -> Tensor:
+def real(group: PaddedGroup) -> Tensor:
     return group.token_index.flatten() if group.is_real is None else group.token_index[group.is_real]
 
 
@@ -213,16 +214,8 @@ def test_query_tiles(num_decodes: int, shapes: list[tuple[int, int]], tile: int,
     assert metadata.query_tiles(tile + 1) is not tiles
 
 
-def test_query_tiles_by_hand() -> None:
-    shapes = [(1, 9), (5, 7), (1, 30), (3, 3)]
-    metadata = Batch(shapes).metadata
-    assert metadata.query_tiles(2).tolist() == [[2, 0], [1, 4], [1, 2], [1, 0], [3, 2], [3, 0]]
-    assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (1, 9, 5)
-    assert Batch([(1, 9), (1, 3)]).metadata.query_tiles(16).shape == (0, 2)
-
-
 def test_decode_work() -> None:
-    """Of the sequences that are decoded, made once for all layers of a kind, and only for who asks."""
+    """Work of the sequences that are decoded, made once for all layers of a kind, and only if asked for."""
     metadata = Batch([(1, 4), (1, 60), (3, 90), (1, 7)]).metadata
     assert metadata.work_kinds == []
     full, sliding = WorkKind(tile=4, slots=4), WorkKind(tile=4, slots=4, window=8)
@@ -245,25 +238,6 @@ def test_decode_work_of_recorded_steps() -> None:
     assert given.decode_work(kind) is trial.decode_work(kind)
     with pytest.raises(RuntimeError, match=r"another way than in the first step: .*window=7"):
         given.decode_work(kind._replace(window=7))
-
-
-def test_an_example_by_hand() -> None:
-    metadata = step_metadata([[7, 2], [4], [0, 5, 1]], [3, 1, 2], [4, 1, 6], 2, 9, CPU)
-    assert metadata.slot_mapping.tolist() == [15, 4, 5, 8, 2, 3]
-    assert metadata.block_tables.tolist() == [[7, 2, 9], [4, 9, 9], [0, 5, 1]]
-    assert metadata.query_start_loc.tolist() == [0, 3, 4, 6]
-    assert metadata.seq_lens.tolist() == [4, 1, 6]
-    view = step_metadata([[7, 2, 5]], [2], [6], 2, 9, CPU).groups[0].view(2, 2, 9, torch.float32)
-    # Tokens 4 and 5 see 3, 4 and 4, 5: the block of 0 and 1 is left out.
-    assert view.block_table.tolist() == [[2, 5]]
-    assert view.mask.tolist() == [[[[-INF, 0, 0, -INF], [-INF, -INF, 0, 0]]]]
-    assert view.distance.tolist() == [[[[2, 1, 0, -1], [3, 2, 1, 0]]]]
-
-
-def test_sequences_may_share_blocks() -> None:
-    metadata = step_metadata([[3, 1, 0], [3, 1, 2]], [1, 1], [5, 6], 2, 4, CPU)
-    assert metadata.block_tables.tolist() == [[3, 1, 0], [3, 1, 2]]
-    assert metadata.slot_mapping.tolist() == [0, 5]
 
 
 def test_views_are_made_once_for_each_kind_of_layer() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -114,10 +113,9 @@ class KVPool:
 
     def _make_scheduler(self, manager: BlockManager) -> Scheduler:
         arguments = manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
-        path = os.environ.get("HF_PAGED_RECORD")
-        if not path:
+        if self.config.record is None:
             return Scheduler(*arguments)
-        return RecordingScheduler(*arguments, file=new_file(path))
+        return RecordingScheduler(*arguments, file=new_file(self.config.record))
 
     def _num_swap_blocks(self, num_blocks: int) -> int:
         space = self.config.swap_space_gib

@@ -104,7 +104,7 @@ class PagedConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        if self.record is not None and not (isinstance(self.record, str) and self.record):
+        if self.record == "" or not isinstance(self.record, str | None):
             raise ValueError(f"record must be the name of a file or None, got {self.record!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")

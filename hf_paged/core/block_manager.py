@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
@@ -98,6 +98,7 @@ class BlockManager:
         pool: the `BlockPool`, with its counters.
         swap_pool: the blocks in CPU memory; `None` without swap space.
         log: the `EventLog`.
+        choose: `Policy.blocks`, if a policy has a choice of its own; `append` asks it, when it takes any.
         num_cow_copies: block copies that `append` has asked for.
         prefix_query_tokens, prefix_hit_tokens: tokens given to `match_prefix`, and found by it.
 
@@ -120,6 +121,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.log = log if log is not None else EventLog()
+        self.choose: Callable[[Sequence[tuple[int, int]]], list[int] | None] | None = None
         self.num_cow_copies = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -323,7 +325,7 @@ class BlockManager:
                 raise ValueError(f"sequence {seq_id} is swapped out")
             listed.add(seq_id)
         needed = self.append_need(requests)
-        fresh = iter(self._allocate(needed))
+        fresh = iter(self._allocate(needed, requests))
         copies: list[tuple[int, int]] = []
         for seq_id, n in requests:
             table = self._tables[seq_id]
@@ -651,12 +653,19 @@ class BlockManager:
         if blocks:
             self.log.add_for_group(kind, self.log.group_of(seq_ids[0]), num_copies, blocks)
 
-    def _allocate(self, n: int) -> list[int]:
-        num_evictions = self.pool.num_evictions
-        blocks = self.pool.allocate(n)
-        evicted = self.pool.num_evictions - num_evictions
-        if evicted:  # cached blocks are the last that the pool hands out
-            self.log.add_for_group("evicted", None, blocks[-evicted:])
+    def _allocate(self, n: int, requests: Sequence[tuple[int, int]] = ()) -> list[int]:
+        chosen = self.choose(requests) if n and requests and self.choose is not None else None
+        if chosen is not None:
+            evicted = [block for block in chosen if self.pool.block_hash(block) is not None]
+            self.pool.take(chosen)
+            blocks = chosen
+        else:
+            num_evictions = self.pool.num_evictions
+            blocks = self.pool.allocate(n)
+            num_evicted = self.pool.num_evictions - num_evictions
+            evicted = blocks[-num_evicted:] if num_evicted else []  # cached blocks are the last that it hands out
+        if evicted:
+            self.log.add_for_group("evicted", None, evicted)
         return blocks
 
     def _release(self, seq_id: int, table: BlockTable, blocks: list[int]) -> None:

@@ -108,14 +108,30 @@ class BlockPool:
         block_ids = []
         for _ in range(n):
             block = self._blocks[self._sentinel.next]
-            self._unlink(block)
-            if block.block_hash is not None:
-                self._forget(block)
-                self.num_evictions += 1
-            block.ref_count = 1
+            self._take(block)
             block_ids.append(block.block_id)
         self.peak_in_use = max(self.peak_in_use, self.num_in_use)
         return block_ids
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        """`allocate` of these very blocks.
+
+        Raises:
+            ValueError: one of them is in use, or listed twice; those before it have been taken.
+        """
+        for block_id in block_ids:
+            block = self._block(block_id)
+            if block.ref_count:
+                raise ValueError(f"block {block_id} is in use: it cannot be taken")
+            self._take(block)
+        self.peak_in_use = max(self.peak_in_use, self.num_in_use)
+
+    def _take(self, block: Block) -> None:
+        self._unlink(block)
+        if block.block_hash is not None:
+            self._forget(block)
+            self.num_evictions += 1
+        block.ref_count = 1
 
     def incref(self, block_id: int) -> None:
         """One more holder; takes a cached free block back out of the free list, content intact.

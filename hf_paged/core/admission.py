@@ -1,0 +1,192 @@
+"""`Admission`: which groups without blocks in the pool are let in, and what happens where nothing else can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.group_rows import GroupRows, common_prefix
+from hf_paged.core.policy import Policy
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from hf_paged.core.step import Step
+
+RETRY_STEPS = 16  # a waiting group that did not fit is tried again after so many steps, or when more blocks are free
+
+
+class Admission(GroupRows):
+    """Swapped groups come back before waiting ones begin, the first in line of each first.
+
+    Attributes:
+        num_admission_stalls: Steps in which the first waiting group did not fit.
+    """
+
+    def __init__(
+        self, manager: BlockManager, prefers_swap: Callable[[SequenceGroup], bool], policy: Policy | None = None
+    ) -> None:
+        super().__init__(manager, prefers_swap, policy)
+        self._offered: set[bytes] = set()  # hashes of blocks that are computed and not checked yet
+        self._refused: tuple[int, int] | None = None  # the first waiting group, and the blocks free when it didn't fit
+        self._num_refusals = 0
+        self.num_admission_stalls = 0
+
+    def _swap_in(self, step: Step) -> None:
+        while not step.is_full and (group := self._head(self._swapped, self._swapped_heap)):
+            if not step.admits(group):
+                return
+            if not self._let_in(step, group):
+                return
+
+    def _let_in(self, step: Step, group: SequenceGroup) -> bool:
+        """Runs a group that has no blocks in the pool, if the policy lets it and it fits."""
+        spare = self._policy.spare(group, not self._resident, step.forced)
+        if spare is None:
+            return False
+        if group.status is SequenceStatus.SWAPPED:
+            return self._bring_back(step, group, spare)
+        return self._start(step, group, spare)
+
+    def _bring_back(self, step: Step, group: SequenceGroup, spare: int) -> bool:
+        """Swaps a group in and runs it, if it fits with what it is about to add."""
+        seq_ids = [sequence.seq_id for sequence in group.sequences]
+        # No less than it may take: nobody can be swapped out any more in the step that swaps it in.
+        need = self._manager.swap_in_need(seq_ids) + self._growth(step, group)
+        if not self._has_room(step, need + spare):
+            return False
+        step.moves.swap_ins.extend(self._manager.swap_in(seq_ids))
+        group.status = SequenceStatus.RUNNING
+        self._file(group)
+        return self._run_group(step, group)
+
+    def _growth(self, step: Step, group: SequenceGroup) -> int:
+        """Blocks that the next tokens of a group take at most."""
+        return self._manager.append_need(
+            [
+                (s.seq_id, min(s.num_wanted_tokens, step.budget) if s.num_computed_tokens else s.num_wanted_tokens)
+                for s in group.sequences
+                if s.num_wanted_tokens
+            ]
+        )
+
+    def _admit(self, step: Step) -> None:
+        while not step.is_full and (group := self._head(self._waiting, self._waiting_heap)):
+            if not step.admits(group):
+                return
+            if self._was_refused(group):
+                self.num_admission_stalls += 1
+                return
+            if not self._let_in(step, group):
+                if not step.hashes and not self._offered:
+                    self.num_admission_stalls += 1
+                    self._refused = (group.arrival, self._manager.pool.num_free)
+                    self._num_refusals = 0
+                return
+
+    def _was_refused(self, group: SequenceGroup) -> bool:
+        """Whether it was refused lately when as much was free: asking again costs a prefix match of its whole prompt.
+
+        Asked again now and then all the same: blocks may be cached or groups idle by now.
+        """
+        self._num_refusals += 1
+        if self._refused is None or self._num_refusals % RETRY_STEPS == 0:
+            return False
+        return self._refused[0] == group.arrival and self._manager.pool.num_free <= self._refused[1]
+
+    def _start(self, step: Step, group: SequenceGroup, spare: int) -> bool:
+        """Lets a waiting group in and runs its first tokens, if all its tokens so far fit."""
+        first = next(sequence for sequence in group.sequences if sequence.num_wanted_tokens)
+        self._begin(first)
+        if not step.forced and self._is_being_computed(step, first):
+            self._forget_progress(group)
+            return False
+        if not self._has_room(step, self._start_need(group, first) + spare):
+            self._forget_progress(group)
+            return False
+        group.status = SequenceStatus.RUNNING
+        self._resident[group.arrival] = group
+        self.wake(group)
+        if self._run_group(step, group, first):
+            self._waiting.pop(group.arrival, None)
+            self._note_admission(group)
+            return True
+        self._forget_progress(group)
+        return False
+
+    def _start_need(self, group: SequenceGroup, first: Sequence) -> int:
+        """Blocks that a waiting group takes: what `first` needs, and of the others what they don't share with it."""
+        size = self._manager.block_size
+        return self._manager.blocks_needed(first.seq_id, first.num_wanted_tokens) + sum(
+            -(-s.num_tokens // size) - min(common_prefix(s, first), s.logits_from, s.num_tokens - 1) // size
+            for s in group.sequences
+            if s is not first and s.num_wanted_tokens
+        )
+
+    def _forget_progress(self, group: SequenceGroup) -> None:
+        """Takes back an admission: prefix hits are released."""
+        for sequence in group.sequences:
+            self._manager.unmatch(sequence.seq_id)
+            sequence.num_computed_tokens = sequence.num_cached_tokens = 0
+        group.status = SequenceStatus.WAITING
+        self._file(group)
+
+    def _is_being_computed(self, step: Step, sequence: Sequence) -> bool:
+        """Whether the very block that the sequence would begin with is computed: by this step, or by one in flight."""
+        start = sequence.num_computed_tokens
+        end = start + self._manager.block_size
+        computed = step.hashes | self._offered if self._offered else step.hashes
+        if not computed or not sequence.is_reproducible or end > min(sequence.logits_from, sequence.num_tokens - 1):
+            return False
+        assert sequence.token_ids is not None
+        hashes = self._manager.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
+        return any(block_hash in computed for block_hash in hashes)
+
+    def _force(self, step: Step) -> None:
+        """Runs the first group in line, whoever has to make room for it."""
+        candidates = [
+            group
+            for group in (
+                *(g for g in self._ready.values() if g.arrival not in self._in_flight and g.has_work),
+                self._head(self._swapped, self._swapped_heap),
+                self._head(self._waiting, self._waiting_heap),
+            )
+            if group is not None and step.admits(group)
+        ]
+        if step.only is not None:
+            candidates += [
+                g for g in (*self._waiting.values(), *self._swapped.values()) if g.owner is step.only and g.has_work
+            ]
+        if not candidates:
+            return
+        first = min(candidates, key=self._policy.order)
+        try:
+            self._force_group(step, first)
+        except OutOfBlocksError:
+            # What stands in its way may be others that can't be preempted: then those go on, at its expense.
+            fixed = [g for g in candidates if g is not first and g.arrival in self._ready and not g.is_reproducible]
+            if not fixed:
+                raise
+            self._force_group(step, min(fixed, key=self._policy.order))
+
+    def _force_group(self, step: Step, first: SequenceGroup) -> None:
+        while True:
+            is_resident = first.status is SequenceStatus.RUNNING
+            if self._run_group(step, first) if is_resident else self._let_in(step, first):
+                return
+            step.is_short = True
+            if not self._preempt_for(first, step):
+                if first.status is SequenceStatus.SWAPPED and first.is_reproducible:
+                    # It does not fit as a whole: rather a part of it than nothing.
+                    self.preempt(first, allow_swap=False)
+                    continue
+                if self._run_part(step, first):
+                    return
+                if first.status is SequenceStatus.WAITING:
+                    needed = self._start_need(first, next(s for s in first.sequences if s.num_wanted_tokens))
+                else:
+                    needed = self._growth(step, first)
+                    if first.status is SequenceStatus.SWAPPED:
+                        needed += self._manager.swap_in_need([s.seq_id for s in first.sequences])
+                error = OutOfBlocksError(needed, self._manager.pool.num_free)
+                error.group = first
+                error.swap_outs = step.moves.swap_outs
+                raise error

@@ -1,0 +1,213 @@
+"""`GroupRows`: a group's next tokens join a step, its rows all together or, where they don't fit, in part."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from hf_paged.core.preemption import Preemption
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from hf_paged.core.step import Step
+
+
+class GroupRows(Preemption):
+    """What of a group runs in a step."""
+
+    def _run_group(self, step: Step, group: SequenceGroup, first: Sequence | None = None) -> bool:
+        """Adds the group's next tokens to the step: for all its sequences that have any, or (without room) none.
+
+        `first` was given what the prefix cache has of it already.
+        """
+        if group.is_split and group.is_reproducible:
+            while not self._run_part(step, group):
+                if step.moves.swap_ins or not self._preempt_for(group, step):
+                    return False
+            return True
+        manager = self._manager
+        sequences = group.sequences
+        requests: list[tuple[Sequence, int]] = []
+        begun: list[Sequence] = []
+        budget, num_seqs = step.budget, step.num_seqs
+        is_prefilling = False
+        for sequence in sequences:
+            if budget == 0 or num_seqs == 0:
+                break
+            if sequence.num_wanted_tokens == 0:
+                continue
+            if sequence.num_computed_tokens == 0:
+                if is_prefilling:
+                    continue  # it will share what its sibling computes now
+                if sequence is not first:
+                    self._begin(sequence)
+                    begun.append(sequence)
+            is_prefilling |= sequence.num_wanted_tokens > 1
+            num_tokens = min(sequence.num_wanted_tokens, budget)
+            requests.append((sequence, num_tokens))
+            budget -= num_tokens
+            num_seqs -= 1
+        appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
+        while manager.append_need(appends) > manager.pool.num_free:
+            step.is_short = True
+            if step.moves.swap_ins or not self._preempt_for(group, step):
+                for sequence in begun:
+                    manager.unmatch(sequence.seq_id)
+                    sequence.num_computed_tokens = 0
+                return False
+        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
+        step.moves.block_copies.extend(manager.append(appends))
+        for (sequence, num_tokens), count in zip(requests, held):
+            step.moves.new_blocks.extend(manager.blocks(sequence.seq_id)[count:])
+            step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
+            if num_tokens > 1 and sequence.is_reproducible and (self._waiting or self._swapped):
+                assert sequence.token_ids is not None
+                step.hashes.update(
+                    manager.prompt_hashes(
+                        sequence.seq_id,
+                        sequence.token_ids,
+                        sequence.extra_key,
+                        sequence.num_computed_tokens,
+                        sequence.num_computed_tokens + num_tokens,
+                    )
+                )
+        self._note(step, group, step.budget - budget, len(requests))
+        return bool(requests)
+
+    def _run_part(self, step: Step, group: SequenceGroup) -> bool:
+        """Runs what fits of a group that does not fit the empty pool as a whole: its first sequences.
+
+        Those that have blocks of their own come before those that have none (any more). One that grows takes the room
+        of the last one behind it, so that the first ones reach their end instead of all of them taking turns. One that
+        begins takes no other's, unless nothing else runs, and leaves the others a block each to grow into.
+        """
+        if group.status is SequenceStatus.SWAPPED or not group.is_reproducible:
+            return False
+        manager = self._manager
+        wanted = [sequence for sequence in group.sequences if sequence.num_wanted_tokens]
+        wanted.sort(key=lambda sequence: sequence.num_computed_tokens == 0)
+        # The last one goes first; before all of them those whose logits are out.
+        victims = [s for s in wanted if s.num_computed_tokens]
+        victims += [s for s in group.sequences if s.num_computed_tokens and not s.num_wanted_tokens]
+        requests: list[tuple[Sequence, int]] = []
+        budget, need = step.budget, 0
+        for sequence in wanted:
+            if budget == 0 or len(requests) == step.num_seqs:
+                break
+            is_new = sequence.num_computed_tokens == 0
+            if is_new:
+                self._begin(sequence)
+            num_tokens = min(sequence.num_wanted_tokens, budget)
+            own = manager.append_need([(sequence.seq_id, num_tokens)])
+            spare = len(requests) if is_new else 0
+            while need + own + spare > manager.pool.num_free and not (is_new and requests):
+                if not self._drop_behind(step, sequence, victims, is_all=not requests):
+                    break
+                own = manager.append_need([(sequence.seq_id, num_tokens)])
+            # It would share more of what a sibling computes in this step.
+            is_early = is_new and any(
+                n > 1 and common_prefix(sequence, other) > max(sequence.num_computed_tokens, other.num_computed_tokens)
+                for other, n in requests
+            )
+            if is_early or need + own + spare > manager.pool.num_free:
+                if is_new:
+                    manager.unmatch(sequence.seq_id)
+                    sequence.num_computed_tokens = 0
+                break
+            requests.append((sequence, num_tokens))
+            budget -= num_tokens
+            need += own
+        if len(requests) < len(wanted):
+            step.is_short = True
+        if not requests:
+            return False
+        appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
+        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
+        step.moves.block_copies.extend(manager.append(appends))
+        for (sequence, num_tokens), count in zip(requests, held):
+            step.moves.new_blocks.extend(manager.blocks(sequence.seq_id)[count:])
+            step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
+        self._note(step, group, step.budget - budget, len(requests))
+        if group.status is SequenceStatus.WAITING:
+            self._note_admission(group)
+        group.status, group.is_split = SequenceStatus.RUNNING, True
+        self._file(group)
+        return True
+
+    def _drop_behind(self, step: Step, sequence: Sequence, victims: list[Sequence], is_all: bool) -> bool:
+        """Drops the last of `victims` with blocks that are not shared, if it comes behind `sequence`.
+
+        Args:
+            step: The step.
+            sequence: Who needs room.
+            victims: Its siblings, in order, itself among them; those that were looked at are taken out.
+            is_all: Any of them, before it or not, shared or not: nothing would run otherwise.
+        """
+        if sequence.group.num_pins:
+            return False
+        pool = self._manager.pool
+        for index in range(len(victims) - 1, -1, -1):
+            victim = victims[index]
+            if victim is sequence:
+                if not is_all:
+                    return False
+                continue
+            table = self._manager.blocks(victim.seq_id)
+            if not is_all and all(pool.ref_count(block) > 1 for block in table):
+                continue
+            if victim.expects_tokens:
+                step.needs_tokens = True
+                return False
+            del victims[index]
+            self._log.add("preempted", victim.seq_id, "recompute", 1)
+            self._drop(victim)
+            self.num_preemptions += 1
+            return True
+        return False
+
+    def _note(self, step: Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
+        step.budget -= num_tokens
+        step.num_seqs -= num_seqs
+        if not step.has_key:
+            step.batch_key, step.has_key = group.batch_key, True
+        self._in_flight.add(group.arrival)
+
+    def _note_admission(self, group: SequenceGroup) -> None:
+        num_tokens = max(sequence.num_tokens for sequence in group.sequences)
+        self._log.add_for_group("admitted", group, len(group.sequences), num_tokens)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Gives a sequence without computed tokens what a sibling or the prefix cache already holds of it."""
+        if sequence.num_computed_tokens:
+            return
+        sequence.num_cached_tokens = 0
+        if not sequence.is_reproducible:
+            return
+        assert sequence.token_ids is not None
+        limit = min(sequence.logits_from, sequence.num_tokens - 1)
+        if limit <= 0:
+            return
+        manager = self._manager
+        best, shared = None, 0
+        for sibling in sequence.group.sequences:
+            if sibling.num_computed_tokens > shared:
+                common = min(common_prefix(sequence, sibling), limit, sibling.num_computed_tokens)
+                if common > shared:
+                    best, shared = sibling, common
+        if best is not None:
+            manager.share_prefix(sequence.seq_id, best.seq_id, shared)
+            sequence.num_computed_tokens = shared
+            sequence.num_cached_tokens = min(best.num_cached_tokens, shared)
+            return
+        sequence.num_computed_tokens = sequence.num_cached_tokens = manager.match_prefix(
+            sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=limit
+        )
+
+
+def common_prefix(one: Sequence, other: Sequence) -> int:
+    """Tokens that two sequences begin with alike (0 if unknown)."""
+    if one.token_ids is None or other.token_ids is None or one.extra_key != other.extra_key:
+        return 0
+    a, b = one.token_ids, other.token_ids
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    # The first length at which the prefixes differ, by bisection over slices compared in C.
+    return bisect_left(range(length), True, key=lambda n: a[: n + 1] != b[: n + 1])

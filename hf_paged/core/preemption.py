@@ -1,0 +1,150 @@
+"""`Preemption`: who makes room for whom, and what becomes of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hf_paged.core.batch import BlockMoves
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.policy import Policy
+from hf_paged.core.queues import Queues
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from hf_paged.core.step import Step
+
+
+class Preemption(Queues):
+    """Groups that give their blocks up, whole: swapped to CPU memory, or dropped to be computed again.
+
+    Args:
+        manager: The block tables.
+        prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
+        policy: Who makes room.
+
+    Attributes:
+        num_preemptions: Sequences preempted.
+        num_swapped_out: Those of them that were swapped.
+    """
+
+    def __init__(
+        self, manager: BlockManager, prefers_swap: Callable[[SequenceGroup], bool], policy: Policy | None = None
+    ) -> None:
+        super().__init__(manager, policy)
+        self._prefers_swap = prefers_swap
+        self.num_preemptions = 0
+        self.num_swapped_out = 0
+
+    def make_room(self, num_blocks: int, protected: Iterable[SequenceGroup]) -> list[tuple[int, int]]:
+        """Preempts groups until so many blocks are free, or nobody is left; returns swaps to execute."""
+        keep = {group.arrival for group in protected}
+        swap_outs: list[tuple[int, int]] = []
+        while self._manager.pool.num_free < num_blocks:
+            victim = self._victim(lambda group: group.arrival not in keep and not group.expects_tokens)
+            if victim is None:
+                break
+            swap_outs += self.preempt(victim)
+        return swap_outs
+
+    def swap_in_now(self, group: SequenceGroup) -> BlockMoves:
+        """Brings a swapped group back outside of any step, whoever has to make room for it.
+
+        Returns:
+            Swaps to execute.
+
+        Raises:
+            OutOfBlocksError: It doesn't fit with everything else preempted.
+        """
+        seq_ids = [sequence.seq_id for sequence in group.sequences]
+        swap_outs = self.make_room(self._manager.swap_in_need(seq_ids), [group])
+        try:
+            swap_ins = self._manager.swap_in(seq_ids)
+        except OutOfBlocksError as error:
+            error.group, error.swap_outs = group, swap_outs
+            raise
+        group.status = SequenceStatus.RUNNING
+        self._file(group)
+        return BlockMoves(swap_outs=swap_outs, swap_ins=swap_ins)
+
+    def preempt_all(self) -> int:
+        """Drops every group's blocks, swapped ones included, if all can be computed again and none is needed now.
+
+        Returns:
+            How many sequences can't be dropped; then nothing has changed.
+        """
+        holders = [group for group in self._groups.values() if group.status is not SequenceStatus.WAITING]
+        fixed = sum(
+            len(group.sequences)
+            for group in holders
+            if group.num_pins or group.arrival in self._in_flight or not group.is_reproducible or group.expects_tokens
+        )
+        if not fixed:
+            for group in holders:
+                self.preempt(group, allow_swap=False)
+        return fixed
+
+    def _preempt_for(self, group: SequenceGroup, step: Step) -> bool:
+        """Preempts one group so that another can run: an idle one, else the newest that is newer (if forced: any)."""
+        victim = self._victim(
+            lambda other: (
+                other is not group
+                and (step.forced or other.is_idle or self._policy.order(other) > self._policy.order(group))
+            )
+        )
+        if victim is None:
+            return False
+        if victim.expects_tokens:  # it can't be computed again before they are known
+            step.needs_tokens = True
+            return False
+        step.moves.swap_outs.extend(self.preempt(victim))
+        return True
+
+    def _has_room(self, step: Step, num_blocks: int) -> bool:
+        """Whether so many blocks are free, or become free by preempting idle groups."""
+        while num_blocks > self._manager.pool.num_free:
+            victim = None if step.moves.swap_ins else self._victim(lambda group: group.is_idle)
+            if victim is None:
+                return False
+            step.moves.swap_outs.extend(self.preempt(victim))
+        return True
+
+    def _victim(self, may_go: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:
+        """Which of the groups that can give up their blocks, and `may_go`, does."""
+        candidates = [
+            group
+            for group in self._resident.values()
+            if not group.num_pins
+            and group.arrival not in self._in_flight
+            and may_go(group)
+            and (group.is_reproducible or self._can_swap(group))
+        ]
+        return self._policy.victim(candidates)
+
+    def _can_swap(self, group: SequenceGroup) -> bool:
+        return self._manager.can_swap_out([sequence.seq_id for sequence in group.sequences])
+
+    def preempt(self, group: SequenceGroup, allow_swap: bool = True) -> list[tuple[int, int]]:
+        """Takes a group's blocks, all of them: to CPU memory, or dropped so that its tokens become pending again.
+
+        Returns:
+            Block pairs `(device, CPU)` to copy before the device blocks are written.
+        """
+        self.num_preemptions += len(group.sequences)
+        group.is_split = False
+        wants_swap = not group.is_reproducible or self._prefers_swap(group)
+        if allow_swap and wants_swap and self._can_swap(group):
+            self.num_swapped_out += len(group.sequences)
+            group.status = SequenceStatus.SWAPPED
+            self._log.add_for_group("preempted", group, "swap", len(group.sequences))
+            swap_outs = self._manager.swap_out([sequence.seq_id for sequence in group.sequences])
+            self._file(group)
+            return swap_outs
+        self._log.add_for_group("preempted", group, "recompute", len(group.sequences))
+        for sequence in group.sequences:
+            self._drop(sequence)
+        group.status = SequenceStatus.WAITING
+        self._file(group)
+        return []
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._manager.evict(sequence.seq_id)
+        sequence.num_computed_tokens = 0

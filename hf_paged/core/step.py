@@ -1,0 +1,48 @@
+"""`Step`: a step in the making."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from hf_paged.core.batch import BlockMoves, Chunk
+from hf_paged.core.sequence import SequenceGroup
+
+
+@dataclass(slots=True)
+class Step:
+    """A step in the making."""
+
+    budget: int
+    num_seqs: int
+    only: object
+    forced: bool
+    known_only: bool = False
+    batch_key: Hashable = None
+    has_key: bool = False
+    skipped_key: tuple[Hashable] | None = None
+    is_short: bool = False  # a running group found no room: nobody is admitted
+    needs_tokens: bool = False  # whose victim's tokens are not known yet: nobody newer runs, so that they will be
+    hashes: set[bytes] = field(default_factory=set)  # of the prompt blocks that this step computes
+    chunks: list[Chunk] = field(default_factory=list)
+    moves: BlockMoves = field(default_factory=BlockMoves)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether decodes of its batch key may join, whoever's they are."""
+        return self.has_key and self.only is None and not self.known_only and not self.needs_tokens
+
+    @property
+    def is_full(self) -> bool:
+        return self.budget == 0 or self.num_seqs == 0
+
+    def admits(self, group: SequenceGroup) -> bool:
+        """Whether the group may share this step."""
+        if self.only is not None and group.owner is not self.only:
+            return False
+        if self.known_only and group.expects_tokens:
+            return False
+        if self.has_key and group.batch_key != self.batch_key:
+            self.skipped_key = self.skipped_key or (group.batch_key,)
+            return False
+        return True

@@ -35,6 +35,7 @@ from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.forward_item import ForwardItem
 from hf_paged.engine.kv_pool import KV_DTYPES, KVPool
 from hf_paged.engine.openmp import rest_threads
+from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.request import Request, RequestOutput
 from hf_paged.engine.sample_run import SampleCall, SampleRun
 from hf_paged.engine.snapshot import Snapshot
@@ -95,7 +96,10 @@ class Engine:
             num_moves=lambda: state.num_moves,
             config=config,
         )
-        self._pool = KVPool(config, traits, self._runner)
+        runner = self._runner
+        self._pool = KVPool(
+            config, traits.geometry, lambda: runner.placement, lambda: find_size(config, traits, runner)
+        )
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
         self._executor = StepExecutor(self._pool, self._runner)
         self._worker = StepWorker(self._pool, self._executor, self._collect_abandoned)

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,11 +22,23 @@ from hf_paged.core.recorder import RecordingScheduler, new_file
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.engine.preemption import PreemptionCost
-from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
-from hf_paged.memory.streams import among_steps, on_steps_stream
-from hf_paged.model.runner import ModelRunner, ModelTraits
+from hf_paged.memory.kv_cache import KVCache, KVGeometry
+from hf_paged.memory.streams import on_steps_stream
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """How large a pool is.
+
+    Attributes:
+        num_blocks: Blocks that sequences can own.
+        max_context: Tokens of the longest sequence that the model is made for.
+    """
+
+    num_blocks: int
+    max_context: int
 
 
 class KVPool:
@@ -38,22 +51,30 @@ class KVPool:
         log: What happened lately.
     """
 
-    def __init__(self, config: PagedConfig, traits: ModelTraits, runner: ModelRunner) -> None:
+    def __init__(
+        self,
+        config: PagedConfig,
+        geometry: Callable[[torch.dtype], KVGeometry],
+        placement: Callable[[], tuple[torch.dtype, torch.device]],
+        find_size: Callable[[], PoolSize],
+    ) -> None:
         """Makes an empty pool; no memory is taken yet.
 
         Args:
             config: The settings.
-            traits: Shape of the model's keys and values.
-            runner: Knows the model, whose device and dtype the tensor follows.
+            geometry: Shape of a token's keys and values, in a pool of this dtype.
+            placement: The model's dtype and device, which the tensor follows.
+            find_size: Called at the first use.
         """
         self.config = config
-        self.traits = traits
+        self._geometry_in = geometry
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
         self.log = EventLog(now=time.time)
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._runner = runner
+        self._placement = placement
+        self._find_size = find_size
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
         self._kv_cache: KVCache | None = None
@@ -66,12 +87,16 @@ class KVPool:
     @property
     def max_context(self) -> int:
         """Tokens of the longest sequence that the model is made for."""
-        return self._runner.max_context
+        return self._size.max_context
+
+    @cached_property
+    def _size(self) -> PoolSize:
+        return self._find_size()
 
     @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
-        return self._runner.placement[1] if self._kv_cache is None else self._kv_cache.tensor.device
+        return self._placement()[1] if self._kv_cache is None else self._kv_cache.tensor.device
 
     @property
     def bytes_per_block(self) -> int:
@@ -80,27 +105,14 @@ class KVPool:
 
     @property
     def _geometry(self) -> KVGeometry:
-        return self.traits.geometry(KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.placement[0]))
+        return self._geometry_in(KV_DTYPES.get(self.config.kv_cache_dtype, self._placement()[0]))
 
     @property
     def manager(self) -> BlockManager:
         """The block tables, made at first use with the pool's size."""
         with self.lock:
             if self._manager is None:
-                max_context, device = self._runner.max_context, self._runner.model.device
-                with among_steps(device):  # a trial step, whose memory is then theirs
-                    num_blocks = self.config.num_blocks or num_blocks_for_memory(
-                        self._geometry,
-                        self.config.block_size,
-                        self.config.memory_fraction,
-                        self.config.max_num_seqs * max_context,
-                        device,
-                        self.bytes_per_block  # of the null block
-                        + self._runner.reserved_bytes(
-                            min(self.config.max_num_batched_tokens, max_context), self.config.block_size
-                        ),
-                    )
-                check_size(self._geometry, num_blocks, self.config.block_size, device)
+                num_blocks = self._size.num_blocks
                 self._manager = BlockManager(
                     num_blocks,
                     self.config.block_size,
@@ -179,7 +191,7 @@ class KVPool:
     def kv_cache(self) -> KVCache:
         """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
         with self.lock:
-            dtype, device = self._runner.placement
+            dtype, device = self._placement()
             held = self._kv_cache
             if held is not None:
                 if held.compute_dtype is dtype and held.tensor.device == device:

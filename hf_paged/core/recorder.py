@@ -46,11 +46,14 @@ SEQUENCE_FACTS = ("num_tokens", "num_prompt_tokens", "logits_from", "is_wanted",
 
 
 def new_file(path: str) -> TextIO:
-    """The file of a recording: never one that is there already, whose name then gets a number."""
+    """The file of a recording: never one that is there already, whose name then gets a number.
+
+    Line by line, so that the last step before a crash is there, and a forked child has nothing of it to write again.
+    """
     number = 0
     while True:
         try:
-            return Path(f"{path}.{number}" if number else path).expanduser().open("x", encoding="utf-8")
+            return Path(f"{path}.{number}" if number else path).expanduser().open("x", buffering=1, encoding="utf-8")
         except FileExistsError:
             number += 1
 
@@ -143,7 +146,6 @@ class RecordingScheduler(Scheduler):
             line["digests"] = result.digests()
         elif name == "update":
             self._offers[id(result)] = args[0].number
-            self._out.flush()
         elif name == "free":
             sequence = args[0]
             self._known.pop(sequence.seq_id, None)

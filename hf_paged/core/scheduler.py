@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_paged.core.block_manager import BlockManager, Offer
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.block_table import Offer
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.core.block_manager import Offer
+from hf_paged.core.block_table import Offer
 from hf_paged.core.scheduler import ScheduledChunk, SchedulerOutput
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.kernels.transfers import DeviceTimer, ToHost

@@ -449,7 +449,7 @@ class Replay:
         own = blocks = oracle = pow2 = 0
         for sequence in running:
             own += manager.num_tokens(sequence.seq_id)
-            blocks += len(manager.block_table(sequence.seq_id))
+            blocks += len(manager.blocks(sequence.seq_id))
             end = self.ends[sequence.seq_id]
             num_prompt = self.jobs[sequence.group.arrival].request.num_prompt
             oracle += end

@@ -617,10 +617,10 @@ class Scheduler:
                     manager.unmatch(sequence.seq_id)
                     sequence.num_computed_tokens = 0
                 return False
-        held = [len(manager.block_table(seq_id)) for seq_id, _ in appends]
+        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
         output.block_copies += manager.append(appends)
         for (sequence, num_tokens), count in zip(requests, held):
-            output.new_blocks += manager.block_table(sequence.seq_id)[count:]
+            output.new_blocks += manager.blocks(sequence.seq_id)[count:]
             output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
             if num_tokens > 1 and sequence.is_reproducible and (self._waiting or self._swapped):
                 assert sequence.token_ids is not None
@@ -684,10 +684,10 @@ class Scheduler:
         if not requests:
             return False
         appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
-        held = [len(manager.block_table(seq_id)) for seq_id, _ in appends]
+        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
         output.block_copies += manager.append(appends)
         for (sequence, num_tokens), count in zip(requests, held):
-            output.new_blocks += manager.block_table(sequence.seq_id)[count:]
+            output.new_blocks += manager.blocks(sequence.seq_id)[count:]
             output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
         self._note(step, group, step.budget - budget, len(requests))
         if group.status is SequenceStatus.WAITING:
@@ -714,7 +714,7 @@ class Scheduler:
                 if not is_all:
                     return False
                 continue
-            table = self._manager.block_table(victim.seq_id)
+            table = self._manager.blocks(victim.seq_id)
             if not is_all and all(pool.ref_count(block) > 1 for block in table):
                 continue
             if victim.expects_tokens:

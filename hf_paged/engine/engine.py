@@ -432,21 +432,21 @@ class Engine:
         with self._resident(sequences), self.transaction():
             self._pool.log.step = self._executor.num_steps + 1
             manager, scheduler = self.manager, self.scheduler
-            held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
+            held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
             groups = [sequence.group for sequence in sequences]
             self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
             try:
                 copies = manager.append(requests)
             except OutOfBlocksError as error:
-                blocks = {block for sequence in sequences for block in manager.block_table(sequence.seq_id)}
+                blocks = {block for sequence in sequences for block in manager.blocks(sequence.seq_id)}
                 if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                     error.needed += len(blocks)
                 raise self._pool.out_of_blocks(error) from None
             new_blocks = [
                 block
                 for sequence, count in zip(sequences, held, strict=True)
-                for block in manager.block_table(sequence.seq_id)[count:]
+                for block in manager.blocks(sequence.seq_id)[count:]
             ]
             self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
             for sequence in sequences:
@@ -493,7 +493,7 @@ class Engine:
         return key, value
 
     def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
-        table = np.asarray(self.manager.block_table(sequence.seq_id), dtype=np.int64)
+        table = np.array(self.manager.blocks(sequence.seq_id), dtype=np.int64)
         block_size = self.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size
 

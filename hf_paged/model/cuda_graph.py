@@ -299,7 +299,7 @@ class DecodeGraphs:
         rows = len(chunks)
         if rows > self.max_rows or self.reason is not None:
             return None
-        tables = [manager.block_table(chunk.sequence.seq_id) for chunk in chunks]
+        tables = [manager.blocks(chunk.sequence.seq_id) for chunk in chunks]
         width = max(map(len, tables))
         if width > self.max_blocks:
             return None

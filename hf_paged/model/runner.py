@@ -244,7 +244,7 @@ class ModelRunner:
                 return logits
         tokens = tokens.to(device)
         metadata = AttentionMetadata.build(
-            block_tables=[manager.block_table(chunk.sequence.seq_id) for chunk in step.chunks],
+            block_tables=[manager.blocks(chunk.sequence.seq_id) for chunk in step.chunks],
             query_lens=[chunk.num_tokens for chunk in step.chunks],
             seq_lens=[chunk.start + chunk.num_tokens for chunk in step.chunks],
             block_size=manager.block_size,

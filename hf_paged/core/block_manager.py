@@ -246,8 +246,8 @@ class BlockManager:
         and at the numbers of `slides_at`.
         """
         table = self._table(seq_id)
-        table.num_read = num_tokens
-        if self._sliding and not table.is_swapped:
+        if not table.is_swapped:
+            table.num_read = num_tokens
             self._slide(seq_id, table)
 
     def _slide(self, seq_id: int, table: BlockTable) -> None:

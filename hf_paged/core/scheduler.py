@@ -247,19 +247,38 @@ class Scheduler:
         self._file(group)
 
     def crop(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cuts a sequence to its first `num_tokens` tokens."""
+        """Cuts a sequence to its first `num_tokens` tokens.
+
+        What lies behind the windows of so few tokens may be gone: then all of it is to be computed again.
+
+        Raises:
+            ValueError: That can't be; nothing has changed.
+        """
+        if not self.can_crop(sequence, num_tokens):
+            raise ValueError(f"what sequence {sequence.seq_id} needs behind {num_tokens} tokens was given back")
         if sequence.token_ids is not None:
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
             if num_tokens < self._manager.num_tokens(sequence.seq_id):
-                self._manager.crop(sequence.seq_id, num_tokens)
+                if self._manager.can_crop(sequence.seq_id, num_tokens):
+                    self._manager.crop(sequence.seq_id, num_tokens)
+                else:
+                    self._drop(sequence)
             self._manager.forget_hashes(sequence.seq_id, num_tokens)
         else:
             self._manager.free(sequence.seq_id)
             self._manager.add(sequence.seq_id)
         self._file(sequence.group)
+
+    def can_crop(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether what the sequence needs behind its first `num_tokens` tokens is there, or can be computed again."""
+        return (
+            sequence.is_reproducible
+            or num_tokens >= self._manager.num_tokens(sequence.seq_id)
+            or self._manager.can_crop(sequence.seq_id, num_tokens)
+        )
 
     def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Books tokens that somebody else stored in slots appended to the sequence's table."""
@@ -498,9 +517,9 @@ class Scheduler:
 
     def _start_need(self, group: SequenceGroup, first: Sequence) -> int:
         """Blocks that a waiting group takes: what `first` needs, and of the others what they don't share with it."""
-        size = self._manager.block_size
-        return self._manager.blocks_needed(first.seq_id, first.num_wanted_tokens) + sum(
-            -(-s.num_tokens // size) - min(_common_prefix(s, first), s.logits_from, s.num_tokens - 1) // size
+        manager, chunk = self._manager, self._max_num_batched_tokens
+        return manager.blocks_needed(first.seq_id, first.num_wanted_tokens, chunk) + sum(
+            manager.most_blocks(s.num_tokens, chunk, min(_common_prefix(s, first), s.logits_from, s.num_tokens - 1))
             for s in group.sequences
             if s is not first and s.num_wanted_tokens
         )
@@ -620,7 +639,7 @@ class Scheduler:
         held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
         output.block_copies += manager.append(appends)
         for (sequence, num_tokens), count in zip(requests, held):
-            output.new_blocks += manager.blocks(sequence.seq_id)[count:]
+            output.new_blocks += manager.held_blocks(sequence.seq_id, count)
             output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
             if num_tokens > 1 and sequence.is_reproducible and (self._waiting or self._swapped):
                 assert sequence.token_ids is not None
@@ -687,7 +706,7 @@ class Scheduler:
         held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
         output.block_copies += manager.append(appends)
         for (sequence, num_tokens), count in zip(requests, held):
-            output.new_blocks += manager.blocks(sequence.seq_id)[count:]
+            output.new_blocks += manager.held_blocks(sequence.seq_id, count)
             output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
         self._note(step, group, step.budget - budget, len(requests))
         if group.status is SequenceStatus.WAITING:
@@ -714,8 +733,8 @@ class Scheduler:
                 if not is_all:
                     return False
                 continue
-            table = self._manager.blocks(victim.seq_id)
-            if not is_all and all(pool.ref_count(block) > 1 for block in table):
+            held = self._manager.held_blocks(victim.seq_id)
+            if not is_all and all(pool.ref_count(block) > 1 for block in held):
                 continue
             if victim.expects_tokens:
                 step.needs_tokens = True
@@ -754,7 +773,7 @@ class Scheduler:
         for sibling in sequence.group.sequences:
             if sibling.num_computed_tokens > shared:
                 common = min(_common_prefix(sequence, sibling), limit, sibling.num_computed_tokens)
-                if common > shared:
+                if common > shared and manager.can_share(sibling.seq_id, common):
                     best, shared = sibling, common
         if best is not None:
             manager.share_prefix(sequence.seq_id, best.seq_id, shared)
@@ -801,6 +820,7 @@ class Scheduler:
             What is to be checked, for `settle`.
         """
         block_size, in_flight = self._manager.block_size, self._in_flight
+        slides_at = self._manager.slides_at
         offers: list[Offer] = []
         for sequence, start, num_tokens in output.chunks:
             sequence.num_computed_tokens = end = start + num_tokens
@@ -813,6 +833,8 @@ class Scheduler:
                     self._manager.publish(own)
                 else:
                     offers += own
+            if slides_at and (num_tokens > 1 or end % block_size in slides_at) and sequence.is_reproducible:
+                self._manager.slide(sequence.seq_id, end)
         self._offered.update(offer.block_hash for offer in offers)
         return offers
 

@@ -434,19 +434,21 @@ class Engine:
             manager, scheduler = self.manager, self.scheduler
             held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
+            for sequence in sequences:
+                manager.slide(sequence.seq_id, sequence.num_computed_tokens)
             groups = [sequence.group for sequence in sequences]
             self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
             try:
                 copies = manager.append(requests)
             except OutOfBlocksError as error:
-                blocks = {block for sequence in sequences for block in manager.blocks(sequence.seq_id)}
+                blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
                 if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                     error.needed += len(blocks)
                 raise self._pool.out_of_blocks(error) from None
             new_blocks = [
                 block
                 for sequence, count in zip(sequences, held, strict=True)
-                for block in manager.blocks(sequence.seq_id)[count:]
+                for block in manager.held_blocks(sequence.seq_id, count)
             ]
             self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
             for sequence in sequences:

@@ -195,7 +195,7 @@ def infinite_cache(requests: list[Request], block_size: int) -> tuple[float, flo
     Returns:
         Of the trace's own blocks, and of prompt tokens in full blocks of `block_size` (the last token never counts).
     """
-    seen: dict[int, int] = {}  # id -> how many of its tokens somebody had
+    seen: dict[int, int] = {}  # id -> how many of its tokens were seen before
     hit_blocks = num_blocks = hit_tokens = num_tokens = 0
     for request in requests:
         found, is_whole = 0, True
@@ -326,7 +326,7 @@ class Replay:
                     next_request += 1
                 output = self._schedule()
                 if output is None:
-                    if next_request < len(requests):  # nothing to do until somebody comes
+                    if next_request < len(requests):  # nothing to do until one comes
                         self.now = max(self.now, requests[next_request].arrival)
                     continue
                 seconds = self.costs.seconds(output, self.block_size)

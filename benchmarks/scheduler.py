@@ -2,7 +2,7 @@
 
     python benchmarks/scheduler.py --out benchmarks/results
 
-Each row is a number of running decodes: with nobody waiting, with one request waiting that does not fit (it is tried
+Each row is a number of running decodes: with none waiting, with one request waiting that does not fit (it is tried
 and refused in every step), with 100,000 of them, and with prompts coming in by chunks beside the decodes. The setting
 is the dearer one where there is a choice: prefix caching is on, the step has room for more sequences, so that admission
 is tried, and a sixteenth of the decodes begins a block in every step.

@@ -294,7 +294,7 @@ class SeedGate:
 
     @contextmanager
     def seeding(self, seed: int) -> Iterator[tuple[bool, Callable[[], None]]]:
-        """Seeds the global generator. Gives whether nobody moves it meanwhile, and what ends that state early."""
+        """Seeds the global generator. Gives whether it stands still meanwhile, and what ends that state early."""
         self._lock.acquire()
         is_open = [False]
 
@@ -408,7 +408,7 @@ class Soak:
     def _may_fail(self, spec: Spec, error: BaseException, before: tuple[int, int]) -> bool:
         """Whether a request of this kind, begun at `before`, may raise this."""
         if isinstance(error, torch.OutOfMemoryError):
-            return True  # the smallest of the step's groups, whoever that is
+            return True  # the smallest of the step's groups, whichever that is
         if isinstance(error, OutOfBlocksError) or (spec.kind == "forwards" and "can't be computed again" in str(error)):
             # Keys and values of two models can't make room.
             return before != (self.version, self.num_stale) or time.monotonic() < self.changed_at + 10
@@ -477,7 +477,7 @@ class Soak:
             raise
 
     def describe(self) -> None:
-        """Where everybody is, once: what somebody needs who looks for the cause of a request that is stuck."""
+        """Where all threads are, once: what helps to find the cause of a request that is stuck."""
         with self.lock:
             is_first, self.is_described = not self.is_described, True
         if not is_first:
@@ -910,8 +910,8 @@ class Soak:
             engine.check_invariants()
             live_ids = {s.seq_id for s in live}
             extra = set(engine.manager.sequences()) - live_ids
-            assert not extra, f"{len(extra)} sequences that nobody holds"
-            assert not engine.scheduler.has_work, "work that nobody waits for"
+            assert not extra, f"{len(extra)} sequences that are not held"
+            assert not engine.scheduler.has_work, "work that is not waited for"
             assert stats.num_waiting == 0, f"{stats.num_waiting} waiting"
             for name, left in self.left_over().items():
                 assert not left, f"{name}: {left}"

@@ -102,7 +102,7 @@ def make_prompts(tokenizer: Any, count: int, shortest: int = 8, longest: int = 4
 
 
 def arguments(mode: str, new_tokens: int) -> dict[str, Any]:
-    """Of `generate()`. All users generate equally many tokens: the end-of-sequence token is forbidden."""
+    """Arguments of `generate()`. All users generate equally many tokens: the end-of-sequence token is forbidden."""
     more: dict[str, dict[str, Any]] = {"beam": {"num_beams": 4}, "processor": {"logits_processor": [OwnProcessor()]}}
     return {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False} | more.get(mode, {})
 

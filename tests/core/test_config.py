@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +55,13 @@ def test_every_field_is_documented() -> None:
     assert PagedConfig.__doc__ is not None
     attributes = PagedConfig.__doc__.split("Attributes:")[1]
     assert [line.split(":")[0].strip() for line in attributes.splitlines() if line[8:9].strip()] == NAMES
+
+
+def test_every_field_is_in_the_settings_page() -> None:
+    """Would break: a new setting, or another default, that docs/settings.md does not know."""
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]+?)`? \|", page, re.MULTILINE))
+    assert table == {field.name: repr(field.default).replace("'", '"') for field in fields(PagedConfig)}
 
 
 def test_it_is_frozen() -> None:

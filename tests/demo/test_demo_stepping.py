@@ -113,7 +113,7 @@ def test_somebody_comes_back_and_somebody_ends() -> None:
     assert told_of(step(7, [[3, 3, 38, 1], [5, 5, 10, 1]]), groups, events)[1:] == [
         "chat-3 came back from CPU memory with 3 blocks and chose “ t1⏎”.",
         "chat-5 chose its last token, is finished and gave back block 8.",
-        "Block 6 was cached and held by nobody: the content was dropped for new use.",
+        "Block 6 was cached and held by none: the content was dropped for new use.",
     ]
 
 

@@ -218,12 +218,8 @@ class World:
 
     def _behind(self, query: int) -> list[int]:
         """Of each group, the blocks that a query does not see."""
-        return [
-            0
-            if window is None
-            else sum(end <= query - window + 1 for end in range(self.block_size, query + 1, self.block_size))
-            for window in self.windows
-        ]
+        size = self.block_size  # the last token behind the window is the `window`-th before the query
+        return [0 if window is None else max(0, query - window + 1) // size for window in self.windows]
 
     def commit(self, pick: int, behind: int) -> None:
         """Commits all tokens but the last `behind`."""
@@ -805,7 +801,7 @@ def test_long_random_walk() -> None:
     while num_operations < NUM_RANDOM_OPERATIONS:
         rng = random.Random(episode)
         windows = WINDOWS[episode % len(WINDOWS)]
-        num_blocks, num_swap_blocks = rng.randint(4, 24) * len(windows), rng.choice((0, 4, 16, 16))
+        num_blocks, num_swap_blocks = rng.randint(4, 24) + 8 * (len(windows) - 1), rng.choice((0, 4, 16, 16))
         world = World(num_blocks, rng.randint(1, 4), episode % 10 != 9, num_swap_blocks, windows)
         for step in range(OPERATIONS_PER_EPISODE):
             try:

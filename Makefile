@@ -26,7 +26,7 @@ T ?= tests
 NOT_CORE := tests/tools/test_cli.py tests/tools/test_examples.py tests/tools/test_benchmarks.py \
     tests/tools/test_gpu_runs.py tests/tools/test_soak.py tests/core/test_config.py \
     $(wildcard tests/core/test_block_*.py tests/core/test_scheduler*.py) $(wildcard tests/kernels/test_kernels_*.py) \
-    tests/memory/test_kv_cache.py tests/memory/test_swap_space.py tests/kernels/test_attention_metadata.py \
+    tests/memory/test_kv_cache.py tests/memory/test_swap_space.py tests/attention/test_metadata.py \
     $(wildcard tests/demo/test_demo*.py)
 
 PY := $(VENV)/bin/python

@@ -42,10 +42,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from hf_paged.attention.backends.registry import choose
+from hf_paged.attention.backends.triton import TritonStep
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import launch, ops, reference
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
-from hf_paged.kernels.attention_metadata import AttentionMetadata
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 
 MAX_RMS = 1e-2 if launch.is_interpreting() else 5e-3  # the interpreter cuts bfloat16 off instead of rounding it
@@ -177,7 +180,7 @@ class Step:
         memory: Memory | None = None,
         **options: Any,
     ) -> None:
-        """Lays a step out; `options` are those of `paged_attention`, the kernel's and the reference's."""
+        """Lays a step out; `options` are those of `AttentionParams`."""
         scale, self.memory = bench.scale, memory or bench.memory
         self.query_lens, self.seq_lens, self.block_size = list(query_lens), list(seq_lens), block_size
         self._bench, self._options = bench, {"scale": scale.head_dim**-0.5} | options
@@ -214,8 +217,8 @@ class Step:
 
     def __call__(self, number: int, num_splits: int | None = None) -> Tensor:
         layer, metadata = number % self.layers, self._sets[number // self.layers % len(self._sets)]
-        extra = {"kv_scales": self._kv_scales, "partials": self._bench.partials, "num_splits": num_splits}
-        return ops.paged_attention(self.query, self.pool, layer, metadata, **self._options, **extra)
+        step = TritonStep(self.pool, metadata, self._bench.partials, self._kv_scales)
+        return step.attend(self.query, AttentionParams(layer, **self._options), num_splits=num_splits)
 
     def chosen_splits(self) -> int:
         """Items of the sequence that is split into most, by default."""
@@ -261,7 +264,7 @@ class Step:
         layout = (tables, query_lens, seq_lens, self.block_size, len(blocks), self._bench.device)
         metadata = AttentionMetadata.build(*layout)
         options = {name: v.double() if isinstance(v, Tensor) else v for name, v in self._options.items()}
-        expected = reference.paged_attention(self.query[rows].double(), states, 0, metadata, **options)
+        expected = reference.paged_attention(self.query[rows].double(), states, 0, metadata.groups, **options)
         return require(common.rms_ratio(self(0, num_splits)[rows], expected))
 
 
@@ -606,7 +609,13 @@ def swap_points(bench: Bench) -> Points:
 
     @functools.cache
     def kv_cache() -> KVCache:
-        return KVCache(KVGeometry(scale.layers, scale.kv_heads, scale.head_dim, DTYPE), 4 * n, 16, bench.device)
+        return KVCache(
+            KVGeometry(scale.layers, scale.kv_heads, scale.head_dim, DTYPE),
+            4 * n,
+            16,
+            bench.device,
+            partial(choose, "auto"),
+        )
 
     def move_each() -> None:
         for place, block in enumerate(listed):

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hf_paged
-from hf_paged.kernels import backend, cpu_layers, launch
+from hf_paged.attention.backends import triton as triton_backend
+from hf_paged.kernels import availability, cpu_layers, launch
 from hf_paged.kernels.triton_layers import TritonLayers
 from hf_paged.model import cuda_graph, fused_layers
 
@@ -39,7 +40,7 @@ GPUS = {
     "sm_80": launch.Device(108, has_native_fp8=False, shared_memory=166_912, reads_shared_factors=False),
     "sm_90": launch.Device(132, has_native_fp8=True, shared_memory=232_448, reads_shared_factors=True),
 }
-_trial_launch = backend._launch_failure.__wrapped__
+_trial_launch = availability.launch_failure.__wrapped__
 POOLS = ("auto", "fp8_e4m3")
 
 _FEW = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
@@ -194,7 +195,7 @@ def pretending(gpu: str) -> Iterator[list[int]]:
         for owner, name, instead in (
             (launch.Device, "of", staticmethod(lambda _: GPUS[gpu])),
             (launch, "is_interpreting", lambda: True),  # so that the Triton backend takes CPU tensors
-            (backend, "_launch_failure", lambda _: None),  # nothing is computed that could be right
+            (triton_backend, "launch_failure", lambda _: None),  # nothing is computed that could be right
             (fused_layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
             (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
             (nn.functional, "linear", _linear(nn.functional.linear)),

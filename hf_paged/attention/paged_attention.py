@@ -16,26 +16,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.kernels.backend import PagedStep
+from hf_paged.attention.context import current_step, is_sentinel
+from hf_paged.attention.params import AttentionParams
 
 NAME_PREFIX = "hf_paged_"
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def step_mask(step: PagedStep, device: torch.device) -> Tensor:
-    """The `attention_mask` of an engine-driven forward: a tensor without content that carries the step.
-
-    The mask is the one argument that every model hands down to its attention (some drop extra keyword arguments on the
-    way), and the mask builders of transformers return a 4-D mask as it is, so none is built.
-    """
-    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
-    mask.hf_paged_step = step  # type: ignore[attr-defined]
-    return mask
-
-
 def _make_paged_attention(base_name: str) -> AttentionFunction:
-    """Paged attention for forwards whose mask carries a step; the implementation `base_name` for all others."""
+    """Paged attention for forwards of a step, told by their mask; the implementation `base_name` for all others."""
 
     def paged_attention_forward(
         module: nn.Module,
@@ -50,8 +40,7 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        step: PagedStep | None = getattr(attention_mask, "hf_paged_step", None)
-        if step is None:
+        if attention_mask is None or not is_sentinel(attention_mask):
             for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
                 if given is not None:
                     kwargs[name] = given
@@ -61,14 +50,14 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
             if kwargs.get(name) is not None:
                 raise ValueError(f"paged attention has no {name}; {type(module).__name__} needs it")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attend = _uncompiled_step if torch.compiler.is_compiling() else _run_step
-        return attend(step, module, query, key, value, scale, sliding_window, softcap, s_aux), None
+        attend = _uncompiled if torch.compiler.is_compiling() else _write_and_attend
+        return attend(attention_mask, module, query, key, value, scale, sliding_window, softcap, s_aux), None
 
     return paged_attention_forward
 
 
-def _run_step(
-    step: PagedStep,
+def _write_and_attend(
+    sentinel: Tensor,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -81,14 +70,15 @@ def _run_step(
     layer = module.layer_idx
     if not isinstance(layer, int):
         raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
+    step = current_step(sentinel)
     # [1, heads, T, head_dim] to [T, heads, head_dim]
     step.write(key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1), layer)
-    query = query.squeeze(0).transpose(0, 1)
-    return step.attend(query, layer, scale, sliding_window, softcap, sinks).unsqueeze(0)
+    params = AttentionParams(layer, scale, sliding_window, softcap, sinks)
+    return step.attend(query.squeeze(0).transpose(0, 1), params).unsqueeze(0)
 
 
 # What compiles a layer compiles what lies before and behind its attention: launchers are Python on the host.
-_uncompiled_step = torch.compiler.disable(_run_step)
+_uncompiled = torch.compiler.disable(_write_and_attend)
 
 
 def _base_attention(base_name: str, module: nn.Module) -> AttentionFunction:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 ENV_PREFIX = "HF_PAGED_"
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+# The names that backends are registered by add themselves, when they are imported (`attention/backends/registry.py`).
+attention_backends = ["auto"]
+
+_CHOICES: dict[str, Sequence[str]] = {
     "preemption": ("auto", "recompute", "swap"),
     "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
-    "attention_backend": ("auto", "triton", "cpu", "torch"),
+    "attention_backend": attention_backends,
 }
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
 
@@ -47,9 +50,9 @@ class PagedConfig:
             differ from stock `generate()`.
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
-            compiler), or `"auto"`: whichever kernels the device can run, else torch.
+            compiler), another one that was registered, or `"auto"`: those the device can run, else torch.
         cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
-            on a CUDA device and served by the Triton kernels, `True`: the same, and raise elsewhere.
+            on a CUDA device and its backend can be recorded (Triton's can), `True`: the same, and raise elsewhere.
         compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
             CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step.
         use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from hf_paged.attention.backends.registry import choose
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
@@ -184,7 +186,7 @@ class KVPool:
                     num_blocks,
                     self.config.block_size,
                     device,
-                    self.config.attention_backend,
+                    partial(choose, self.config.attention_backend),
                     dtype,
                 )
             return self._kv_cache

@@ -6,14 +6,13 @@ import ctypes
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_paged.kernels import reference
-from hf_paged.kernels.attention_metadata import AttentionMetadata
 from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import InputError
+from hf_paged.kernels.padded_groups import PaddedGroup
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
@@ -101,7 +100,10 @@ class CPUKernels:
         output: Tensor,
         kv_cache: Tensor,
         layer: int,
-        metadata: AttentionMetadata,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        num_seqs: int,
+        longest: int,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
@@ -111,11 +113,14 @@ class CPUKernels:
 
         Args:
             query: `[T, num_heads, head_dim]` in the pool's dtype, the last dimension contiguous; the first
-                `metadata.num_decodes` tokens are read.
+                `num_seqs` tokens are read.
             output: `[T, num_heads, head_dim]`, contiguous; those tokens are written.
             kv_cache: The KV tensor.
             layer: Layer index.
-            metadata: The step's metadata.
+            block_tables: `[S, N]` int32, contiguous, with the blocks of the first `num_seqs` sequences.
+            seq_lens: `[S]` int32, contiguous, tokens of each including the new one.
+            num_seqs: How many sequences.
+            longest: Tokens of the longest of them.
             scale: Factor on the scores.
             sliding_window: Tokens a query sees, itself included; `None`: all before it.
             softcap: Bound of the scores; `None`: none.
@@ -123,10 +128,9 @@ class CPUKernels:
 
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices, a layer that the pool does not have, tables
-                of blocks of another size, or too many query heads a key head.
+                of too few blocks, or too many query heads a key head.
         """
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-        tables, seq_lens, num_seqs = metadata.block_tables, metadata.seq_lens, metadata.num_decodes
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
         if not (
@@ -137,30 +141,28 @@ class CPUKernels:
             and output.is_contiguous()
             and (num_heads := query.shape[1]) % num_kv_heads == 0
             and num_heads * head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS
-            and num_seqs <= min(query.shape[0], tables.shape[0], seq_lens.shape[0])
-            and metadata.block_size == block_size
-            and metadata.max_decode_len <= tables.shape[1] * block_size
+            and num_seqs <= min(query.shape[0], block_tables.shape[0], seq_lens.shape[0])
+            and longest <= block_tables.shape[1] * block_size
             and 0 <= layer < num_layers
             and self._is_own(kv_cache)
             and query.dtype is output.dtype is self._dtype
-            and tables.dtype is seq_lens.dtype is torch.int32
-            and tables.is_contiguous()
+            and block_tables.dtype is seq_lens.dtype is torch.int32
+            and block_tables.is_contiguous()
             and seq_lens.is_contiguous()
             and query.is_cpu
             and output.is_cpu
-            and tables.is_cpu
+            and block_tables.is_cpu
             and (sinks is None or (sinks.shape == (num_heads,) and sinks.is_cpu))
         ):
             expected = f"twice [T, heads, dim], {num_seqs} tables and lengths, and their pool (layer {layer})"
-            raise InputError(
-                "decode", expected, query=query, output=output, tables=tables, seq_lens=seq_lens, kv_cache=kv_cache
-            )
+            given = {"query": query, "output": output, "block_tables": block_tables, "seq_lens": seq_lens}
+            raise InputError("decode", expected, **given, kv_cache=kv_cache)
         block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
         arguments = _Decode(
             query.data_ptr(),
             output.data_ptr(),
             kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
-            tables.data_ptr(),
+            block_tables.data_ptr(),
             seq_lens.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
             *query.stride()[:2],
@@ -168,7 +170,7 @@ class CPUKernels:
             num_kv_heads,
             num_heads // num_kv_heads,
             block_size,
-            tables.shape[1],
+            block_tables.shape[1],
             block_stride,
             sliding_window or 0,
             torch.get_num_threads(),
@@ -220,17 +222,17 @@ def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int) -> float:
             return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
         pool = random(5, 1, 2, 2, 16, head_dim)
-        tables = np.array([[3, 0], [2, 4]])
-        metadata = AttentionMetadata(
-            tables, np.array([1, 1]), np.array([21, 7]), 16, null_block=4, device=torch.device("cpu")
-        )
+        tables, lens = torch.tensor([[3, 0], [2, 4]], device="cpu"), torch.tensor([21, 7], device="cpu")
+        slots = tables.gather(1, (lens[:, None] - 1) // 16)[:, 0] * 16 + (lens - 1) % 16
+        rows = torch.arange(2, device="cpu")[:, None]
+        both = PaddedGroup(rows, None, tables, lens[:, None] - 1, lens, 21, False, block_size=16, null_block=4)
         key, value, query = random(2, 2, head_dim), random(2, 2, head_dim), random(2, 4, head_dim)
         truth = pool.double()
-        reference.reshape_and_cache(key.double(), value.double(), truth, 0, metadata.slot_mapping)
-        kernels.reshape_and_cache(key, value, pool, 0, metadata.slot_mapping)
+        reference.reshape_and_cache(key.double(), value.double(), truth, 0, slots)
+        kernels.reshape_and_cache(key, value, pool, 0, slots)
         if not torch.equal(pool.double(), truth):
             return float("inf")
-        expected = reference.paged_attention(query.double(), truth, 0, metadata, head_dim**-0.5)
+        expected = reference.paged_attention(query.double(), truth, 0, [both], head_dim**-0.5)
         result = torch.empty_like(query)
-        kernels.paged_decode(query, result, pool, 0, metadata, head_dim**-0.5)
+        kernels.paged_decode(query, result, pool, 0, tables.int(), lens.int(), 2, 21, head_dim**-0.5)
         return float((result.double() - expected).norm() / expected.norm())

@@ -16,8 +16,6 @@ from hf_paged.kernels import copy_blocks as copy_kernel
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kernels import reshape_and_cache as write_kernel
-from hf_paged.kernels.attention_metadata import AttentionMetadata
-from hf_paged.kernels.decode_work import DecodeWork, WorkKind
 from hf_paged.kernels.launch import FP8_FORMATS, LayerAttention, check_kv_cache, device_of, next_power_of_two
 
 _LIBRARY = torch.library.Library("hf_paged", "DEF")
@@ -218,78 +216,26 @@ class Partials:
         return tensor
 
 
-def paged_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    layer: int,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    *,
-    kv_scales: Tensor | None = None,
-    partials: Partials,
-    num_splits: int | None = None,
-) -> Tensor:
-    """`reference.paged_attention` by the Triton kernels, which read no slot that no query may see.
+def decode_plan(query: Tensor, kv_cache: Tensor) -> tuple[int, int]:
+    """Tokens of a KV tile of decoding with these queries `[T, num_heads, head_dim]`, and items it works on at once."""
+    sizes = query.shape[1], kv_cache.shape[3], kv_cache.shape[5], query.element_size(), kv_cache.element_size()
+    shape, slots = decode.plan(*sizes, device_of(query.device))
+    return shape.tokens, slots
 
-    The sequences that the batch begins with and that have one new token each go to the decode kernel, the others to the
-    prefill kernel: one launch for either, and one for the combination where sequences were split.
+
+def prefill_plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> tuple[int, int]:
+    """Rows of a query tile of prompts, for the kernel, and how many new tokens of a sequence these are.
 
     Args:
-        query: `[T, num_heads, head_dim]`, float32 or half precision; the keys and values are cast to it.
+        query: `[T, num_heads, head_dim]`.
         kv_cache: The KV tensor.
-        layer: Layer index.
-        metadata: The step's metadata.
-        scale: Factor on the scores.
-        sliding_window: Tokens a query sees, itself included; `None`: all before it.
-        softcap: Bound of the scores; `None`: none.
-        sinks: `[num_heads]` scores.
-        alibi_slopes: `[num_heads]` slopes.
-        kv_scales: `[num_layers, 2, num_kv_heads]` float32, what fp8 keys and values are multiplied by.
-        partials: Scratch, the same at every call.
-        num_splits: Items that a decoding sequence is split into, where it has the tiles; `None`: as lengths say.
-
-    Returns:
-        `[T, num_heads, head_dim]` in the query's dtype.
-
-    Raises:
-        ValueError: Shapes that don't fit together.
+        max_query_len: New tokens of the sequence that has most.
     """
-    num_heads, num_kv_heads = query.shape[1], kv_cache.shape[3]
-    head_dim = kv_cache.shape[5]
-    device, num_decodes = device_of(query.device), metadata.num_decodes
-    work: DecodeWork | None = None
-    if num_decodes:
-        itemsize, pool_itemsize = query.element_size(), kv_cache.element_size()
-        shape, slots = decode.plan(num_heads, num_kv_heads, head_dim, itemsize, pool_itemsize, device)
-        work = metadata.decode_work(WorkKind(shape.tokens, slots, sliding_window or 0, num_splits or 0))
-    max_parts = work.max_parts if work else 0
-    query_tiles, rows = None, 0
-    if num_decodes < metadata.seq_lens.shape[0]:
-        padded_dim, group = next_power_of_two(max(16, head_dim)), num_heads // num_kv_heads
-        is_fp8 = kv_cache.dtype in FP8_FORMATS
-        rows = prefill.tiling(query.element_size(), padded_dim, group, metadata.max_query_len, device, is_fp8).rows
-        query_tiles = metadata.query_tiles(prefill.query_tiling(group, rows)[0])
-    return torch.ops.hf_paged.paged_attention(
-        query,
-        kv_cache,
-        layer,
-        metadata.block_tables,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        work.items if work else None,
-        work.split if work else None,
-        max_parts,
-        query_tiles,
-        rows,
-        scale,
-        sliding_window or 0,
-        softcap or 0.0,
-        sinks,
-        alibi_slopes,
-        kv_scales,
-        partials.get(decode.partials_size(max_parts, num_heads, head_dim), query.device),
-    )
+    padded_dim, group = next_power_of_two(max(16, kv_cache.shape[5])), query.shape[1] // kv_cache.shape[3]
+    is_fp8 = kv_cache.dtype in FP8_FORMATS
+    device = device_of(query.device)
+    rows = prefill.tiling(query.element_size(), padded_dim, group, max_query_len, device, is_fp8).rows
+    return rows, prefill.query_tiling(group, rows)[0]
+
+
+partials_size = decode.partials_size

@@ -6,11 +6,13 @@ or value (1). A slot is `block * block_size + offset`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_paged.kernels.attention_metadata import AttentionGroup, AttentionMetadata
+from hf_paged.kernels.padded_groups import PaddedGroup
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -120,7 +122,7 @@ def paged_attention(
     query: Tensor,
     kv_cache: Tensor,
     layer: int,
-    metadata: AttentionMetadata,
+    groups: Sequence[PaddedGroup],
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -128,7 +130,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the flat batch over block tables: prefill, chunked prefill and decode in one.
+    """Causal attention of the packed batch over block tables: prefill, chunked prefill and decode in one.
 
     `softmax(softcap(scale * q k^T) - slope * distance + mask) v`, with `softcap(x) = cap * tanh(x / cap)` (Gemma 2)
     and a sink logit per head that joins the softmax's denominator only (GPT-OSS). This step's keys and values must be
@@ -138,23 +140,21 @@ def paged_attention(
         query: `[T, num_heads, head_dim]`.
         kv_cache: The KV tensor.
         layer: Layer index.
-        metadata: The step's metadata.
+        groups: The sequences: all, or those behind the ones that are done.
         scale: Factor on the scores.
         sliding_window: Tokens a query sees, itself included; `None`: all before it.
         softcap: Bound of the scores; `None`: none.
         sinks: `[num_heads]` logits.
         alibi_slopes: `[num_heads]` slopes of linear position biases.
-        output: `[T, num_heads, head_dim]`, where the first `metadata.num_decodes` tokens are done: the others are
-            written to it. `None`: all tokens, to a new tensor.
+        output: `[T, num_heads, head_dim]`, where other sequences' tokens are done: those of `groups` are written to it.
+            `None`: these are all tokens, to be written to a new tensor.
 
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
     """
-    groups = metadata.groups if output is None else metadata.prefill_groups
-
     is_plain = softcap is None and sinks is None and alibi_slopes is None
 
-    def attend(rows: Tensor, group: AttentionGroup) -> Tensor:
+    def attend(rows: Tensor, group: PaddedGroup) -> Tensor:
         if is_plain and group.is_whole and (sliding_window is None or group.longest <= sliding_window):
             # Whole prompts: torch skips what is above the diagonal, and no mask is made.
             if group.block_rows is None:
@@ -166,7 +166,7 @@ def paged_attention(
                 rows.transpose(1, 2), key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
             )
             return result.transpose(1, 2)
-        view = group.view(sliding_window, metadata.block_size, metadata.null_block, query.dtype)
+        view = group.view(sliding_window, query.dtype)
         if view.block_rows is None:
             view.block_rows = block_rows(kv_cache, view.block_table)
         key, value = gather_rows(kv_cache, layer, view.block_rows, len(view.block_table))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.backend import choose
 from hf_paged.kernels.reference import elements
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.memory.swap_space import SwapSpace
@@ -102,7 +102,7 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        backend: str = "auto",
+        make_backend: Callable[[Tensor, torch.dtype], Any],
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
@@ -112,7 +112,7 @@ class KVCache:
             num_blocks: Blocks that sequences can own.
             block_size: Tokens in a block.
             device: Where the model runs.
-            backend: `PagedConfig.attention_backend`.
+            make_backend: Chooses the attention backend of the tensor, for a model of this dtype.
             compute_dtype: The model's; `None`: the geometry's.
 
         Raises:
@@ -132,7 +132,7 @@ class KVCache:
                 "lower num_blocks (or memory_fraction)"
             ) from error
         self.compute_dtype = compute_dtype or geometry.dtype
-        self.backend = choose(backend, self.tensor, self.compute_dtype)
+        self.backend = make_backend(self.tensor, self.compute_dtype)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Executes copy-on-write pairs `(source, destination)`, all layers at once."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
+from hf_paged.attention.metadata import DecodeMetadata
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.scheduler import ScheduledChunk
-from hf_paged.kernels.attention_metadata import DecodeMetadata
-from hf_paged.kernels.decode_work import DecodeWork, WorkKind, share_out
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait, raised_at
 
@@ -421,8 +421,8 @@ def recorder(kv_cache: KVCache) -> Callable[[Callable[[], Tensor]], Recording] |
     device = kv_cache.tensor.device
     if device.type != "cuda":
         return f"need a CUDA device, the model is on {device}"
-    if kv_cache.backend.name != "triton":
-        return f"need the Triton kernels, this pool is served by {kv_cache.backend.name!r}"
+    if not kv_cache.backend.can_record:
+        return f"need a backend that can be recorded, this pool is served by {kv_cache.backend.name!r}"
     stream, made = capture_stream(device), weakref.WeakSet[CUDARecording]()
 
     def record(function: Callable[[], Tensor]) -> CUDARecording:

@@ -6,14 +6,15 @@ import logging
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_paged.kernels.backend import layer_kernels
+from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.fused_rotary import find_rotary
+from hf_paged.model.fused_rotary import RotaryAttention, RotaryForward, find_rotary
 from hf_paged.model.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
 from hf_paged.model.placement import Placement
 
@@ -81,6 +82,7 @@ class FusedLayers:
         self._model = weakref.ref(model)
         self._placement = Placement(model)
         self._calls: list[ModuleCall] | None = None
+        self._rotary_forwards: list[RotaryForward] = []
         self._made_for: tuple[torch.dtype, torch.device] | None = None
 
     @contextmanager
@@ -97,6 +99,10 @@ class FusedLayers:
             model = self._model()
             assert model is not None
             self._calls = _find(model, *placement)
+            rotary = (call.changed for call in self._calls if isinstance(call, RotaryAttention))
+            self._rotary_forwards = list(dict.fromkeys(rotary))
+        for forward in self._rotary_forwards:
+            forward.look_up()
         with calling(self._calls):
             yield
 
@@ -114,6 +120,7 @@ def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Mo
         return []
     generator = torch.Generator("cpu").manual_seed(0)
     known: dict[Hashable, bool] = {}
+    forwards: dict[FunctionType, RotaryForward | None] = {}
     calls: list[ModuleCall] = []
     for module in model.modules():
         if not is_untouched(module) or not is_library_code(module) or has_hooks(module):
@@ -121,7 +128,7 @@ def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Mo
         call = (
             _norm(module, kernels, generator, dtype, device)
             or _gated_mlp(module, kernels, generator, dtype, device, known)
-            or find_rotary(module, kernels, dtype, device)
+            or find_rotary(module, kernels, dtype, device, forwards)
         )
         if call is not None:
             calls.append(call)

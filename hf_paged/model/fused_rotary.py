@@ -19,17 +19,6 @@ _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-4, torch.float16: 4e-5}
 _HEADS = (3, 2)  # of the trial's queries and keys
 
 
-class _Names(dict[str, Any]):
-    """A module's globals, as they are at any moment, but for the names it holds itself."""
-
-    def __init__(self, names: dict[str, Any], own: dict[str, Any]) -> None:
-        super().__init__(own)
-        self._names = names
-
-    def __missing__(self, name: str) -> Any:
-        return self._names[name]
-
-
 class _Rotary:
     """In the place of `apply_rotary_pos_emb(q, k, cos, sin, ...)`."""
 
@@ -59,38 +48,67 @@ class _Rotary:
         return self._names[NAME](q, k, cos, sin, *args, **kwargs)
 
 
-class _Attention(ModuleCall):
-    """An attention module whose own code runs, with one of the names it uses standing for something else."""
+class RotaryForward:
+    """The forward of a class of attention modules, with one of the names it uses standing for something else."""
 
-    __slots__ = ("run",)
+    def __init__(self, own: FunctionType, rotary: _Rotary) -> None:
+        self._own = own
+        self._rotary = rotary
+        self.look_up()
 
-    def __init__(self, module: Any, rotary: _Rotary) -> None:
+    def look_up(self) -> None:
+        """Takes the other names from the module's file as they are now."""
+        own = self._own
+        names = own.__globals__ | {NAME: self._rotary}
+        self.run = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+        self.run.__kwdefaults__ = own.__kwdefaults__
+
+
+class RotaryAttention(ModuleCall):
+    """An attention module that runs such a forward."""
+
+    __slots__ = ("changed",)
+
+    def __init__(self, module: Any, changed: RotaryForward) -> None:
         super().__init__(module)
-        forward = type(module).forward
-        names = _Names(forward.__globals__, {NAME: rotary, "__builtins__": forward.__globals__["__builtins__"]})
-        self.run = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        self.run.__kwdefaults__ = forward.__kwdefaults__
+        self.changed = changed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.module, *args, **kwargs)
+        return self.changed.run(self.module, *args, **kwargs)
 
 
 def find_rotary(
-    module: nn.Module, kernels: LayerKernels, dtype: torch.dtype, device: torch.device
+    module: nn.Module,
+    kernels: LayerKernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    known: dict[FunctionType, RotaryForward | None],
 ) -> ModuleCall | None:
     """A module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`.
 
     Args:
         module: Any module.
         kernels: What is to compute it.
-        dtype: Of the model.
-        device: Of the model.
+        dtype: The model's.
+        device: The model's.
+        known: What was found for other modules, by their class's forward; added to.
     """
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
     if NAME not in forward.__code__.co_names or NAME not in forward.__globals__:
         return None
+    if forward not in known:
+        rotary = _same_rotary(forward.__globals__, kernels, dtype, device)
+        known[forward] = None if rotary is None else RotaryForward(forward, rotary)
+    changed = known[forward]
+    return None if changed is None else RotaryAttention(module, changed)
+
+
+def _same_rotary(
+    names: dict[str, Any], kernels: LayerKernels, dtype: torch.dtype, device: torch.device
+) -> _Rotary | None:
+    """What computes the same as the function of that name on queries and keys of a trial."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -101,17 +119,17 @@ def find_rotary(
 
     def own(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
         try:
-            result = forward.__globals__[NAME](q, k, cos, sin)
+            result = names[NAME](q, k, cos, sin)
         except (TypeError, RuntimeError, ValueError, IndexError):
             return None
         is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(one, Tensor) for one in result)
         return result if is_pair else None
 
     for interleaved, rounds in ROTARIES:
-        rotary = _Rotary(forward.__globals__, kernels, interleaved, rounds, takes_part=True)
+        rotary = _Rotary(names, kernels, interleaved, rounds, takes_part=True)
         if _agree(rotary(q, k, *whole), own(*whole)):
             takes_part = _agree(rotary(q, k, *part), own(*part))
-            return _Attention(module, _Rotary(forward.__globals__, kernels, interleaved, rounds, takes_part))
+            return _Rotary(names, kernels, interleaved, rounds, takes_part)
     return None
 
 

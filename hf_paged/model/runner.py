@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention.cache import StepCache
-from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope, step_mask
+from hf_paged.attention.context import forward_context
+from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
+from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.scheduler import SchedulerOutput
-from hf_paged.kernels.attention_metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.model import cuda_graph
@@ -275,11 +276,12 @@ class ModelRunner:
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
-        with mode, scopes:
+        step = kv_cache.backend.step(metadata)
+        with mode, scopes, forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
-                attention_mask=step_mask(kv_cache.backend.step(metadata), kv_cache.tensor.device),
+                attention_mask=sentinel,
                 past_key_values=StepCache(),
                 use_cache=True,
                 return_dict=True,

@@ -24,8 +24,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import hf_paged
-from hf_paged.kernels import backend, cpu, cpu_layers
-from hf_paged.kernels.attention_metadata import AttentionMetadata
+from hf_paged.attention.backends.registry import choose
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.kernels import cpu, cpu_layers
 from hf_paged.kernels.layers import InputError, LayerKernels, _row_stride
 from hf_paged.model import fused_layers
 from hf_paged.model.fused_rotary import _Rotary
@@ -246,9 +247,9 @@ def run_write(kernels: cpu.CPUKernels, i: dict[str, Any]) -> None:
 
 
 def run_decode(kernels: cpu.CPUKernels, i: dict[str, Any]) -> None:
-    kernels.paged_decode(
-        i["query"], i["output"], i["kv_cache"], i["layer"], i["metadata"], 0.25, None, None, i["sinks"]
-    )
+    metadata = i["metadata"]
+    given = metadata.block_tables, metadata.seq_lens, metadata.num_decodes, metadata.max_decode_len
+    kernels.paged_decode(i["query"], i["output"], i["kv_cache"], i["layer"], *given, 0.25, None, None, i["sinks"])
 
 
 def metadata_of(**attributes: Any) -> AttentionMetadata:
@@ -328,7 +329,7 @@ def test_a_layer_that_the_pool_does_not_have(kind: str, layer: int) -> None:
     pool = inputs["kv_cache"]
     before = pool.clone()
     with pytest.raises(ValueError, match=rf"layer.* {layer}\b|\b{layer} .*layer"):
-        backend.choose(kind, pool, F32).step(inputs["metadata"]).write(inputs["key"], inputs["value"], layer)
+        choose(kind, pool, F32).step(inputs["metadata"]).write(inputs["key"], inputs["value"], layer)
     assert torch.equal(pool, before)
 
 
@@ -336,7 +337,7 @@ def test_a_layer_that_the_pool_does_not_have(kind: str, layer: int) -> None:
 def test_keys_of_another_shape(kind: str) -> None:
     """As many numbers, but of two tokens where there is one: plain torch would take them."""
     inputs = pool_inputs()
-    step = backend.choose(kind, inputs["kv_cache"], F32).step(inputs["metadata"])
+    step = choose(kind, inputs["kv_cache"], F32).step(inputs["metadata"])
     for shape in ((4, 1, 16), (1, 4, 16), (2, 4, 8), (2, 1, 16)):
         with pytest.raises(ValueError, match="key"):
             step.write(exact(*shape), exact(*shape), 1)

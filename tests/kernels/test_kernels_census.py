@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.kernels.backend import TritonBackend
+from hf_paged.attention.backends.triton import TritonBackend
 from hf_paged.kernels.triton_layers import TritonLayers
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,12 @@ from models import build, random_ids
 from torch import Tensor
 
 import hf_paged
-from hf_paged.kernels import backend, c_compiler, cpu, cpu_layers, reference
-from hf_paged.kernels.attention_metadata import AttentionMetadata
+from hf_paged.attention.backends.cpu import CPUBackend
+from hf_paged.attention.backends.registry import choose
+from hf_paged.attention.backends.torch import TorchBackend
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.params import AttentionParams
+from hf_paged.kernels import c_compiler, cpu, cpu_layers, reference
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -34,6 +38,11 @@ def kernels_for(dtype: torch.dtype, head_dim: int) -> cpu.CPUKernels:
     loaded = cpu.load(dtype, head_dim)
     assert isinstance(loaded, cpu.CPUKernels), loaded
     return loaded
+
+
+def decodes_of(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
+    """Tables, lengths, number and longest of the sequences that the batch begins with, as `paged_decode` takes them."""
+    return metadata.block_tables, metadata.seq_lens, metadata.num_decodes, metadata.max_decode_len
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -180,13 +189,16 @@ class Batch:
             tables, [q for q, _ in shapes], [n for _, n in shapes], self.size, self.null_block, CPU
         )
 
+    def params(self, layer: int) -> AttentionParams:
+        return AttentionParams(layer, self.scale, self.window, self.softcap, self.sinks)
+
     def expected(self, metadata: AttentionMetadata | None = None) -> Tensor:
         """In float64."""
         return reference.paged_attention(
             self.query.double()[: len((metadata or self.metadata()).slot_mapping)],
             self.clean.double(),
             self.layer,
-            metadata or self.metadata(),
+            (metadata or self.metadata()).groups,
             self.scale,
             self.window,
             self.softcap,
@@ -201,7 +213,7 @@ class Batch:
             output,
             pool,
             self.layer,
-            metadata or self.metadata(),
+            *decodes_of(metadata or self.metadata()),
             self.scale,
             self.window,
             self.softcap,
@@ -242,14 +254,11 @@ def test_a_step_of_both_backends(mix: str, dtype: torch.dtype, extra: dict[str, 
     num_tokens = len(batch.query)
     key, value = (strided("transposed", num_tokens, 2, batch.dim, dtype, seed=seed) for seed in (4, 5))
     pools, results = [], []
-    for make in (
-        lambda pool: backend.TorchBackend(pool),
-        lambda pool: backend.CPUBackend(pool, kernels_for(dtype, batch.dim)),
-    ):
+    for make in (TorchBackend, CPUBackend):
         pool = batch.clean.clone()
         step = make(pool).step(batch.metadata())
         step.write(key, value, 1)
-        results.append(step.attend(batch.query, 1, batch.scale, batch.window, batch.softcap, batch.sinks))
+        results.append(step.attend(batch.query, batch.params(1)))
         pools.append(pool)
     assert same_bits(*pools)
     batch.clean = pools[0]
@@ -265,11 +274,11 @@ def test_a_step_of_both_backends(mix: str, dtype: torch.dtype, extra: dict[str, 
 def test_one_step_serves_layers_of_different_kinds() -> None:
     """The groups and masks of prompts are made once a step."""
     batch = Batch(mix="mixed", block_size=3)
-    step = backend.CPUBackend(batch.clean, kernels_for(F32, 16)).step(batch.metadata())
+    step = CPUBackend(batch.clean).step(batch.metadata())
     for layer in (1, 0, 1):
         for batch.window, batch.softcap in ((None, None), (5, None), (None, 0.5), (33, None), (5, 0.5)):
             batch.layer = layer
-            found = step.attend(batch.query, layer, batch.scale, batch.window, batch.softcap)
+            found = step.attend(batch.query, batch.params(layer))
             assert error_of(found, batch.expected()) < 1e-6
 
 
@@ -279,7 +288,9 @@ def test_the_output_argument_of_the_reference() -> None:
         batch = Batch(mix=mix, block_size=3)
         output = torch.full(batch.query.shape, 77.0)
         metadata = batch.metadata()
-        found = reference.paged_attention(batch.query, batch.clean, 1, metadata, batch.scale, output=output)
+        found = reference.paged_attention(
+            batch.query, batch.clean, 1, metadata.prefill_groups, batch.scale, output=output
+        )
         num = metadata.num_decodes
         assert found is output and num > 0
         assert bool((output[:num] == 77.0).all())
@@ -302,7 +313,7 @@ def test_sequences_do_not_depend_on_their_neighbours() -> None:
         metadata = AttentionMetadata.build([table], [1], [length], 3, batch.null_block, CPU)
         output = torch.empty(1, *batch.query.shape[1:])
         query = batch.query[row : row + 1]
-        kernels_for(F32, 16).paged_decode(query, output, batch.clean, 1, metadata, batch.scale)
+        kernels_for(F32, 16).paged_decode(query, output, batch.clean, 1, *decodes_of(metadata), batch.scale)
         assert same_bits(output[0], together[row])
 
 
@@ -321,7 +332,7 @@ def decode_pairs(scores: Tensor, **arguments: Any) -> Tensor:
         [[i] for i in range(num_seqs)], [1] * num_seqs, [length] * num_seqs, length, num_seqs, CPU
     )
     output = torch.full_like(query, 77.0)
-    kernels_for(F32, 16).paged_decode(query, output, pool, 0, metadata, 1.0, **arguments)
+    kernels_for(F32, 16).paged_decode(query, output, pool, 0, *decodes_of(metadata), 1.0, **arguments)
     return output[:, 0, :length]
 
 
@@ -346,7 +357,7 @@ def test_rounding_to_bfloat16() -> None:
     num = len(first)
     metadata = AttentionMetadata.build([[i] for i in range(num)], [1] * num, [2] * num, 2, num, CPU)
     output = torch.empty(num, 1, 16, dtype=BF16)
-    kernels_for(BF16, 16).paged_decode(torch.ones_like(output), output, pool, 0, metadata, 1.0)
+    kernels_for(BF16, 16).paged_decode(torch.ones_like(output), output, pool, 0, *decodes_of(metadata), 1.0)
     expected = ((one.double() + other.double()) / 2).float().bfloat16()
     is_normal = expected.abs() > 1e-37
     assert torch.equal(output[is_normal, 0, 0], expected[is_normal])
@@ -385,10 +396,10 @@ def test_a_score_of_minus_infinity_is_no_weight(block_size: int) -> None:
         metadata = AttentionMetadata.build([list(range(length))], [1], [length], block_size, 0, CPU)
         results = []
         for step in (
-            backend.TorchBackend(pool).step(metadata),
-            backend.CPUBackend(pool, kernels_for(F32, 16)).step(metadata),
+            TorchBackend(pool).step(metadata),
+            CPUBackend(pool).step(metadata),
         ):
-            results.append(step.attend(query, 0, 1.0))
+            results.append(step.attend(query, AttentionParams(0, 1.0)))
         assert results[0].isfinite().all()
         assert not results[1].isnan().any(), f"masked {masked}"
         torch.testing.assert_close(*results)
@@ -460,8 +471,8 @@ def both_steps(batch: Batch) -> list[Any]:
     return [
         made.step(batch.metadata())
         for made in (
-            backend.TorchBackend(batch.clean.clone()),
-            backend.CPUBackend(batch.clean.clone(), kernels_for(batch.dtype, batch.dim)),
+            TorchBackend(batch.clean.clone()),
+            CPUBackend(batch.clean.clone()),
         )
     ]
 
@@ -470,7 +481,7 @@ def test_the_kernels_are_called(calls: list[str]) -> None:
     batch = Batch(mix="mixed")
     _, step = both_steps(batch)
     step.write(batch.query[:, :2], batch.query[:, :2], 0)
-    step.attend(batch.query, 1, batch.scale)
+    step.attend(batch.query, AttentionParams(1, batch.scale))
     assert calls == ["reshape_and_cache", "paged_decode"]
 
 
@@ -479,7 +490,10 @@ def test_a_step_of_prompts_alone(calls: list[str]) -> None:
     batch.shapes, batch.tables = batch.shapes[2:], batch.tables[2:]
     batch.query = batch.query[2:]
     plain, step = both_steps(batch)
-    assert same_bits(step.attend(batch.query, 1, batch.scale), plain.attend(batch.query, 1, batch.scale))
+    assert same_bits(
+        step.attend(batch.query, AttentionParams(1, batch.scale)),
+        plain.attend(batch.query, AttentionParams(1, batch.scale)),
+    )
     assert not calls
 
 
@@ -488,7 +502,7 @@ def test_autocast(mix: str, calls: list[str]) -> None:
     batch = Batch(mix=mix)
     plain, step = both_steps(batch)
     with torch.autocast("cpu", dtype=BF16):
-        expected, found = (one.attend(batch.query, 1, batch.scale) for one in (plain, step))
+        expected, found = (one.attend(batch.query, AttentionParams(1, batch.scale)) for one in (plain, step))
     assert found.dtype == expected.dtype == BF16 and same_bits(found, expected)
     assert "paged_decode" not in calls
 
@@ -500,7 +514,7 @@ def test_states_of_another_dtype(dtype: torch.dtype, calls: list[str]) -> None:
     query = batch.query.to(dtype)
     for one in (plain, step):
         one.write(query[:, :2], query[:, :2], 1)
-    expected, found = (one.attend(query, 1, batch.scale) for one in (plain, step))
+    expected, found = (one.attend(query, AttentionParams(1, batch.scale)) for one in (plain, step))
     assert found.dtype == dtype and same_bits(found, expected)
     assert not calls
 
@@ -515,16 +529,16 @@ def test_heads_that_are_not_contiguous(layout: str, calls: list[str]) -> None:
         one.write(query, value, 1)
         one.write(value, query, 0)
     for layer in (0, 1):
-        assert same_bits(*(one.attend(query, layer, batch.scale) for one in (plain, step)))
+        assert same_bits(*(one.attend(query, AttentionParams(layer, batch.scale)) for one in (plain, step)))
     assert not calls
 
 
 def test_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(2, 1, 2, 1, 4, 16)
     for name in ("auto", "cpu"):
-        assert backend.choose(name, pool, F32).name == "cpu"
-        assert backend.choose(name, pool.bfloat16(), BF16).name == "cpu"
-    assert backend.choose("torch", pool, F32).name == "torch"
+        assert choose(name, pool, F32).name == "cpu"
+        assert choose(name, pool.bfloat16(), BF16).name == "cpu"
+    assert choose("torch", pool, F32).name == "torch"
     refused = [
         (pool.to(torch.float8_e4m3fn), F32, "the model's own dtype.*float8_e4m3fn"),
         (pool, BF16, "the model's own dtype.*float32"),
@@ -537,8 +551,8 @@ def test_choose(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             ValueError, match=f'^attention_backend="cpu" .*{reason.replace("the model", "(the )?model")}'
         ):
-            backend.choose("cpu", given, dtype)
-        assert backend.choose("auto", given, dtype).name == "torch"
+            choose("cpu", given, dtype)
+        assert choose("auto", given, dtype).name == "torch"
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,9 +644,9 @@ def test_without_a_compiler(name: str, empty_cache: Path, tmp_path: Path, monkey
     script, reason = BROKEN[name]
     monkeypatch.setenv("CC", "/nonexistent/cc" if script is None else compiler(tmp_path / "bin", script))
     pool = torch.zeros(2, 1, 2, 1, 4, 16)
-    assert backend.choose("auto", pool, F32).name == "torch"
+    assert choose("auto", pool, F32).name == "torch"
     with pytest.raises(ValueError, match=f'(?s)^attention_backend="cpu" .*{reason}.*; use "torch" or "auto"$'):
-        backend.choose("cpu", pool, F32)
+        choose("cpu", pool, F32)
     left = sorted(path.name for path in empty_cache.rglob("*") if path.is_file() or path.name.startswith("tmp"))
     assert name == "no library" or not left
 
@@ -671,7 +685,7 @@ def test_warnings_in_another_encoding(empty_cache: Path, tmp_path: Path, monkeyp
 
 def test_a_cc_that_no_shell_would_take(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", '"gcc')
-    assert backend.choose("auto", torch.zeros(2, 1, 2, 1, 4, 16), F32).name == "torch"
+    assert choose("auto", torch.zeros(2, 1, 2, 1, 4, 16), F32).name == "torch"
 
 
 def _is_writable(path: Any, mode: int) -> bool:

@@ -19,8 +19,8 @@ import torch
 from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
 from torch import Tensor
 
+from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import reference
-from hf_paged.kernels.attention_metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -284,7 +284,7 @@ class Batch:
             self.query,
             self.pool,
             self.layer,
-            self.metadata() if metadata is None else metadata,
+            (self.metadata() if metadata is None else metadata).groups,
             self.scale,
             sliding_window=case.window,
             softcap=case.softcap,
@@ -427,7 +427,7 @@ def test_sequences_do_not_depend_on_their_neighbours() -> None:
     for table, (query_len, seq_len) in zip(batch.tables, batch.shapes):
         alone = AttentionMetadata.build([table], [query_len], [seq_len], batch.case.block_size, batch.null_block, CPU)
         query = batch.query[row : row + query_len]
-        found = reference.paged_attention(query, batch.pool, batch.layer, alone, batch.scale)
+        found = reference.paged_attention(query, batch.pool, batch.layer, alone.groups, batch.scale)
         torch.testing.assert_close(found, together[row : row + query_len], rtol=1e-12, atol=1e-12)
         row += query_len
 
@@ -443,7 +443,7 @@ def test_chunks_add_up_to_the_whole_prefill() -> None:
 
     def attend(start: int, end: int) -> Tensor:
         metadata = AttentionMetadata.build([table], [end - start], [end], 4, 7, CPU)
-        return reference.paged_attention(query[start:end], pool, 1, metadata, batch.scale)
+        return reference.paged_attention(query[start:end], pool, 1, metadata.groups, batch.scale)
 
     whole = attend(0, length)
     for cuts in ([0, 18], [0, 1, 18], [0, 5, 10, 18], list(range(19)), [0, 4, 8, 12, 16, 18]):

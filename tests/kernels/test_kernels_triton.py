@@ -43,12 +43,17 @@ from torch import Tensor
 triton = pytest.importorskip("triton")  # an extra, and not on every platform
 import triton.language as tl  # noqa: E402
 
-from hf_paged.kernels import backend, launch, ops, reference  # noqa: E402
+from hf_paged.attention.backends import triton as triton_backend  # noqa: E402
+from hf_paged.attention.backends.registry import choose  # noqa: E402
+from hf_paged.attention.backends.torch import TorchBackend  # noqa: E402
+from hf_paged.attention.backends.triton import TritonBackend, TritonStep  # noqa: E402
+from hf_paged.attention.decode_work import WorkKind, share_out  # noqa: E402
+from hf_paged.attention.metadata import AttentionMetadata  # noqa: E402
+from hf_paged.attention.params import AttentionParams  # noqa: E402
+from hf_paged.kernels import availability, launch, ops, reference  # noqa: E402
 from hf_paged.kernels import copy_blocks as copy_kernel  # noqa: E402
 from hf_paged.kernels import paged_decode as decode  # noqa: E402
 from hf_paged.kernels import paged_prefill as prefill  # noqa: E402
-from hf_paged.kernels.attention_metadata import AttentionMetadata  # noqa: E402
-from hf_paged.kernels.decode_work import WorkKind, share_out  # noqa: E402
 from hf_paged.kernels.tile_ops import decode_fp8  # noqa: E402
 from hf_paged.model.cuda_graph import DecodeInputs  # noqa: E402
 
@@ -319,25 +324,22 @@ class Batch:
             tables, query_lens, seq_lens, self.case.block_size, self.null_block, device or self.device
         )
 
-    def attend(self, **changes: Any) -> Tensor:
+    def params(self) -> AttentionParams:
+        return AttentionParams(self.layer, self.scale, self.case.window, self.case.softcap, self.sinks)
+
+    def attend(self, query: Tensor | None = None, num_splits: int | None = -1, **changes: Any) -> Tensor:
         """By the kernels, on the CPU."""
-        case = self.case
         arguments = {
-            "query": self.query,
             "kv_cache": self.pool,
-            "layer": self.layer,
             "metadata": self.metadata(),
-            "scale": self.scale,
-            "sliding_window": case.window,
-            "softcap": case.softcap,
-            "sinks": self.sinks,
-            "alibi_slopes": self.slopes,
-            "kv_scales": None if self.scales is None else self.scales.to(self.device),
+            "scales": None if self.scales is None else self.scales.to(self.device),
             "partials": nan_partials(self.device),
-            "num_splits": case.num_splits,
         }
+        step = TritonStep(**(arguments | changes))
+        num_splits = self.case.num_splits if num_splits == -1 else num_splits
+        query = self.query if query is None else query
         with poisoned_outputs():
-            return ops.paged_attention(**(arguments | changes)).cpu()
+            return step.attend(query, self.params(), alibi_slopes=self.slopes, num_splits=num_splits).cpu()
 
     def expected(self, truth: Tensor | None = None, **changes: Any) -> Tensor:
         """In float64, on the CPU, of what the pool's numbers mean."""
@@ -352,7 +354,7 @@ class Batch:
             self.query.double().cpu(),
             self.truth if truth is None else truth,
             self.layer,
-            self.metadata(CPU),
+            self.metadata(CPU).groups,
             self.scale,
             **(arguments | changes),
         )
@@ -630,15 +632,18 @@ def test_kernels_work_in_any_grad_mode(make: Callable[[], Any], device: torch.de
 # How the work is shared out
 
 
-def shared_out(shapes: list[Shape], device: torch.device, **changes: Any) -> dict[int, int]:
-    """Items of each sequence that `ops.paged_attention` gives the decode kernel."""
+def shared_out(
+    shapes: list[Shape], device: torch.device, window: int | None = None, num_splits: int | None = None
+) -> dict[int, int]:
+    """Items of each sequence that a step gives the decode kernel."""
     query_lens, seq_lens = zip(*shapes)
     tables = [[0] * -(-seq_len // 16) for seq_len in seq_lens]
     metadata = AttentionMetadata.build(tables, query_lens, seq_lens, 16, 1, device)
     query = torch.zeros(sum(query_lens), 1, 16, device=device)
     pool = torch.zeros(2, 1, 2, 1, 16, 16, device=device)
     with mock.patch.object(decode, "paged_decode") as spy, mock.patch.object(prefill, "paged_prefill"):
-        ops.paged_attention(query, pool, 0, metadata, 0.25, partials=ops.Partials(), **changes)
+        params = AttentionParams(0, 0.25, window)
+        TritonStep(pool, metadata, ops.Partials()).attend(query, params, num_splits=num_splits)
     return Counter(spy.call_args[0][1][:, 1].tolist()) if spy.called else {}
 
 
@@ -646,7 +651,7 @@ def test_items_follow_from_the_lengths(device: torch.device) -> None:
     """`test_decode_work.py` has the rule; here, that the kernel is given what it says."""
     assert shared_out([(1, 4096)], device)[0] > 4
     assert shared_out([(1, 1)] * 40, device) == dict.fromkeys(range(40), 1)
-    assert shared_out([(1, 4096)], device, sliding_window=33)[0] <= 2, "a window of three tiles was cut up"
+    assert shared_out([(1, 4096)], device, window=33)[0] <= 2, "a window of three tiles was cut up"
     assert shared_out([(1, 4096)], device, num_splits=7) == {0: 7}
     beside = shared_out([(1, 1)] * 20 + [(1, 4096)] + [(1, 1)] * 20, device)
     assert beside.pop(20) > 4 and set(beside.values()) == {1} and len(beside) == 40
@@ -900,10 +905,10 @@ def test_scales_are_those_of_layer_part_and_head(shapes: list[Shape], device: to
     for part, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
         other = scales.clone()
         other[batch.layer, part, head] *= 2
-        differs = (batch.attend(kv_scales=other.to(device)) - found).abs().amax(dim=(0, 2)) > 0.01
+        differs = (batch.attend(scales=other.to(device)) - found).abs().amax(dim=(0, 2)) > 0.01
         assert differs.tolist() == [index == head for index in (0, 0, 1, 1)]
     scales[1 - batch.layer] = NAN
-    assert torch.equal(batch.attend(kv_scales=scales.to(device)), found)
+    assert torch.equal(batch.attend(scales=scales.to(device)), found)
 
 
 QUANTIZATION = {E4M3: (0.02, 0.06), E5M2: (0.04, 0.12)}
@@ -1119,7 +1124,7 @@ def test_copy_blocks_leaves_what_lies_between_blocks(device: torch.device) -> No
 def test_backends_read_all_sources_first(
     copies: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    for made in (backend.TritonBackend, backend.TorchBackend):
+    for made in (TritonBackend, TorchBackend):
         pool = random_pool((9, 2, 2, 3, 16, 96), dtype).to(device)
         check_copy(pool, copies, lambda pool, made=made: made(pool).copy_blocks(copies))
 
@@ -1135,22 +1140,9 @@ def finite_batch(device: torch.device, **settings: Any) -> Batch:
 
 
 def attention_arguments(batch: Batch, **changes: Any) -> dict[str, Any]:
-    """Of the op, as `ops.paged_attention` calls it for this batch."""
+    """Of the op, as a step calls it for this batch."""
     with mock.patch.object(OPS, "paged_attention") as spy:
-        ops.paged_attention(
-            batch.query,
-            batch.pool,
-            batch.layer,
-            batch.metadata(),
-            batch.scale,
-            batch.case.window,
-            batch.case.softcap,
-            batch.sinks,
-            batch.slopes,
-            kv_scales=None if batch.scales is None else batch.scales.to(batch.device),
-            partials=nan_partials(batch.device),
-            num_splits=batch.case.num_splits,
-        )
+        batch.attend()
     names = [argument.name for argument in OPS.paged_attention.default._schema.arguments]
     return dict(zip(names, spy.call_args[0], strict=True)) | changes
 
@@ -1217,11 +1209,10 @@ def test_compiled_as_one_graph(device: torch.device) -> None:
 
     def layer(query: Tensor, key: Tensor, value: Tensor, pool: Tensor) -> Tensor:
         ops.reshape_and_cache(key * 2, value, pool, 1, metadata.slot_mapping)
-        first = ops.paged_attention(
-            query * 0.5, pool, 1, metadata, batch.scale, 33, sinks=batch.sinks, partials=partials, num_splits=2
-        )
+        step = TritonStep(pool, metadata, partials)
+        first = step.attend(query * 0.5, batch.params(), num_splits=2)
         ops.reshape_and_cache(key, value + 1, pool, 1, metadata.slot_mapping)
-        second = ops.paged_attention(query, pool, 1, metadata, batch.scale, partials=partials, num_splits=1)
+        second = step.attend(query, AttentionParams(1, batch.scale), num_splits=1)
         return first + second.relu()
 
     pools = [batch.pool.clone(), batch.pool.clone()]
@@ -1394,23 +1385,23 @@ def test_choose(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     monkeypatch.setattr(torch.version, "hip", world.get("hip"))
     monkeypatch.setattr(launch, "is_interpreting", lambda: world.get("interpreting", True))
-    monkeypatch.setattr(backend, "_launch_failure", lambda device: world.get("failure"))
+    monkeypatch.setattr(triton_backend, "launch_failure", lambda device: world.get("failure"))
     if not world.get("installed", True):
         monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     if expected in ("torch", "triton"):
-        found = backend.choose(name, pool, dtype)
+        found = choose(name, pool, dtype)
         assert found.name == expected
-        assert isinstance(found, backend.TritonBackend if expected == "triton" else backend.TorchBackend)
+        assert isinstance(found, TritonBackend if expected == "triton" else TorchBackend)
     else:
         with pytest.raises(ValueError, match=f'^attention_backend="triton" .*{expected}.*; use "torch" or "auto"$'):
-            backend.choose(name, pool, dtype)
+            choose(name, pool, dtype)
 
 
 def test_a_small_kernel_is_tried_first(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Breaks if a GPU without a compiler fails every request or is slow in silence, or for good after one OOM."""
-    probe = backend._launch_failure.__wrapped__
+    probe = availability.launch_failure.__wrapped__
     assert probe(device) is None and not caplog.text
 
     def fail(error: Exception) -> Callable[..., None]:
@@ -1436,12 +1427,12 @@ def test_a_step_of_both_backends(dtype: torch.dtype, device: torch.device) -> No
     metadata, length = batch.metadata(), len(batch.query)
     key, value = (random_tensor(length, 2, 64, dtype=given, seed=seed).to(device) for seed in (1, 2))
     results, pools = [], []
-    for made in (backend.TorchBackend, backend.TritonBackend):
+    for made in (TorchBackend, TritonBackend):
         pool = torch.where(batch.pool.float().isnan(), 0, batch.pool.float()).to(dtype)
         step = made(pool).step(metadata)
         step.write(key, value, 1)
         pools.append(pool)
-        results.append(step.attend(batch.query, 1, 0.1, 33, 20.0, batch.sinks))
+        results.append(step.attend(batch.query, AttentionParams(1, 0.1, 33, 20.0, batch.sinks)))
     assert same_bits(*pools)
     assert results[0].dtype == results[1].dtype == given
     expected, found = (result.cpu() for result in results)
@@ -1451,10 +1442,10 @@ def test_a_step_of_both_backends(dtype: torch.dtype, device: torch.device) -> No
 def test_autocast(device: torch.device) -> None:
     """The model's own attention would compute in autocast's dtype, and so do the kernels."""
     batch = Batch(Case(), device)
-    step = backend.TritonBackend(batch.pool).step(batch.metadata())
-    expected = step.attend(batch.query.bfloat16(), 1, batch.scale)
+    step = TritonBackend(batch.pool).step(batch.metadata())
+    expected = step.attend(batch.query.bfloat16(), AttentionParams(1, batch.scale))
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        found = step.attend(batch.query, 1, batch.scale)
+        found = step.attend(batch.query, AttentionParams(1, batch.scale))
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 

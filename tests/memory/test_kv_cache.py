@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_paged.attention.backends.registry import choose
 from hf_paged.memory.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
 
 CPU = torch.device("cpu")
+TORCH = partial(choose, "torch")
 LLAMA_8B = KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 SMALL = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
 def filled(num_blocks: int = 6, geometry: KVGeometry = SMALL) -> KVCache:
     """A pool in which every element is another number."""
-    cache = KVCache(geometry, num_blocks, block_size=2, device=CPU)
+    cache = KVCache(geometry, num_blocks, 2, CPU, TORCH)
     with torch.no_grad():
         numbers = torch.arange(cache.tensor[:num_blocks].numel(), dtype=torch.float32) + 1
         cache.tensor[:num_blocks] = numbers.view(cache.tensor[:num_blocks].shape).to(geometry.dtype)
@@ -43,7 +46,7 @@ def test_bytes_per_block() -> None:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (5, 3), (4, 16)])
 def test_shape_and_size(dtype: torch.dtype, num_blocks: int, block_size: int) -> None:
     geometry = KVGeometry(3, 2, 4, dtype)
-    cache = KVCache(geometry, num_blocks, block_size, CPU)
+    cache = KVCache(geometry, num_blocks, block_size, CPU, TORCH)
     assert cache.tensor.shape == (num_blocks + 1, 3, 2, 2, block_size, 4)
     assert cache.tensor.dtype == dtype and cache.tensor.device == CPU and cache.tensor.is_contiguous()
     assert cache.tensor.nbytes == (num_blocks + 1) * geometry.bytes_per_block(block_size)
@@ -116,7 +119,7 @@ def test_a_pool_costs_nothing_until_it_is_written() -> None:
     """Modest processes survive a generous default: pages are mapped at the first write."""
     process = psutil.Process()
     before = process.memory_info().rss
-    cache = KVCache(LLAMA_8B, 512, 16, CPU)
+    cache = KVCache(LLAMA_8B, 512, 16, CPU, TORCH)
     assert cache.tensor.nbytes > 2**30
     assert process.memory_info().rss - before < 100 * 2**20, "over 100 MiB were touched"
     assert not cache.tensor[[0, 255, 512]].any()
@@ -125,7 +128,7 @@ def test_a_pool_costs_nothing_until_it_is_written() -> None:
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_pool_made_in_any_mode_is_written_in_any_other(mode: Callable[[], Any]) -> None:
     with mode():
-        cache = KVCache(SMALL, 4, 2, CPU)
+        cache = KVCache(SMALL, 4, 2, CPU, TORCH)
         cache.tensor[0] = 1
         cache.zero_blocks([0])
     assert not cache.tensor.is_inference()
@@ -143,7 +146,7 @@ def test_a_pool_ignores_the_default_dtype_and_device() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            cache = KVCache(SMALL, 2, 2, CPU)
+            cache = KVCache(SMALL, 2, 2, CPU, TORCH)
             cache.tensor[0] = 1
             cache.copy_blocks([(0, 1)])
             cache.zero_blocks([0])
@@ -154,7 +157,7 @@ def test_a_pool_ignores_the_default_dtype_and_device() -> None:
 
 
 def test_a_pool_on_another_device() -> None:
-    cache = KVCache(SMALL, 4, 2, torch.device("meta"))
+    cache = KVCache(SMALL, 4, 2, torch.device("meta"), TORCH)
     assert cache.tensor.device.type == "meta" and cache.tensor.shape == (5, 3, 2, 2, 2, 4)
     cache.copy_blocks([(0, 1)])
     cache.zero_blocks([2])
@@ -174,7 +177,7 @@ def test_a_pool_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(np, "zeros", refuse)
     with pytest.raises(ValueError) as caught:
-        KVCache(LLAMA_8B, 1000, 16, CPU)
+        KVCache(LLAMA_8B, 1000, 16, CPU, TORCH)
     check_message(caught, 1000, 16, "cpu")
     assert caught.value.__cause__ is error
 
@@ -185,7 +188,7 @@ def test_a_pool_that_does_not_fit_an_accelerator(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "zeros", refuse)
     with pytest.raises(ValueError) as caught:
-        KVCache(LLAMA_8B, 1000, 16, torch.device("cuda", 1))
+        KVCache(LLAMA_8B, 1000, 16, torch.device("cuda", 1), TORCH)
     check_message(caught, 1000, 16, "cuda:1")
 
 
@@ -193,7 +196,7 @@ def test_a_pool_that_does_not_fit_an_accelerator(monkeypatch: pytest.MonkeyPatch
 def test_a_pool_of_absurd_size(num_blocks: int) -> None:
     """Beyond any address space, and beyond 64-bit arithmetic."""
     with pytest.raises(ValueError) as caught:
-        KVCache(LLAMA_8B, num_blocks, 16, CPU)
+        KVCache(LLAMA_8B, num_blocks, 16, CPU, TORCH)
     check_message(caught, num_blocks, 16, "cpu")
 
 

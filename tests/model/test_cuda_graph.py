@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.kernels.decode_work import WorkKind, share_out
+from hf_paged.attention.decode_work import WorkKind, share_out
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
 

@@ -23,7 +23,7 @@ from hf_paged import PagedCache
 from hf_paged.kernels import cpu_layers
 from hf_paged.model import fused_layers, fused_rotary
 from hf_paged.model.fused_layers import ACTIVATIONS, FusedLayers, _find, _GatedMLP, _Norm
-from hf_paged.model.fused_rotary import _Attention
+from hf_paged.model.fused_rotary import RotaryAttention
 
 F32, BF16 = torch.float32, torch.bfloat16
 F16 = torch.float16
@@ -179,7 +179,7 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 def kinds(model: nn.Module, dtype: torch.dtype = F32) -> dict[type, set[str]]:
     """Of each kind of call, the names of the classes it stands in for."""
-    found: dict[type, set[str]] = {_Norm: set(), _GatedMLP: set(), _Attention: set()}
+    found: dict[type, set[str]] = {_Norm: set(), _GatedMLP: set(), RotaryAttention: set()}
     for call in _find(model, dtype, CPU):
         found[type(call)].add(type(call.module).__name__)
     return found
@@ -444,13 +444,14 @@ def test_a_class_that_is_patched_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_attention_looks_up_is_the_modules_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All names but one are those of the module's file at this moment."""
+    """All names but one are those of the module's file when the step began."""
     model = hf_paged.patch(build("llama"), num_blocks=64)
     expected = model.generate(IDS, **GREEDY)
-    call = next(call for call in fused(model) if isinstance(call, _Attention))
-    names = call.run.__globals__
-    assert names["apply_rotary_pos_emb"] is not modeling_llama.apply_rotary_pos_emb
-    assert "eager_attention_forward" not in names and names["eager_attention_forward"] is not None
+    call = next(call for call in fused(model) if isinstance(call, RotaryAttention))
+    names = call.changed.run.__globals__
+    assert {name for name, value in vars(modeling_llama).items() if names[name] is not value} == {
+        "apply_rotary_pos_emb"
+    }
     asked: list[str] = []
 
     class Functions:

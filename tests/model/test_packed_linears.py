@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 
 import hf_paged
 from hf_paged import PagedCache
+from hf_paged.attention.context import is_sentinel
 from hf_paged.model import packed_linears
 
 pytestmark = [
@@ -676,7 +677,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool]]:
 
     @wraps(original)  # with its name, it passes for transformers' own
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(kwargs.get("attention_mask"), "hf_paged_step"):
+        if is_sentinel(kwargs.get("attention_mask")):
             found.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
         return original(self, *args, **kwargs)
 

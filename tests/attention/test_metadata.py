@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_paged.kernels.attention_metadata import AttentionGroup, AttentionMetadata, DecodeMetadata, GatherView
-from hf_paged.kernels.decode_work import WorkKind
+from hf_paged.attention.decode_work import WorkKind
+from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
+from hf_paged.kernels.padded_groups import GatherView, PaddedGroup
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -50,12 +51,12 @@ class Batch:
     def starts(self) -> list[int]:
         return [sum(query for query, _ in self.shapes[:row]) for row in range(len(self.shapes) + 1)]
 
-    def rows_of(self, group: AttentionGroup) -> list[int]:
+    def rows_of(self, group: PaddedGroup) -> list[int]:
         """The sequences of a group, found by their first token."""
         return [self.starts().index(int(tokens[0])) for tokens in group.token_index]
 
-    def view(self, group: AttentionGroup, window: int | None, dtype: torch.dtype = torch.float32) -> GatherView:
-        return group.view(window, self.block_size, self.null_block, dtype)
+    def view(self, group: PaddedGroup, window: int | None, dtype: torch.dtype = torch.float32) -> GatherView:
+        return group.view(window, dtype)
 
     def check(self) -> None:
         """Everything that does not depend on a layer."""
@@ -84,7 +85,7 @@ class Batch:
         tokens = [int(token) for group in metadata.groups for token in real(group)]
         assert sorted(tokens) == list(range(self.num_tokens)), "not every token is in exactly one group"
 
-    def check_group(self, group: AttentionGroup, used: list[list[int]]) -> None:
+    def check_group(self, group: PaddedGroup, used: list[list[int]]) -> None:
         rows = self.rows_of(group)
         assert rows == sorted(rows)
         queries = [self.shapes[row][0] for row in rows]
@@ -107,7 +108,7 @@ class Batch:
         assert group.block_table.tolist() == padded
         assert max(queries) <= 2 * min(queries) and width <= 2 * min(len(used[row]) for row in rows), "too much padding"
 
-    def check_view(self, group: AttentionGroup, window: int | None) -> None:
+    def check_view(self, group: PaddedGroup, window: int | None) -> None:
         """A query token sees exactly the tokens of its own sequence that it should, at the right distance."""
         view, size = self.view(group, window), self.block_size
         rows = self.rows_of(group)
@@ -136,7 +137,7 @@ class Batch:
         assert set(view.mask.unique().tolist()) <= {0.0, -INF}
 
 
-def real(group: AttentionGroup) -> Tensor:
+def real(group: PaddedGroup) -> Tensor:
     return group.token_index.flatten() if group.is_real is None else group.token_index[group.is_real]
 
 
@@ -257,7 +258,7 @@ def test_an_example_by_hand() -> None:
     assert metadata.block_tables.tolist() == [[7, 2, 9], [4, 9, 9], [0, 5, 1]]
     assert metadata.query_start_loc.tolist() == [0, 3, 4, 6]
     assert metadata.seq_lens.tolist() == [4, 1, 6]
-    view = AttentionMetadata.build([[7, 2, 5]], [2], [6], 2, 9, CPU).groups[0].view(2, 2, 9, torch.float32)
+    view = AttentionMetadata.build([[7, 2, 5]], [2], [6], 2, 9, CPU).groups[0].view(2, torch.float32)
     # Tokens 4 and 5 see 3, 4 and 4, 5: the block of 0 and 1 is left out.
     assert view.block_table.tolist() == [[2, 5]]
     assert view.mask.tolist() == [[[[-INF, 0, 0, -INF], [-INF, -INF, 0, 0]]]]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.kernels.decode_work import LEAST_TILES, WorkKind, share_out
+from hf_paged.attention.decode_work import LEAST_TILES, WorkKind, share_out
 
 LENGTHS = st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([0, 1, 63, 64, 65, 1_000_000])
 KINDS = st.builds(

@@ -3,83 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.decode_work import DecodeWork, WorkKind, share_out
+from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
+from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
-
-
-@dataclass(slots=True, eq=False)
-class GatherView:
-    """The keys one group of sequences attends to, for one attention kind (full, or a window of one width).
-
-    Attributes:
-        block_table: `[G, N]` int64, physical blocks to gather; past a sequence's end, the null block.
-        mask: `[G, 1, Q, N * block_size]` additive, 0 where a query may attend and -inf elsewhere.
-        distance: `[G, 1, Q, N * block_size]` query position minus key position, for ALiBi.
-        block_rows: Row indices of the gather, the same for all layers; filled in by the first.
-    """
-
-    block_table: Tensor
-    mask: Tensor
-    distance: Tensor
-    block_rows: Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
-class AttentionGroup:
-    """Sequences of similar query and context length, padded to each other inside the attention only.
-
-    Attributes:
-        token_index: `[G, Q]` int64, rows of the flat batch; short queries repeat their last token.
-        is_real: `[G, Q]` bool, False at those repeats; `None` when there are none.
-        block_table: `[G, N]` int64.
-        query_positions: `[G, Q]` int64, index of each query token in its sequence.
-        seq_lens: `[G]` int64, tokens of each sequence including this step's.
-        longest: The largest of `seq_lens`.
-        is_whole: Whether the queries are all tokens of their sequences: nothing was computed before.
-        block_rows: Row indices of a gather of `block_table`, the same for all layers; filled in by the first.
-    """
-
-    token_index: Tensor
-    is_real: Tensor | None
-    block_table: Tensor
-    query_positions: Tensor
-    seq_lens: Tensor
-    longest: int
-    is_whole: bool
-    block_rows: Tensor | None = None
-    _views: dict[tuple[int | None, torch.dtype], GatherView] = field(default_factory=dict)
-
-    def view(self, window: int | None, block_size: int, null_block: int, dtype: torch.dtype) -> GatherView:
-        """The gather of a layer with this `window` (`None`: full attention), built at the first layer that asks."""
-        key = (window, dtype)
-        if key not in self._views:
-            self._views[key] = self._build_view(window, block_size, null_block, dtype)
-        return self._views[key]
-
-    def _build_view(self, window: int | None, block_size: int, null_block: int, dtype: torch.dtype) -> GatherView:
-        table, start = self.block_table, torch.zeros_like(self.seq_lens)
-        if window is not None:
-            # Blocks wholly behind the window of the first query are not gathered.
-            start = (self.query_positions[:, 0] - (window - 1)).clamp_min(0) // block_size
-            num_blocks = (self.seq_lens + block_size - 1) // block_size - start
-            width = int(num_blocks.max())  # one host read per attention kind and step, it sizes the gather
-            columns = start[:, None] + torch.arange(width, device=table.device)
-            inside = columns < table.shape[1]
-            table = table.gather(1, columns.clamp_max(table.shape[1] - 1)).masked_fill(~inside, null_block)
-        key_positions = start[:, None] * block_size + torch.arange(table.shape[1] * block_size, device=table.device)
-        distance = self.query_positions[:, :, None] - key_positions[:, None, :]  # [G, Q, S]
-        hidden = distance < 0  # the last query's position is the last token's, so this hides the padding too
-        if window is not None:
-            hidden |= distance >= window
-        mask = torch.zeros(distance.shape, dtype=dtype, device=table.device).masked_fill_(hidden, float("-inf"))
-        return GatherView(table, mask[:, None], distance[:, None])
 
 
 class AttentionMetadata:
@@ -230,23 +162,37 @@ class AttentionMetadata:
         return self._query_tiles[tile]
 
     @cached_property
-    def groups(self) -> list[AttentionGroup]:
+    def groups(self) -> list[PaddedGroup]:
         """The sequences grouped for the padded attention of the torch backend."""
         return self._group(0)
 
     @cached_property
-    def prefill_groups(self) -> list[AttentionGroup]:
+    def prefill_groups(self) -> list[PaddedGroup]:
         """The same, without the first `num_decodes` sequences."""
         return self._group(self.num_decodes)
 
-    def _group(self, first: int) -> list[AttentionGroup]:
+    def _group(self, first: int) -> list[PaddedGroup]:
         num_blocks = -(-self._seq_lens // self.block_size)
-        return [
-            _group(
-                first + rows, self._tables, self._query_lens, self._seq_lens, num_blocks, self._start_loc, self._device
-            )
-            for rows in _bucket(self._query_lens[first:], num_blocks[first:])
-        ]
+        return [self._padded(first + rows) for rows in _bucket(self._query_lens[first:], num_blocks[first:])]
+
+    def _padded(self, rows: np.ndarray) -> PaddedGroup:
+        """These sequences as one group."""
+        query_lens, seq_lens = self._query_lens[rows], self._seq_lens[rows]
+        columns = np.arange(query_lens.max())
+        clamped = np.minimum(columns, query_lens[:, None] - 1)  # [G, Q]
+        is_real = columns < query_lens[:, None]
+        longest = int(seq_lens.max())
+        return PaddedGroup(
+            token_index=self._to_device(self._start_loc[rows][:, None] + clamped),
+            is_real=None if is_real.all() else self._to_device(is_real),
+            block_table=self._to_device(self._tables[rows, : -(-longest // self.block_size)]),
+            query_positions=self._to_device((seq_lens - query_lens)[:, None] + clamped),
+            seq_lens=self._to_device(seq_lens),
+            longest=longest,
+            is_whole=bool((seq_lens == query_lens).all()),
+            block_size=self.block_size,
+            null_block=self.null_block,
+        )
 
 
 class DecodeMetadata(AttentionMetadata):
@@ -308,28 +254,3 @@ def _bucket(query_lens: np.ndarray, num_blocks: np.ndarray) -> list[np.ndarray]:
     """Rows grouped by the powers of two above their query length and block count: padding costs at most a factor."""
     key = np.ceil(np.log2(query_lens)).astype(np.int64) * 64 + np.ceil(np.log2(num_blocks)).astype(np.int64)
     return [np.nonzero(key == value)[0] for value in np.unique(key)]
-
-
-def _group(
-    rows: np.ndarray,
-    tables: np.ndarray,
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    num_blocks: np.ndarray,
-    start_loc: np.ndarray,
-    device: torch.device,
-) -> AttentionGroup:
-    q_lens = query_lens[rows]
-    columns = np.arange(q_lens.max())
-    clamped = np.minimum(columns, q_lens[:, None] - 1)  # [G, Q]
-    is_real = columns < q_lens[:, None]
-
-    return AttentionGroup(
-        token_index=to_device(start_loc[rows][:, None] + clamped, device),
-        is_real=None if is_real.all() else to_device(is_real, device),
-        block_table=to_device(tables[rows, : num_blocks[rows].max()], device),
-        query_positions=to_device((seq_lens[rows] - q_lens)[:, None] + clamped, device),
-        seq_lens=to_device(seq_lens[rows], device),
-        longest=int(seq_lens[rows].max()),
-        is_whole=bool((seq_lens[rows] == q_lens).all()),
-    )

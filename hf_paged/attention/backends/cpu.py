@@ -1,0 +1,78 @@
+"""The kernels in C for new keys and for decoding; plain torch, whose matrix products are good, for prompts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_paged.attention.backends.registry import PagedStep, PoolDescription, register
+from hf_paged.attention.backends.torch import TorchBackend, TorchStep
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.params import AttentionParams
+from hf_paged.kernels import cpu
+from hf_paged.kernels.layers import InputError
+
+
+@register("cpu", device_types=("cpu",), preference=1)
+class CPUBackend(TorchBackend):
+    """The operations of `kernels/cpu.py`, and of `kernels/reference.py` for the rest."""
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        super().__init__(kv_cache)
+        kernels = cpu.load(kv_cache.dtype, kv_cache.shape[5])
+        assert isinstance(kernels, cpu.CPUKernels), kernels
+        self._kernels = kernels
+
+    @classmethod
+    def supports(cls, pool: PoolDescription) -> str | None:
+        if pool.device.type != "cpu":
+            return f"needs a model on CPU, this one is on {pool.device}"
+        if pool.dtype != pool.compute_dtype:
+            return f"needs a pool in the model's own dtype, this one is in {pool.dtype}"
+        kernels = cpu.load(pool.dtype, pool.head_dim)
+        return kernels if isinstance(kernels, str) else None
+
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        return CPUStep(self._kv_cache, metadata, self._kernels)
+
+
+class CPUStep(TorchStep):
+    """A step by the kernels in C; what they don't take (autocast makes states of another dtype) goes to plain torch."""
+
+    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, kernels: cpu.CPUKernels) -> None:
+        super().__init__(kv_cache, metadata)
+        self._kernels = kernels
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        try:
+            return self._kernels.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+        except InputError:
+            pass
+        super().write(key, value, layer)
+
+    def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
+        metadata = self._metadata
+        begun: Tensor | None = None  # with the decode rows filled in
+        if metadata.num_decodes and not torch.is_autocast_enabled("cpu"):
+            output = query.new_empty(query.shape)
+            try:
+                self._kernels.paged_decode(
+                    query,
+                    output,
+                    self._kv_cache,
+                    params.layer,
+                    metadata.block_tables,
+                    metadata.seq_lens,
+                    metadata.num_decodes,
+                    metadata.max_decode_len,
+                    params.scale,
+                    params.sliding_window,
+                    params.softcap,
+                    params.sinks,
+                )
+                if metadata.num_decodes == len(query):
+                    return output
+                begun = output
+            except InputError:
+                pass
+        return self._attend(query, params, begun)

@@ -1,0 +1,162 @@
+"""What a backend is, and which one serves a pool: every module of this package that registers one is asked."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hf_paged.attention.backends as package
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.params import AttentionParams
+from hf_paged.core.config import attention_backends
+from hf_paged.kernels.transfers import to_device
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDescription:
+    """The pool that a backend is asked about.
+
+    Attributes:
+        device: Where it is, as the model.
+        dtype: Of its keys and values.
+        compute_dtype: Of the model.
+        head_dim: Elements of one head.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    head_dim: int
+
+
+class PagedStep(Protocol):
+    """One step's packed batch over one pool: what every attention layer of a forward calls."""
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Stores the new tokens' `[T, num_kv_heads, head_dim]` keys and values of one layer."""
+
+    def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
+        """`[T, num_heads, head_dim]` of the new tokens' queries, of that shape."""
+
+
+class Backend(ABC):
+    """The operations over one KV tensor, `[blocks, layers, 2, kv_heads, block_size, head_dim]`.
+
+    Attributes:
+        name: As it is registered.
+        reads_empty_slots: Whether it reads slots of a block that hold no token (and multiplies them by zero).
+        can_record: Whether its decode steps can be recorded in CUDA graphs.
+    """
+
+    name: ClassVar[str]
+    reads_empty_slots: ClassVar[bool] = True
+    can_record: ClassVar[bool] = False
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        """For a pool that `supports` found nothing against."""
+        self._kv_cache = kv_cache
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, pool: PoolDescription) -> str | None:
+        """Why it can't serve such a pool, as what follows its name in a sentence; `None`: it can."""
+
+    @abstractmethod
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        """The operations of one step."""
+
+    @abstractmethod
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, pairs `(source, destination)`; all sources are read before anything is written."""
+
+    def warm_up(self, block: int) -> None:
+        """Launches the kernels that no forward does, on a block that stays as it is."""
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    backend: type[Backend]
+    device_types: tuple[str, ...] | None
+    preference: int
+
+
+_REGISTERED: dict[str, _Entry] = {}
+
+
+def register(
+    name: str, device_types: tuple[str, ...] | None, preference: int
+) -> Callable[[type[Backend]], type[Backend]]:
+    """Makes a backend known.
+
+    Args:
+        name: What `PagedConfig.attention_backend` calls it.
+        device_types: Those where "auto" considers it; `None`: everywhere.
+        preference: "auto" takes the highest that supports the pool.
+    """
+
+    def add(backend: type[Backend]) -> type[Backend]:
+        backend.name = name
+        if name not in _REGISTERED:
+            attention_backends.append(name)
+        _REGISTERED[name] = _Entry(backend, device_types, preference)
+        return backend
+
+    return add
+
+
+def names() -> list[str]:
+    """All that are registered, in the order in which "auto" prefers them."""
+    return sorted(_REGISTERED, key=lambda name: -_REGISTERED[name].preference)
+
+
+def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
+    """The backend for a pool.
+
+    Args:
+        name: One of `names()`, or "auto": the first of them that is for this device and supports the pool.
+        kv_cache: The KV tensor.
+        dtype: The model's.
+
+    Raises:
+        ValueError: There is none of this name, or it can't serve the pool; the message says why.
+    """
+    pool = PoolDescription(kv_cache.device, kv_cache.dtype, dtype, kv_cache.shape[5])
+    known = names()
+    if name != "auto":
+        if name not in known:
+            raise ValueError(f"attention_backend must be one of auto, {', '.join(known)}; got {name!r}")
+        reason = _REGISTERED[name].backend.supports(pool)
+        if reason is not None:
+            raise ValueError(f'attention_backend="{name}" {reason}; use "torch" or "auto"')
+        return _REGISTERED[name].backend(kv_cache)
+    for own in known:
+        entry = _REGISTERED[own]
+        if entry.device_types is not None and pool.device.type not in entry.device_types:
+            continue
+        reason = entry.backend.supports(pool)
+        if reason is None:
+            return entry.backend(kv_cache)
+        logger.info("hf_paged: the attention backend %r is not used: it %s", own, reason)
+    raise ValueError(f"no attention backend serves a pool of {pool.dtype} on {pool.device}")
+
+
+def block_pairs(copies: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sources and destinations of copies, `[P]` int64 each, in one transfer."""
+    both = to_device(np.array(copies, dtype=np.int64).T, device)
+    return both[0], both[1]
+
+
+for _module in pkgutil.iter_modules(package.__path__):
+    importlib.import_module(f"{package.__name__}.{_module.name}")

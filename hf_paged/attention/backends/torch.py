@@ -1,0 +1,61 @@
+"""Plain torch, on any device."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from hf_paged.attention.backends.registry import Backend, PagedStep, PoolDescription, block_pairs, register
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.params import AttentionParams
+from hf_paged.kernels import reference
+
+
+@register("torch", device_types=None, preference=0)
+class TorchBackend(Backend):
+    """The operations of `kernels/reference.py`."""
+
+    @classmethod
+    def supports(cls, pool: PoolDescription) -> str | None:
+        return None
+
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        return TorchStep(self._kv_cache, metadata)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        reference.copy_blocks(self._kv_cache, *block_pairs(copies, self._kv_cache.device))
+
+
+class TorchStep:
+    """A step by `kernels/reference.py`."""
+
+    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
+        self._kv_cache = kv_cache
+        self._metadata = metadata
+
+    @cached_property
+    def _slot_rows(self) -> Tensor:
+        """The same for all layers."""
+        return reference.slot_rows(self._kv_cache, self._metadata.slot_mapping)
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        reference.write_rows(key, value, self._kv_cache, layer, self._slot_rows)
+
+    def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
+        return self._attend(query, params, None)
+
+    def _attend(self, query: Tensor, params: AttentionParams, begun: Tensor | None) -> Tensor:
+        """Of all sequences; or of those behind the first `num_decodes`, whose results `begun` has already."""
+        metadata = self._metadata
+        return reference.paged_attention(
+            query,
+            self._kv_cache,
+            params.layer,
+            metadata.groups if begun is None else metadata.prefill_groups,
+            params.scale,
+            params.sliding_window,
+            params.softcap,
+            params.sinks,
+            output=begun,
+        )

@@ -1,0 +1,161 @@
+"""The Triton kernels: on a GPU, or in Triton's interpreter on CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_paged.attention.backends.registry import Backend, PagedStep, PoolDescription, block_pairs, register
+from hf_paged.attention.decode_work import DecodeWork, WorkKind
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.params import AttentionParams
+from hf_paged.kernels import reference
+from hf_paged.kernels.availability import HALF_OR_SINGLE, launch_failure
+
+if TYPE_CHECKING:  # Triton need not be installed for the other backends
+    from hf_paged.kernels.ops import Partials
+
+MAX_HEAD_DIM = 256
+
+
+# Not on CPU, where its interpreter is there to test with: only who asks for it gets it.
+@register("triton", device_types=("cuda",), preference=2)
+class TritonBackend(Backend):
+    """The operations of `kernels/ops.py`."""
+
+    reads_empty_slots = False
+    can_record = True
+
+    def __init__(self, kv_cache: Tensor) -> None:
+        from hf_paged.kernels import ops
+
+        super().__init__(kv_cache)
+        self._ops: Any = ops
+        self._partials = ops.Partials()
+        self._recorded_partials = ops.Partials()  # not replaced when steps of other shapes need more
+        # fp8 numbers as they are; a model with outliers would want others.
+        layers, _, heads = kv_cache.shape[1:4]
+        is_fp8 = kv_cache.dtype in reference.FP8
+        self._scales = torch.ones(layers, 2, heads, dtype=torch.float32, device=kv_cache.device) if is_fp8 else None
+
+    @classmethod
+    def supports(cls, pool: PoolDescription) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "needs the triton package (pip install hf-paged[gpu]), which is not installed"
+        device = pool.device
+        if device.type == "cuda":
+            if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+                return f"needs a GPU of compute capability 8.0 or above, {torch.cuda.get_device_name(device)} has less"
+        else:
+            from hf_paged.kernels import launch
+
+            if device.type != "cpu" or not launch.is_interpreting():
+                return f"needs a CUDA or ROCm device, the model is on {device}"
+        if pool.compute_dtype not in HALF_OR_SINGLE:
+            return f"computes in float32 and half precision, the model is in {pool.compute_dtype}"
+        if pool.head_dim > MAX_HEAD_DIM:
+            return f"takes head dims up to {MAX_HEAD_DIM}, the model has {pool.head_dim}"
+        return launch_failure(device) if device.type == "cuda" else None
+
+    def step(self, metadata: AttentionMetadata) -> PagedStep:
+        partials = self._recorded_partials if metadata.is_recorded else self._partials
+        return TritonStep(self._kv_cache, metadata, partials, self._scales)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, destinations = block_pairs(copies, self._kv_cache.device)
+        if {source for source, _ in copies}.isdisjoint(destination for _, destination in copies):
+            self._ops.copy_blocks(self._kv_cache, sources, destinations)
+        else:  # a block that is copied from and then reused as the copy of another one: order matters
+            reference.copy_blocks(self._kv_cache, sources, destinations)
+
+    def warm_up(self, block: int) -> None:
+        self._ops.copy_blocks(self._kv_cache, *block_pairs([(block, block)], self._kv_cache.device))
+
+
+class TritonStep:
+    """A step by `kernels/ops.py`."""
+
+    def __init__(
+        self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials, scales: Tensor | None = None
+    ) -> None:
+        """Over a pool.
+
+        Args:
+            kv_cache: The KV tensor.
+            metadata: The step's metadata.
+            partials: Scratch, the same for all layers.
+            scales: `[num_layers, 2, num_kv_heads]` float32, what fp8 keys and values are multiplied by.
+        """
+        from hf_paged.kernels import ops
+
+        self._ops = ops
+        self._kv_cache = kv_cache
+        self._metadata = metadata
+        self._partials = partials
+        self._scales = scales
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        self._ops.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping, self._scales)
+
+    def attend(
+        self,
+        query: Tensor,
+        params: AttentionParams,
+        *,
+        alibi_slopes: Tensor | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        """`reference.paged_attention` by the kernels, which read no slot that no query may see.
+
+        The sequences that the batch begins with and that have one new token each go to the decode kernel, the others to
+        the prefill kernel: one launch for either, and one for the combination where sequences were split.
+
+        Args:
+            query: `[T, num_heads, head_dim]`, float32 or half precision; the keys and values are cast to it.
+            params: The layer's.
+            alibi_slopes: `[num_heads]` slopes.
+            num_splits: Items that a decoding sequence is split into, where it has the tiles; `None`: as lengths say.
+
+        Returns:
+            `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
+
+        Raises:
+            ValueError: Shapes that don't fit together.
+        """
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):  # as the model's own attention would
+            query = query.to(torch.get_autocast_dtype(kind))
+        ops, kv_cache, metadata = self._ops, self._kv_cache, self._metadata
+        window, num_decodes = params.sliding_window or 0, metadata.num_decodes
+        work: DecodeWork | None = None
+        if num_decodes:
+            tile, slots = ops.decode_plan(query, kv_cache)
+            work = metadata.decode_work(WorkKind(tile, slots, window, num_splits or 0))
+        max_parts = work.max_parts if work else 0
+        query_tiles, rows = None, 0
+        if num_decodes < metadata.seq_lens.shape[0]:
+            rows, tile = ops.prefill_plan(query, kv_cache, metadata.max_query_len)
+            query_tiles = metadata.query_tiles(tile)
+        return torch.ops.hf_paged.paged_attention(
+            query,
+            kv_cache,
+            params.layer,
+            metadata.block_tables,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            work.items if work else None,
+            work.split if work else None,
+            max_parts,
+            query_tiles,
+            rows,
+            params.scale,
+            window,
+            params.softcap or 0.0,
+            params.sinks,
+            alibi_slopes,
+            self._scales,
+            self._partials.get(ops.partials_size(max_parts, query.shape[1], query.shape[2]), query.device),
+        )

@@ -1,0 +1,66 @@
+"""The forward context: how a step reaches the attention layers of the one forward that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_paged.attention.backends.registry import PagedStep
+
+_MARK = "is_hf_paged_sentinel"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardContext:
+    """What the layers of one forward share.
+
+    Attributes:
+        step: Writes keys and values, and attends.
+        sentinel: The `attention_mask` that this forward, and no other, was given.
+    """
+
+    step: PagedStep
+    sentinel: Tensor
+
+
+_CURRENT: ContextVar[ForwardContext | None] = ContextVar("hf_paged_forward", default=None)
+
+
+@contextmanager
+def forward_context(step: PagedStep, device: torch.device) -> Iterator[Tensor]:
+    """Within it, attention called with the mask that it yields runs over this step; on this thread only.
+
+    The mask has no content. It is the one argument that every model hands down to its attention (some drop extra
+    keyword arguments on the way), and the mask builders of transformers return a 4-D mask as it is, so none is built. A
+    forward inside this one (a hook's, of another model) has a mask of its own, by which its attention is none of ours.
+    """
+    sentinel = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
+    setattr(sentinel, _MARK, True)
+    token = _CURRENT.set(ForwardContext(step, sentinel))
+    try:
+        yield sentinel
+    finally:
+        _CURRENT.reset(token)
+
+
+def is_sentinel(mask: Any) -> bool:
+    """Whether a mask is one that `forward_context` made, on whichever thread."""
+    return hasattr(mask, _MARK)
+
+
+def current_step(mask: Tensor) -> PagedStep:
+    """The step of the forward that was given this sentinel.
+
+    Raises:
+        RuntimeError: It runs on another thread, or is over.
+    """
+    context = _CURRENT.get()
+    if context is None or context.sentinel is not mask:
+        raise RuntimeError("paged attention was called outside of the forward, or off the thread, that its mask is of")
+    return context.step

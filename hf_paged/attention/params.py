@@ -1,0 +1,26 @@
+"""`AttentionParams`: what one layer's call of attention asks for, besides queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParams:
+    """Settings of one call: a layer may decide them anew in every forward.
+
+    Attributes:
+        layer: Its index in the pool.
+        scale: Factor on the scores.
+        sliding_window: Tokens a query sees, itself included; `None`: all before it.
+        softcap: Bound of the scores; `None`: none.
+        sinks: `[num_heads]` logits that join the softmax's denominator only; `None`: none.
+    """
+
+    layer: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None

@@ -1,0 +1,53 @@
+"""The forward context: a step reaches the forward it is of, and no other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_paged.attention.context import current_step, forward_context, is_sentinel
+
+CPU = torch.device("cpu")
+OUTER, INNER = mock.Mock(name="outer"), mock.Mock(name="inner")
+
+
+def test_the_innermost_step_is_found_by_its_own_mask_alone() -> None:
+    with forward_context(OUTER, CPU) as outer:
+        assert is_sentinel(outer) and outer.ndim == 4 and current_step(outer) is OUTER
+        with forward_context(INNER, CPU) as inner:
+            assert current_step(inner) is INNER
+            with pytest.raises(RuntimeError, match="outside of the forward"):
+                current_step(outer)
+        assert current_step(outer) is OUTER
+    with pytest.raises(RuntimeError, match="outside of the forward"):
+        current_step(outer)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.ones(2, 3)])
+def test_other_masks(mask: Any) -> None:
+    """Would break: the mask of another model's forward, inside of a step, taken for the step's."""
+    with forward_context(OUTER, CPU):
+        assert not is_sentinel(mask)
+
+
+def test_another_thread() -> None:
+    found: list[Any] = []
+
+    def look() -> None:
+        try:
+            current_step(outer)
+        except RuntimeError as error:
+            found.append(error)
+        with forward_context(INNER, CPU) as inner:
+            found.append(current_step(inner))
+
+    with forward_context(OUTER, CPU) as outer:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(10)
+        assert current_step(outer) is OUTER
+    assert isinstance(found[0], RuntimeError) and found[1] is INNER

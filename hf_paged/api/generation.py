@@ -582,7 +582,7 @@ def _run_loop(
         longest = _check_prompt(engine, cache, input_ids, generation_config, kwargs, spare_tokens)
         per_step = generation_config.output_hidden_states and generation_config.return_dict_in_generate
         if not engine.runs_flat() or cache.is_opaque or per_step:
-            num_blocks = input_ids.shape[0] * -(-longest // engine.config.block_size)
+            num_blocks = input_ids.shape[0] * engine.manager.most_blocks(longest, longest)
 
     def run(**more: Any) -> Any:
         # By name but for the ids, as transformers does it: a model may have a loop of its own.

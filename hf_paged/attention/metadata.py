@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -52,23 +53,36 @@ class AttentionMetadata:
             null_block: Block index used as padding.
             device: Where the model runs.
         """
-        self._tables, self._query_lens, self._seq_lens = tables, query_lens, seq_lens
+        self._query_lens, self._seq_lens = query_lens, seq_lens
         self._device = device
         self.block_size = block_size
         self.null_block = null_block
         self.max_query_len = int(query_lens.max())
         if self.max_query_len == 1:  # the usual step
             self.num_decodes = len(query_lens)
-            row_of_token, positions = np.arange(len(query_lens)), seq_lens - 1
+            self._token_rows, self._positions = np.arange(len(query_lens)), seq_lens - 1
         else:
             self.num_decodes = int((query_lens > 1).argmax())
-            row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
-            offset_in_query = np.arange(len(row_of_token)) - self._start_loc[row_of_token]
-            positions = (seq_lens - query_lens)[row_of_token] + offset_in_query
-        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
-        self.slot_mapping = self._to_device(slots)
+            self._token_rows = rows = np.repeat(np.arange(len(query_lens)), query_lens)
+            self._positions = (seq_lens - query_lens)[rows] + np.arange(len(rows)) - self._start_loc[rows]
         self._query_tiles: dict[int, Tensor] = {}
         self._decode_work: dict[WorkKind, DecodeWork] = {}
+        self._same_lens: AttentionMetadata | None = None
+        self._use(tables)
+
+    def _use(self, tables: np.ndarray) -> None:
+        self._tables, size, positions = tables, self.block_size, self._positions
+        slots = tables[self._token_rows, positions // size] * size + positions % size
+        self.slot_mapping = self._to_device(slots)
+
+    def with_tables(self, tables: np.ndarray) -> AttentionMetadata:
+        """The same step over the block tables of another group of layers; what follows from lengths is shared."""
+        other = copy.copy(self)
+        for own in ("block_tables", "groups", "prefill_groups"):
+            vars(other).pop(own, None)
+        other._same_lens = self
+        other._use(tables)
+        return other
 
     @classmethod
     def build(
@@ -97,6 +111,7 @@ class AttentionMetadata:
         # Python lists become one array a step; the lists themselves are the manager's, which knows no numpy.
         for row, table in enumerate(block_tables):
             tables[row, : num_blocks[row]] = table[: num_blocks[row]]
+        tables[tables < 0] = null_block
         return cls(tables, q_lens, kv_lens, block_size, null_block, device)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
@@ -121,11 +136,15 @@ class AttentionMetadata:
     @cached_property
     def seq_lens(self) -> Tensor:
         """See the class."""
+        if self._same_lens is not None:
+            return self._same_lens.seq_lens
         return self._to_device(self._seq_lens.astype(np.int32))
 
     @cached_property
     def query_start_loc(self) -> Tensor:
         """See the class."""
+        if self._same_lens is not None:
+            return self._same_lens.query_start_loc
         return self._to_device(self._start_loc.astype(np.int32))
 
     @property

@@ -200,6 +200,14 @@ class BlockManager:
         del self._tables[seq_id]
         self._release(seq_id, table, table.held())
 
+    def restart(self, seq_id: int) -> None:
+        """Ends a sequence and begins another one under its id."""
+        keeps = self._table(seq_id).keeps_from is not None
+        self.free(seq_id)
+        self.add(seq_id)
+        if keeps:
+            self.keep_past(seq_id)
+
     def evict(self, seq_id: int) -> None:
         """Releases all blocks of a sequence whose tokens stay what they are: it begins anew, its hashes are kept."""
         table = self._table(seq_id)

@@ -38,6 +38,11 @@ class CacheGroups:
     places: tuple[tuple[int, int], ...]
 
     @classmethod
+    def single(cls, num_layers: int) -> CacheGroups:
+        """All layers in one group that sees all tokens."""
+        return cls(num_layers, (None,), tuple((0, index) for index in range(num_layers)))
+
+    @classmethod
     def of(cls, layers: Sequence[LayerKind]) -> CacheGroups:
         """The fewest groups with at most `MAX_PADDING` of empty layers; layers that are all alike are one group.
 

@@ -261,21 +261,21 @@ class Scheduler:
         sequence.num_tokens = num_tokens
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
-            if num_tokens < self._manager.num_tokens(sequence.seq_id):
+            if num_tokens <= self._manager.num_tokens(sequence.seq_id):
                 if self._manager.can_crop(sequence.seq_id, num_tokens):
                     self._manager.crop(sequence.seq_id, num_tokens)
                 else:
                     self._drop(sequence)
             self._manager.forget_hashes(sequence.seq_id, num_tokens)
         else:
-            self._manager.free(sequence.seq_id)
-            self._manager.add(sequence.seq_id)
+            self._manager.restart(sequence.seq_id)
         self._file(sequence.group)
 
     def can_crop(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether what the sequence needs behind its first `num_tokens` tokens is there, or can be computed again."""
         return (
             sequence.is_reproducible
+            or num_tokens == 0
             or num_tokens >= self._manager.num_tokens(sequence.seq_id)
             or self._manager.can_crop(sequence.seq_id, num_tokens)
         )

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.block_table import GONE
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, UnsupportedCallError
 from hf_paged.core.interrupts import check_interrupt, deferred_interrupt, wait_interruptibly
@@ -414,10 +415,31 @@ class Engine:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
         self._abandoned.extend(sequences)
 
-    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cuts a sequence to its first `num_tokens` tokens."""
+    def crop_sequences(self, cuts: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Cuts sequences to so many of their first tokens, all or none.
+
+        Raises:
+            RuntimeError: What is behind the windows of so few tokens has been given back.
+        """
         with self.transaction():
-            self.scheduler.crop(sequence, num_tokens)
+            for sequence, num_tokens in cuts:
+                if sequence.num_computed_tokens > num_tokens and not self.manager.can_crop(sequence.seq_id, num_tokens):
+                    raise RuntimeError(
+                        f"the cache can't be cropped to {num_tokens} tokens: layers with a sliding window have given "
+                        "back what lies behind it; call activate_past_recording() before the forwards to be undone"
+                    )
+            for sequence, num_tokens in cuts:
+                self.scheduler.crop(sequence, num_tokens)
+
+    def keep_past(self, sequences: Iterable[Sequence]) -> None:
+        """From now on layers with a window keep what lies behind it, until the next crop."""
+        with self.transaction():
+            for sequence in sequences:
+                self.manager.keep_past(sequence.seq_id)
+
+    def windows(self) -> list[int | None]:
+        """Of each layer, the last tokens that it keeps and a query sees, itself included; `None`: all."""
+        return [layer.window for layer in self.traits.layers]
 
     @deferred_interrupt()
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
@@ -462,15 +484,19 @@ class Engine:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
         with among_steps(key.device), self.transaction():
             length = key.shape[2]
+            group, index = self.kv_cache.groups.places[layer]
             slots = np.stack(
-                [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
+                [
+                    self._slots(sequence, group, np.arange(first, first + length))
+                    for sequence, first in zip(sequences, start, strict=True)
+                ]
             )
             kv_cache = self.kv_cache.tensor
             reference.reshape_and_cache(
                 key.detach().transpose(1, 2).flatten(0, 1),
                 value.detach().transpose(1, 2).flatten(0, 1),
                 kv_cache,
-                layer,
+                index,
                 to_device(slots.reshape(-1), kv_cache.device),
             )
 
@@ -478,24 +504,29 @@ class Engine:
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
+        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`.
+
+        Zeros in the padding, for `None`, and where a layer with a window has given tokens back.
+        """
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self._resident(held), self.transaction():
+            group, index = self.kv_cache.groups.places[layer]
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
-                    slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
+                    slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
             kv_cache = self.kv_cache.tensor
             self._pool.flush_copies()
-            key, value = reference.gather_slots(kv_cache, layer, to_device(slots, kv_cache.device))
+            key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device))
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self.model.dtype
                 key, value = key.to(dtype), value.to(dtype)
         hand_out((key, value))
         return key, value
 
-    def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
-        table = np.array(self.manager.blocks(sequence.seq_id), dtype=np.int64)
+    def _slots(self, sequence: Sequence, group: int, token_index: np.ndarray) -> np.ndarray:
+        table = np.array(self.manager.blocks(sequence.seq_id, group), dtype=np.int64)
+        table[table == GONE] = self.kv_cache.null_block
         block_size = self.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size
 
@@ -610,6 +641,9 @@ class Engine:
             width = cache.get_seq_length()
             live = [sequence for sequence in cache.sequences if sequence is not None]
             before = [_Mark.of(sequence) for sequence in live]
+            for sequence in live:
+                if not sequence.is_reproducible:  # kept so far, should a forward fail; from here on it goes back to now
+                    self.manager.slide(sequence.seq_id, sequence.num_computed_tokens)
             padding = flat_padding(cache, call, active) if self.runs_flat() else None
             self.hold(live, is_idle=False)
         try:
@@ -1016,5 +1050,6 @@ class _Mark:
 
     def restore(self, engine: Engine) -> None:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
-        engine.crop_sequence(self.sequence, min(self.num_tokens, self.sequence.num_tokens))
+        with engine.transaction():
+            engine.scheduler.crop(self.sequence, min(self.num_tokens, self.sequence.num_tokens))
         self.sequence.position_offset = self.position_offset

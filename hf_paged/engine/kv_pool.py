@@ -12,6 +12,7 @@ import torch
 
 from hf_paged.attention.backends.registry import choose
 from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
@@ -51,6 +52,7 @@ class KVPool:
         self.log = EventLog()
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._runner = runner
+        self._groups = CacheGroups.of(traits.layers)
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
         self._kv_cache: KVCache | None = None
@@ -72,12 +74,12 @@ class KVPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        """Bytes of one block: keys and values of `block_size` tokens in the layers of a group."""
         return self._geometry.bytes_per_block(self.config.block_size)
 
     @property
     def _geometry(self) -> KVGeometry:
-        return self.traits.geometry(KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.placement[0]))
+        return self.traits.geometry(self._groups, KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.placement[0]))
 
     @property
     def manager(self) -> BlockManager:
@@ -90,7 +92,7 @@ class KVPool:
                         self._geometry,
                         self.config.block_size,
                         self.config.memory_fraction,
-                        self.config.max_num_seqs * max_context,
+                        self.config.max_num_seqs * max_context * len(self._groups.windows),
                         device,
                         self.bytes_per_block  # of the null block
                         + self._runner.reserved_bytes(
@@ -104,6 +106,7 @@ class KVPool:
                     self.config.enable_prefix_caching,
                     self._num_swap_blocks(num_blocks),
                     self.log,
+                    self._groups.windows,
                 )
                 self._scheduler = Scheduler(
                     self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
@@ -188,6 +191,7 @@ class KVPool:
                     device,
                     partial(choose, self.config.attention_backend),
                     dtype,
+                    self._groups,
                 )
             return self._kv_cache
 
@@ -203,7 +207,7 @@ class KVPool:
             ValueError: With both sizes, and the setting that would help.
         """
         manager = self.manager
-        needed = -(-num_tokens // manager.block_size)
+        needed = manager.most_blocks(num_tokens, self.config.max_num_batched_tokens)
         if needed > manager.pool.num_blocks:
             raise ValueError(
                 f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "

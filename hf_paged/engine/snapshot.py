@@ -85,4 +85,5 @@ def _sequence(pool: KVPool, sequence: Sequence) -> dict[str, Any]:
         "num_cached_tokens": min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
         "tail": [] if sequence.token_ids is None else sequence.token_ids[-_TAIL:],
         "block_table": pool.manager.block_table(sequence.seq_id),
+        "block_tables": pool.manager.block_tables(sequence.seq_id),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import forward_context
+from hf_paged.attention.groups import paged_step
 from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
 from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.scheduler import SchedulerOutput
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
+from hf_paged.memory.spec import AttentionSpec
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
 from hf_paged.model.placement import Placement
@@ -36,9 +39,7 @@ class ModelTraits:
     """What the engine has to know about a model's architecture.
 
     Attributes:
-        num_layers: Layers that store keys and values.
-        num_kv_heads: Key/value heads of each layer.
-        head_dim: Elements of one head, keys and values alike.
+        layers: What each of its layers caches.
         runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the
             model keeps its own attention and is given gathered keys and values.
         rows_independent: Whether a row's result never depends on the rows beside it.
@@ -46,16 +47,20 @@ class ModelTraits:
             made in inference mode would be refused.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[AttentionSpec, ...]
     runs_flat: bool
     rows_independent: bool
     allows_inference_mode: bool = False
 
-    def geometry(self, dtype: torch.dtype) -> KVGeometry:
-        """Shape of one token's keys and values in a model of this dtype."""
-        return KVGeometry(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
+    @property
+    def num_layers(self) -> int:
+        """Layers that store keys and values."""
+        return len(self.layers)
+
+    def geometry(self, groups: CacheGroups, dtype: torch.dtype) -> KVGeometry:
+        """Shape of one token's keys and values in a page, in a model of this dtype."""
+        layer = self.layers[0]  # they differ in their windows alone
+        return KVGeometry(groups.layers_per_page, layer.kv_heads, layer.key_dim, dtype)
 
 
 def is_stochastic(model: nn.Module) -> bool:
@@ -244,7 +249,7 @@ class ModelRunner:
             if logits is not None:
                 return logits
         tokens = tokens.to(device)
-        metadata = AttentionMetadata.build(
+        first = AttentionMetadata.build(
             block_tables=[manager.blocks(chunk.sequence.seq_id) for chunk in step.chunks],
             query_lens=[chunk.num_tokens for chunk in step.chunks],
             seq_lens=[chunk.start + chunk.num_tokens for chunk in step.chunks],
@@ -252,13 +257,20 @@ class ModelRunner:
             null_block=kv_cache.null_block,
             device=device,
         )
+        metadata = [first]
+        for group in range(1, len(kv_cache.groups.windows)):
+            tables = np.full((len(step.chunks), first.block_tables.shape[1]), kv_cache.null_block)
+            for row, chunk in enumerate(step.chunks):
+                own = manager.blocks(chunk.sequence.seq_id, group)
+                tables[row, : len(own)] = own
+            metadata.append(first.with_tables(np.where(tables < 0, kv_cache.null_block, tables)))
         rows = to_device(logit_rows, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
 
     def _run_model(
         self,
         tokens: TokenInputs,
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
         kv_cache: KVCache,
         rows: Tensor | None,
         may_infer: bool,
@@ -276,7 +288,7 @@ class ModelRunner:
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
-        step = kv_cache.backend.step(metadata)
+        step = paged_step(kv_cache.backend, metadata, kv_cache.groups)
         with mode, scopes, forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
                 self.model,
@@ -383,7 +395,7 @@ class ModelRunner:
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._vocab_size, device), None, to_device(positions, device))
         rows = to_device(np.cumsum(query_lens) - 1, device)
-        self._run_model(tokens, metadata, kv_cache, rows, self._may_infer())
+        self._run_model(tokens, [metadata] * len(kv_cache.groups.windows), kv_cache, rows, self._may_infer())
 
     def _make_graphs(
         self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]
@@ -395,7 +407,7 @@ class ModelRunner:
             own, kv_cache = runner(), pool()
             assert own is not None and kv_cache is not None
             tokens = TokenInputs(ids, None, positions)
-            return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
+            return own._run_model(tokens, [metadata], kv_cache, None, True, own._config.compile_decode)
 
         max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_paged
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.cache_groups import CacheGroups
 
 VOCAB = 97
 PAD, BOS, EOS = 0, 1, 2
@@ -272,6 +274,12 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
     pads = max(lengths) - torch.tensor(lengths)[:, None]
     mask = (columns >= pads if side == "left" else columns < max(lengths) - pads).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def least_blocks(name: str, num_tokens: int, block_size: int, chunk: int) -> int:
+    """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
+    windows = CacheGroups.of(hf_paged.is_supported(build(name)).traits.layers).windows
+    return BlockManager(1, block_size, windows=windows).most_blocks(num_tokens, chunk)
 
 
 def random_ids(rows: int, length: int, seed: int = 0) -> Tensor:

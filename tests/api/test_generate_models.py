@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same_cache, new_cache
-from models import MODELS, REFUSED, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
+from models import MODELS, REFUSED, build, least_blocks, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
 from torch import nn
 from transformers import LlamaForCausalLM, pipeline
 
@@ -99,7 +99,7 @@ def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
 @pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=name_of)
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
     """Would break: rows evicted and computed again in chunks of three tokens."""
-    pair = make_pair(name, block_size=2, num_blocks=10, max_num_batched_tokens=3)
+    pair = make_pair(name, block_size=2, num_blocks=least_blocks(name, 19, 2, 3), max_num_batched_tokens=3)
     pair.generate(**ragged_batch(), max_new_tokens=8, **arguments)
     assert pair.delta["num_preemptions"] > 0
     assert max(pair.seen) <= 3

@@ -258,6 +258,12 @@ class DecodeMetadata(AttentionMetadata):
         self._decode_work = {} if work is None else work
         self._is_complete = work is not None
 
+    def of_group(self, slot_mapping: Tensor, block_tables: Tensor) -> DecodeMetadata:
+        """The same steps over the block tables of another group of layers; lengths and work are shared."""
+        other = copy.copy(self)
+        other.slot_mapping, other.block_tables = slot_mapping, block_tables
+        return other
+
     def decode_work(self, kind: WorkKind) -> DecodeWork:
         """As for any step.
 

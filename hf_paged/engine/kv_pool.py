@@ -96,7 +96,9 @@ class KVPool:
                         device,
                         self.bytes_per_block  # of the null block
                         + self._runner.reserved_bytes(
-                            min(self.config.max_num_batched_tokens, max_context), self.config.block_size
+                            min(self.config.max_num_batched_tokens, max_context),
+                            self.config.block_size,
+                            len(self._groups.windows),
                         ),
                     )
                 check_size(self._geometry, num_blocks, self.config.block_size, device)

@@ -369,7 +369,8 @@ class ModelRunner:
             num_blocks = max(1, min(8, graphs.max_blocks, self.max_context // kv_cache.block_size))
             lens = num_blocks * kv_cache.block_size - np.arange(graphs.max_rows) % kv_cache.block_size
             lens = np.minimum(lens, self.max_context)
-            tables = np.full((graphs.max_rows, num_blocks), kv_cache.null_block, dtype=np.int32)
+            shape = (len(kv_cache.groups.windows), graphs.max_rows, num_blocks)
+            tables = np.full(shape, kv_cache.null_block, dtype=np.int32)
             with torch.no_grad():
                 graphs.record(DecodeBatch(lens % self._vocab_size, lens - 1, lens, tables))
         return graphs if graphs.reason is None else graphs.reason
@@ -403,16 +404,16 @@ class ModelRunner:
         max_blocks = min(manager.pool.num_blocks, -(-self.max_context // manager.block_size))
         runner, pool = weakref.ref(self), weakref.ref(kv_cache)
 
-        def forward(ids: Tensor, positions: Tensor, metadata: DecodeMetadata) -> Tensor:
+        def forward(ids: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata]) -> Tensor:
             own, kv_cache = runner(), pool()
             assert own is not None and kv_cache is not None
             tokens = TokenInputs(ids, None, positions)
-            return own._run_model(tokens, [metadata], kv_cache, None, True, own._config.compile_decode)
+            return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
 
         max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)
 
-    def reserved_bytes(self, num_tokens: int, block_size: int) -> int:
+    def reserved_bytes(self, num_tokens: int, block_size: int, num_groups: int = 1) -> int:
         """Bytes that steps hold at most beside weights and pool, on a GPU; 0 on CPU (see `activation_bytes`).
 
         Of `step_memory.py` the sum: memory that a forward gives back is in pieces, which the sampler's tensors, the
@@ -421,6 +422,7 @@ class ModelRunner:
         Args:
             num_tokens: Of the largest step.
             block_size: Tokens in a block.
+            num_groups: Groups of layers.
         """
         model = self.model
         device = model.device
@@ -432,7 +434,8 @@ class ModelRunner:
         uses_graphs = self._config.cuda_graphs is not False
         if uses_graphs:
             max_blocks = -(-self.max_context // block_size)
-            num_bytes += graph_bytes(self.activation_bytes(min(rows, num_tokens)), rows, *logits, max_blocks)
+            activations = self.activation_bytes(min(rows, num_tokens))
+            num_bytes += graph_bytes(activations, rows, *logits, max_blocks, num_groups)
         # Steps run on the worker's thread and on a lone caller's; the graphs are recorded on a stream of their own.
         return num_bytes + workspace_bytes(device, 2 + uses_graphs)
 

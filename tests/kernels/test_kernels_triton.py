@@ -752,7 +752,7 @@ def test_decoding_is_compiled_once(window: int | None, device: torch.device) -> 
         for rows in (1, 3, 31):  # in the shape of a CUDA graph
             inputs = DecodeInputs(31, 60, 16, batches[-1].null_block, device)
             inputs.hold([WorkKind(plan_of(batches[-1])[0].tokens, plan_of(batches[-1])[1], window or 0)])
-            metadata = inputs.views(rows)[-1]
+            (metadata,) = inputs.views(rows)[-1]
             batches[-1].attend(query=batches[-1].query[:rows], metadata=metadata, num_splits=None)
     assert [len(kernel.found) for kernel in kernels.values()] == [1, 1]
 

@@ -246,8 +246,8 @@ class Engine:
             since: Only events with an id above this one: whoever looks again and again gives the last id it has seen.
 
         Returns:
-            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of all
-            layers; 0 when the model is gone), `num_swap_blocks`;
+            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of the layers
+            of a group: all layers, where none has a window; 0 when the model is gone), `num_swap_blocks`;
             `is_paused`, `num_steps`; `blocks`: ref count of each one, -1 for a free one that is cached; `hashes`: the
             first 8 hex digits of each one's content hash, or "".
 
@@ -256,7 +256,10 @@ class Engine:
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
             found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
             `num_tokens`, whose id is still on its way), `tail` (the last token ids, [] if unknown) and
-            `block_table` (indices of CPU blocks while swapped). `waiting`, `running` and `swapped`: ids of groups.
+            `block_table` (indices of CPU blocks while swapped). A model some of whose layers see a window only has
+            several tables a sequence, one for each group of layers: `block_tables`, the first of which is
+            `block_table`; -1 in them is a block behind the window, which was given back. `waiting`, `running` and
+            `swapped`: ids of groups.
 
             `events`, oldest first, of the last 2,048: each has an `id` (rising by one), `time` (of `time.time()`),
             `step` (number of the step it belongs to), `kind`, and where it applies `group`, `sequence`, `request_id`:

@@ -95,6 +95,7 @@ def test_the_picture_names_everything(make_pair: MakePair) -> None:
         "num_cached_tokens": 8,
         "tail": tokens[-8:],
         "block_table": sequence["block_table"],
+        "block_tables": [sequence["block_table"]],
     }
     table = sequence["block_table"]
     assert len(table) == 3 and [picture["blocks"][block] for block in table] == [1, 1, 1]

@@ -7,12 +7,15 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,6 +44,7 @@ torch.set_num_threads(1)
 
 Make = Callable[[Any], dict[str, Any]]
 
+ROOT = Path(__file__).parents[1]
 PATIENCE = 20.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
 
 
@@ -69,6 +73,17 @@ def join(*threads: threading.Thread, seconds: float = PATIENCE) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         assert not thread.is_alive(), f"{thread.name} hangs"
+
+
+def run_compiled(*command: Any, python_path: Path = ROOT, seconds: float = 110) -> str:
+    """What a Python program prints, in a process in which Triton compiles: in this one it interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(python_path)
+    result = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=seconds
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.fixture
@@ -176,7 +191,7 @@ class Pair:
         return expected, found
 
     def assert_all_free(self) -> None:
-        """Asserts that nobody holds a block."""
+        """Asserts that no sequence holds a block."""
         stats = self.engine.stats()
         assert stats.num_free_blocks == stats.num_blocks, f"{stats.num_blocks - stats.num_free_blocks} blocks leaked"
         assert stats.num_running == stats.kv_tokens_stored == stats.kv_slots_allocated == 0
@@ -249,7 +264,7 @@ def assert_same_cache(expected: Cache, found: Cache, mask: Tensor | None = None)
     Args:
         expected: A `DynamicCache`; its sliding layers have kept only their window.
         found: The other.
-        mask: `[batch, columns]`, 0 at padding, whose keys nobody reads.
+        mask: `[batch, columns]`, 0 at padding, whose keys are never read.
     """
     assert found.get_seq_length() == expected.get_seq_length()
     assert len(found.layers) == len(expected.layers)

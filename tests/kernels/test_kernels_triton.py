@@ -461,6 +461,19 @@ def test_tiles_wholly_behind_the_window_are_not_read(dtype: torch.dtype, num_spl
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("block_size", "window"), [(4, 33), (16, 1), (16, 64), (64, 33)])
+def test_blocks_behind_the_window_may_be_gone(block_size: int, window: int, device: torch.device) -> None:
+    """Breaks if a tile that begins before the window counts what the null block has there."""
+    shapes = [(1, 300), (1, 97), (5, 140), (40, 200)]
+    batch = Batch(Case(torch.float16, block_size=block_size, window=window), device, shapes)
+    expected = batch.expected()
+    reference.elements(batch.pool)[batch.null_block] = 0
+    for table, (query_len, seq_len) in zip(batch.tables, shapes):
+        behind = max(0, seq_len - query_len - window + 1) // block_size
+        table[:behind] = [-1] * behind
+    assert batch.error(batch.attend(), expected) <= TOLERANCE[torch.float16]
+
+
 @pytest.mark.parametrize("window", [None, 33])
 def test_tiles_wholly_ahead_are_not_read(window: int | None, device: torch.device) -> None:
     """Breaks if all of a chunk's programs read as far as its last token sees: twice the work of a prompt."""

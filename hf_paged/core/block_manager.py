@@ -121,6 +121,11 @@ class BlockManager:
         """Blocks that a step of `chunk` tokens reads and writes at most."""
         return -(-(window - 1 + chunk) // self.block_size) + 1
 
+    def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
+        """Of each group of layers, `blocks` of these sequences."""
+        tables = self._tables
+        return [[tables[seq_id].groups[group] for seq_id in seq_ids] for group in range(len(self._windows))]
+
     @property
     def num_stored_tokens(self) -> int:
         """Distinct slots that hold a token of a live sequence, a shared block counted once. O(tables)."""

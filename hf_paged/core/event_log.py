@@ -6,8 +6,9 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+from hf_paged.core.batch import Chunk
 from hf_paged.core.sequence import SequenceGroup
 
 NUM_EVENTS = 2048  # that are kept
@@ -46,6 +47,28 @@ _COMMON = ("kind", "time", "step", "group", "sequence", "request_id")
 
 Event = tuple[Any, ...]
 """An event as it is noted: values of `_COMMON`, then those of its kind."""
+
+
+class StepRows(NamedTuple):
+    """What a step computed, column by column: no object for each row.
+
+    Attributes:
+        columns: Groups, sequences, starts and numbers of tokens.
+        num_tokens: Of all rows.
+        num_decode: Rows of one token behind their prompt.
+    """
+
+    columns: list[Any]
+    num_tokens: int
+    num_decode: int
+
+    @classmethod
+    def of(cls, chunks: list[Chunk]) -> StepRows:
+        """The rows of a step, while their sequences are there."""
+        sequences, starts, counts = zip(*chunks, strict=True) if chunks else ((), (), ())
+        num_decode = sum([n == 1 and start >= s.num_prompt_tokens for s, start, n in chunks])
+        columns = [[s.group.arrival for s in sequences], [s.seq_id for s in sequences], starts, counts]
+        return cls(columns, sum(counts), num_decode)
 
 
 class EventLog:

@@ -42,6 +42,8 @@ class Sequence:
             (custom position ids), which also rules out hashing and recomputing.
         extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
             cache salt: part of the block hash.
+        wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
+        placeholder: Of a token that only the device knows: its place among those that the last step has chosen.
     """
 
     seq_id: int
@@ -55,6 +57,8 @@ class Sequence:
     is_wanted: bool = False
     position_offset: int | None = 0
     extra_key: tuple[Hashable, ...] = ()
+    wanted: list[int] | None = None
+    placeholder: int = -1
 
     @property
     def is_reproducible(self) -> bool:

@@ -22,13 +22,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
+from hf_paged.core.batch import BlockMoves, Chunk
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.block_table import GONE
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, UnsupportedCallError
+from hf_paged.core.event_log import StepRows
 from hf_paged.core.interrupts import check_interrupt, deferred_interrupt, wait_interruptibly
 from hf_paged.core.metrics import EngineStats
-from hf_paged.core.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.forward_item import ForwardItem
@@ -475,7 +477,7 @@ class Engine:
                 for sequence, count in zip(sequences, held, strict=True)
                 for block in manager.held_blocks(sequence.seq_id, count)
             ]
-            self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
+            self._pool.execute_moves(BlockMoves(block_copies=copies, new_blocks=new_blocks))
             for sequence in sequences:
                 sequence.token_ids = None
                 scheduler.extend_computed(sequence, num_tokens)
@@ -577,7 +579,7 @@ class Engine:
             swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
             for group in swapped.values():
                 try:
-                    self._pool.execute_copies(self.scheduler.swap_in_now(group))
+                    self._pool.execute_moves(self.scheduler.swap_in_now(group))
                 except OutOfBlocksError as error:
                     self._pool.execute_swap_outs(error.swap_outs)
                     raise self._pool.out_of_blocks(error) from None
@@ -729,9 +731,9 @@ class Engine:
             )
             cache.select_active(None)
             with self.transaction():
-                chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
-                self._executor.count_step(chunks)
-                self._executor.note_step(self._executor.num_steps, chunks, time.perf_counter() - started)
+                chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
+                number = self._executor.count_step(len(chunks), sum(n for _, _, n in chunks))
+                self._executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
         hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from hf_paged.attention.backends.registry import choose
+from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
-from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
@@ -128,13 +129,13 @@ class KVPool:
         num_blocks = self.manager.swap_in_need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_copies(self, step: SchedulerOutput) -> KVCache:
+    def execute_moves(self, moves: BlockMoves) -> KVCache:
         """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over."""
-        self._queue_swap_outs(step.swap_outs)
+        self._queue_swap_outs(moves.swap_outs)
         self._pending += [
-            (KVCache.swap_in, (step.swap_ins,)),
-            (KVCache.copy_blocks, (step.block_copies,)),
-            (KVCache.zero_blocks, (step.new_blocks,)),
+            (KVCache.swap_in, (moves.swap_ins,)),
+            (KVCache.copy_blocks, (moves.block_copies,)),
+            (KVCache.zero_blocks, (moves.new_blocks,)),
         ]
         kv_cache = self.flush_copies()
         for num_blocks, seconds in kv_cache.finished_swaps():

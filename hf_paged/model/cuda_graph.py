@@ -16,9 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
-from hf_paged.attention.metadata import DecodeMetadata
-from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.scheduler import ScheduledChunk
+from hf_paged.attention.metadata import DecodeMetadata, padded_tables
+from hf_paged.core.batch import Batch
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait, raised_at
 
@@ -262,7 +261,7 @@ class DecodeGraphs:
         self._record = record
         self._device = kv_cache.tensor.device
         self._block_size, self._null_block, self.max_blocks = kv_cache.block_size, kv_cache.null_block, max_blocks
-        self._num_groups = len(kv_cache.groups.windows)
+        self._windows = kv_cache.groups.windows
         self._inputs: DecodeInputs | None = None
         self._recordings: dict[int, Recording] | None = None
         self._logits: Tensor | None = None  # of all sizes: each with its own would hold half a gigabyte
@@ -288,41 +287,27 @@ class DecodeGraphs:
         """Whether it was made for this pool."""
         return self._kv_cache() is kv_cache
 
-    def run(
-        self,
-        chunks: list[ScheduledChunk],
-        manager: BlockManager,
-        ids: np.ndarray,
-        positions: np.ndarray,
-        chosen: tuple[Tensor, np.ndarray] | None = None,
-    ) -> Tensor | None:
+    def run(self, step: Batch, chosen: Tensor | None = None) -> Tensor | None:
         """A step of one new token each.
 
         Args:
-            chunks: What runs.
-            manager: Holds the block tables.
-            ids: `[B]` the new tokens' ids.
-            positions: `[B]` their positions.
-            chosen: Ids that only the device knows, as in `TokenInputs`.
+            step: The step; the host knows all ids but those that were chosen.
+            chosen: Tokens that the step before has chosen, for its placeholders.
 
         Returns:
             `[B, vocab_size]`, which the next replay writes over; `None`: it can't be replayed, run it eagerly.
         """
-        rows = len(chunks)
-        if rows > self.max_rows or self.reason is not None:
+        if step.num_seqs > self.max_rows or self.reason is not None:
             return None
-        tables = [manager.blocks(chunk.sequence.seq_id) for chunk in chunks]
-        width = max(map(len, tables))
-        if width > self.max_blocks:
+        if max(step.tables[0].counts) > self.max_blocks:
             return None
-        padded = np.full((self._num_groups, rows, width), self._null_block, dtype=np.int32)
-        for group in range(self._num_groups):
-            for row, chunk in enumerate(chunks):
-                table = manager.blocks(chunk.sequence.seq_id, group)
-                padded[group, row, : len(table)] = table
-        padded[padded < 0] = self._null_block
-        lens = np.fromiter((chunk.start + 1 for chunk in chunks), np.int64, rows)
-        return self.replay(DecodeBatch(ids, positions, lens, padded, chosen))
+        padded = np.stack(padded_tables(step.tables, self._windows, self._null_block, np.int32))
+        ids, positions, starts = (np.frombuffer(a, np.int64) for a in (step.token_ids, step.positions, step.starts))
+        places = None
+        if step.placeholders is not None:
+            assert chosen is not None
+            places = chosen, np.frombuffer(step.placeholders, np.int64)
+        return self.replay(DecodeBatch(ids, positions, starts + 1, padded, places))
 
     def replay(self, batch: DecodeBatch) -> Tensor | None:
         """A step; see `run`. All sizes are recorded at the first one, and checked against what it computes."""
@@ -342,7 +327,12 @@ class DecodeGraphs:
         if self._inputs is None:
             with torch.inference_mode(False):
                 inputs = DecodeInputs(
-                    self.max_rows, self.max_blocks, self._block_size, self._null_block, self._device, self._num_groups
+                    self.max_rows,
+                    self.max_blocks,
+                    self._block_size,
+                    self._null_block,
+                    self._device,
+                    len(self._windows),
                 )
             ids, positions, metadata = inputs.trial()
             self._forward(ids, positions, metadata)

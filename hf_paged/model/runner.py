@@ -17,12 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import forward_context
 from hf_paged.attention.groups import paged_step
-from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
+from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata, padded_tables
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
-from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.batch import Batch
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
-from hf_paged.core.scheduler import SchedulerOutput
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.memory.spec import AttentionSpec
@@ -92,6 +91,35 @@ class TokenInputs:
     chosen: tuple[Tensor, np.ndarray] | None = None
 
     @classmethod
+    def of(
+        cls, batch: Batch, given: dict[int, TokenInputs], chosen: Tensor | None, device: torch.device
+    ) -> TokenInputs:
+        """The tokens of a step, on the CPU if the host knows all of them.
+
+        Args:
+            batch: The step.
+            given: The tokens of the rows that don't know them, by sequence.
+            chosen: The tokens that the step before has chosen.
+            device: Where they go if some of them are there.
+        """
+        ids, positions = (torch.from_numpy(np.frombuffer(a, np.int64)) for a in (batch.token_ids, batch.positions))
+        known = cls(ids, None, positions)
+        if batch.placeholders is not None:
+            assert chosen is not None
+            known.chosen = chosen, np.frombuffer(batch.placeholders, np.int64)
+        if not batch.given:
+            return known
+        ends = np.cumsum(batch.query_lens).tolist()
+        parts, done = [], 0
+        for row in batch.given:
+            start = ends[row] - batch.query_lens[row]
+            parts += [known.part(done, start - done).to(device)] if start > done else []
+            parts.append(given[batch.seq_ids[row]])
+            done = ends[row]
+        parts += [known.part(done, len(ids) - done).to(device)] if done < len(ids) else []
+        return cls.cat(parts)
+
+    @classmethod
     def cat(cls, parts: list[TokenInputs]) -> TokenInputs:
         """One after another; all are ids, or all embeddings. Ids that only the device knows are filled in (`to`)."""
         assert all(part.chosen is None for part in parts)
@@ -116,6 +144,7 @@ class TokenInputs:
             None if self.input_ids is None else self.input_ids[start:stop],
             None if self.inputs_embeds is None else self.inputs_embeds[start:stop],
             self.position_ids[start:stop],
+            None if self.chosen is None else (self.chosen[0], self.chosen[1][start:stop]),
         )
 
 
@@ -220,12 +249,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def run(
-        self,
-        step: SchedulerOutput,
-        manager: BlockManager,
-        kv_cache: KVCache,
-        tokens: TokenInputs,
-        logit_rows: np.ndarray,
+        self, batch: Batch, kv_cache: KVCache, given: dict[int, TokenInputs], chosen: Tensor | None = None
     ) -> Tensor:
         """Runs a step through the model: cache writes, attention, logits.
 
@@ -233,38 +257,29 @@ class ModelRunner:
         tensor that must not get into a caller's hands, and that the next step writes over.
 
         Args:
-            step: What the scheduler chose; its block copies are done.
-            manager: Holds the block tables.
+            batch: The step; what it does to blocks is done.
             kv_cache: The pool.
-            tokens: The chunks' tokens, on the CPU where the host knows all of them, else on the device.
-            logit_rows: `[K]` int64, rows of the flat batch whose logits are wanted.
+            given: The tokens of the rows in `batch.given`, by sequence, on the pool's device.
+            chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
 
         Returns:
-            `[K, vocab_size]`.
+            `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
         """
         device = kv_cache.tensor.device
         may_infer = self._may_infer()
-        if may_infer and len(logit_rows) == len(step.chunks):
-            logits = self._replay(step, manager, kv_cache, tokens)
+        if may_infer and batch.is_decode:
+            logits = self._replay(batch, kv_cache, chosen)
             if logits is not None:
                 return logits
-        tokens = tokens.to(device)
-        first = AttentionMetadata.build(
-            block_tables=[manager.blocks(chunk.sequence.seq_id) for chunk in step.chunks],
-            query_lens=[chunk.num_tokens for chunk in step.chunks],
-            seq_lens=[chunk.start + chunk.num_tokens for chunk in step.chunks],
-            block_size=manager.block_size,
-            null_block=kv_cache.null_block,
-            device=device,
+        tokens = TokenInputs.of(batch, given, chosen, device).to(device)
+        starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
+        tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
+        first = AttentionMetadata(
+            tables[0], query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
         )
-        metadata = [first]
-        for group in range(1, len(kv_cache.groups.windows)):
-            tables = np.full((len(step.chunks), first.block_tables.shape[1]), kv_cache.null_block)
-            for row, chunk in enumerate(step.chunks):
-                own = manager.blocks(chunk.sequence.seq_id, group)
-                tables[row, : len(own)] = own
-            metadata.append(first.with_tables(np.where(tables < 0, kv_cache.null_block, tables)))
-        rows = to_device(logit_rows, device)
+        metadata = [first, *map(first.with_tables, tables[1:])]
+        # A model that can choose rows still computes at least one.
+        rows = to_device(np.asarray(batch.logit_rows or [0], dtype=np.int64), device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
 
     def _run_model(
@@ -312,27 +327,18 @@ class ModelRunner:
         scopes.enter_context(torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True))
         return self._compiled, scopes
 
-    def _replay(
-        self, step: SchedulerOutput, manager: BlockManager, kv_cache: KVCache, tokens: TokenInputs
-    ) -> Tensor | None:
-        """A decode step by a CUDA graph, where there is one for it.
-
-        Args:
-            step: As in `run`, with the logits of each chunk's last token wanted.
-            manager: As in `run`.
-            kv_cache: As in `run`.
-            tokens: As in `run`.
-        """
-        if self._config.cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
+    def _replay(self, batch: Batch, kv_cache: KVCache, chosen: Tensor | None) -> Tensor | None:
+        """A decode step by a CUDA graph, where there is one for it; arguments as in `run`."""
+        if self._config.cuda_graphs is False or batch.given:
             return None
-        if tokens.input_ids.shape[0] != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
+        if torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
-        graphs = self.graphs(manager, kv_cache)
+        graphs = self.graphs(kv_cache)
         if isinstance(graphs, str):
             return None
-        return graphs.run(step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy(), tokens.chosen)
+        return graphs.run(batch, chosen)
 
-    def graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+    def graphs(self, kv_cache: KVCache) -> DecodeGraphs | str:
         """The graphs of decode steps over this pool and the weights as they are, or why there can be none.
 
         Raises:
@@ -350,10 +356,10 @@ class ModelRunner:
                 if self._config.compile_decode:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return f"CUDA graphs {record}"
-            self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
+            self._graphs = num_moves, self._make_graphs(kv_cache, record)
         return self._graphs[1]
 
-    def record_graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+    def record_graphs(self, kv_cache: KVCache) -> DecodeGraphs | str:
         """Records now what the first decode step would, over rows in the null block; or why there are no graphs.
 
         Raises:
@@ -361,7 +367,7 @@ class ModelRunner:
         """
         if not self._may_infer():
             return "code of a user's own runs in the model"
-        graphs = self.graphs(manager, kv_cache)
+        graphs = self.graphs(kv_cache)
         if isinstance(graphs, str):
             return graphs
         if not graphs.sizes and graphs.reason is None:
@@ -384,24 +390,19 @@ class ModelRunner:
             lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
         """
         device = kv_cache.tensor.device
-        query_lens, seq_lens = [new for new, _ in lens], [length for _, length in lens]
+        query_lens, seq_lens = np.array(lens, dtype=np.int64).T
+        num_blocks = -(-seq_lens // kv_cache.block_size)
+        blocks = np.full(num_blocks.sum(), kv_cache.null_block)
         metadata = AttentionMetadata.build(
-            [[kv_cache.null_block] * -(-length // kv_cache.block_size) for length in seq_lens],
-            query_lens,
-            seq_lens,
-            kv_cache.block_size,
-            kv_cache.null_block,
-            device,
+            blocks, num_blocks, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
         )
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._vocab_size, device), None, to_device(positions, device))
         rows = to_device(np.cumsum(query_lens) - 1, device)
         self._run_model(tokens, [metadata] * len(kv_cache.groups.windows), kv_cache, rows, self._may_infer())
 
-    def _make_graphs(
-        self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]
-    ) -> DecodeGraphs:
-        max_blocks = min(manager.pool.num_blocks, -(-self.max_context // manager.block_size))
+    def _make_graphs(self, kv_cache: KVCache, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
+        max_blocks = min(kv_cache.num_blocks, -(-self.max_context // kv_cache.block_size))
         runner, pool = weakref.ref(self), weakref.ref(kv_cache)
 
         def forward(ids: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata]) -> Tensor:
@@ -410,7 +411,7 @@ class ModelRunner:
             tokens = TokenInputs(ids, None, positions)
             return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
 
-        max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)
+        max_num_seqs = min(self._config.max_num_seqs, kv_cache.num_blocks)
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)
 
     def reserved_bytes(self, num_tokens: int, block_size: int, num_groups: int = 1) -> int:

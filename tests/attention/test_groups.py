@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ from kernel_cases import random_tensor
 
 from hf_paged.attention.backends.torch import TorchBackend
 from hf_paged.attention.groups import WindowError, paged_step
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.metadata import AttentionMetadata, padded_tables
 from hf_paged.attention.params import AttentionParams
+from hf_paged.core.batch import GroupTables
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.memory.spec import AttentionSpec
 
@@ -33,6 +36,15 @@ def test_tables_of_another_group() -> None:
     assert other.seq_lens is first.seq_lens and other.query_start_loc is first.query_start_loc, "sent twice"
     assert other.query_tiles(2) is first.query_tiles(2)
     assert first.block_tables.tolist() == [[3, 1, 4]]
+
+
+def test_blocks_given_back_are_the_null_block() -> None:
+    counts = array("q", [3, 1])
+    groups = [GroupTables(array("i", [3, 1, 4, 2]), counts), GroupTables(array("i", [-1, 5, 0, 7]), counts)]
+    for dtype in (np.int32, np.int64):
+        tables = padded_tables(groups, (None, 5), NULL, dtype)
+        assert [table.dtype for table in tables] == [dtype] * 2
+        assert [table.tolist() for table in tables] == [[[3, 1, 4], [2, NULL, NULL]], [[NULL, 5, 0], [7, NULL, NULL]]]
 
 
 def test_each_layer_over_its_own_tables() -> None:

@@ -63,6 +63,7 @@ class BlockManager:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self._windows = tuple(windows)
+        self._has_several = len(windows) > 1
         self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._full = [group for group, window in enumerate(windows) if window is None]
         self.slides_at = frozenset((window - 1) % block_size for _, window in self._sliding)
@@ -124,7 +125,9 @@ class BlockManager:
     def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
         """Of each group of layers, `blocks` of these sequences."""
         tables = self._tables
-        return [[tables[seq_id].groups[group] for seq_id in seq_ids] for group in range(len(self._windows))]
+        others = range(1, len(self._windows))
+        first = [tables[seq_id].blocks for seq_id in seq_ids]
+        return [first, *([tables[seq_id].groups[group] for seq_id in seq_ids] for group in others)]
 
     @property
     def num_stored_tokens(self) -> int:
@@ -332,11 +335,10 @@ class BlockManager:
             Whether it did.
         """
         table = self._tables[seq_id]
-        if table.num_tokens % self.block_size == 0:
+        if table.num_tokens % self.block_size == 0 or not self.pool.is_plain(table.blocks[-1]):
             return False
-        for blocks in table.groups:
-            if not self.pool.is_plain(blocks[-1]):
-                return False
+        if self._has_several and not all(self.pool.is_plain(blocks[-1]) for blocks in table.groups):
+            return False
         table.num_tokens += 1
         return True
 
@@ -747,7 +749,8 @@ class BlockManager:
                 if block in taken:
                     destination.incref(pairs[block])
                 taken.add(block)
-            table.groups = [array("i", [pairs.get(block, GONE) for block in blocks]) for blocks in table.groups]
+            for blocks in table.groups:
+                blocks[:] = array("i", [pairs.get(block, GONE) for block in blocks])
             source.free(old)
             table.is_swapped = destination is self.swap_pool and bool(old)  # without blocks it is nowhere
 

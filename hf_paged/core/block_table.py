@@ -34,6 +34,7 @@ class BlockTable:
         groups: of each group of layers the block ids (int32), position order; always just enough of them for
             `num_tokens`. The first ones may be `GONE`.
         num_gone: of each group, how many of them are.
+        blocks: the first group's; of most models it is the only one.
         num_tokens: tokens that the sequence has slots for.
         num_read: the next query is this token's: what lies behind its window is never read again.
         keeps_from: until a `crop` goes by this query instead, so that the sequence can be cut back to it.
@@ -62,16 +63,15 @@ class BlockTable:
     matched: tuple[int, int] = (0, 0)
     is_swapped: bool = False
     borrowed_from: int | None = None
+    blocks: array[int] = field(init=False)
 
     @classmethod
     def empty(cls, num_groups: int) -> BlockTable:
         """Of a sequence without tokens."""
         return cls([array("i") for _ in range(num_groups)], [0] * num_groups)
 
-    @property
-    def blocks(self) -> array[int]:
-        """The first group's."""
-        return self.groups[0]
+    def __post_init__(self) -> None:
+        self.blocks = self.groups[0]
 
     def held(self, start: int = 0) -> list[int]:
         """The blocks of all groups from position `start` on, those of one position beside each other."""

@@ -818,7 +818,8 @@ class Scheduler:
         block_size, in_flight = self._manager.block_size, self._in_flight
         slides_at = self._manager.slides_at
         offers: list[Offer] = []
-        for sequence, start, num_tokens in self._take(batch):
+        chunks = self._take(batch)
+        for sequence, start, num_tokens in chunks:
             sequence.num_computed_tokens = end = start + num_tokens
             in_flight.discard(sequence.group.arrival)
             # A block whose last token is still expected follows when that is known.
@@ -829,8 +830,11 @@ class Scheduler:
                     self._manager.publish(own)
                 else:
                     offers += own
-            if slides_at and (num_tokens > 1 or end % block_size in slides_at) and sequence.is_reproducible:
-                self._manager.slide(sequence.seq_id, end)
+        if slides_at:
+            for sequence, start, num_tokens in chunks:
+                end = start + num_tokens
+                if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_reproducible:
+                    self._manager.slide(sequence.seq_id, end)
         self._offered.update(offer.block_hash for offer in offers)
         return offers
 

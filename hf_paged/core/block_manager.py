@@ -39,6 +39,7 @@ class BlockManager:
         windows: of each group of layers, the tokens that a query sees, itself included; None: all before it.
 
     Attributes:
+        windows: as given.
         slides_at: where a window's edge comes to a block's: numbers of tokens, modulo the block size, at which a
             sequence that grows by single tokens is to `slide`. Empty without windows.
         pool: the `BlockPool`, with its counters.
@@ -62,7 +63,7 @@ class BlockManager:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self._windows = tuple(windows)
+        self.windows = tuple(windows)
         self._has_several = len(windows) > 1
         self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._full = [group for group, window in enumerate(windows) if window is None]
@@ -125,7 +126,7 @@ class BlockManager:
     def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
         """Of each group of layers, `blocks` of these sequences."""
         tables = self._tables
-        others = range(1, len(self._windows))
+        others = range(1, len(self.windows))
         first = [tables[seq_id].blocks for seq_id in seq_ids]
         return [first, *([tables[seq_id].groups[group] for seq_id in seq_ids] for group in others)]
 
@@ -157,7 +158,7 @@ class BlockManager:
     def add(self, seq_id: int) -> None:
         """Begins a sequence with an empty table. Raises `ValueError` if the id is taken."""
         self._check_new(seq_id)
-        self._tables[seq_id] = BlockTable.empty(len(self._windows))
+        self._tables[seq_id] = BlockTable.empty(len(self.windows))
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Begins a sequence that shares all of the parent's blocks. Takes no block and copies no data.
@@ -546,7 +547,7 @@ class BlockManager:
         limit = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
         self._extend_hashes(table, token_ids, limit // self.block_size)
         num_blocks = self._longest_match(table.block_hashes[: limit // self.block_size])
-        for group, window in enumerate(self._windows):
+        for group, window in enumerate(self.windows):
             num_gone = 0 if window is None else self._num_behind(window, num_blocks * self.block_size)
             blocks = table.groups[group]
             blocks.extend([GONE] * num_gone)
@@ -654,7 +655,7 @@ class BlockManager:
             assert [n for n, block in enumerate(blocks) if block == GONE] == list(range(num_gone)), (
                 f"{where}: {num_gone} blocks are gone of {blocks}"
             )
-            window = self._windows[group]
+            window = self.windows[group]
             behind = 0 if window is None else self._num_behind(window, table.num_read)
             assert num_gone <= behind, f"{where}: {num_gone} blocks are gone, {behind} lie behind the window"
             if not table.is_swapped:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -78,11 +77,13 @@ class EventLog:
     garbage collection included. They become dicts when somebody looks.
 
     Attributes:
+        now: The time, in seconds: what is noted happens then. Here no clock is read.
         step: Number of the step that is being made, or of the last one: events from now on belong to it.
         last_step: The newest "step" event and its id.
     """
 
-    def __init__(self, num_events: int = NUM_EVENTS) -> None:
+    def __init__(self, num_events: int = NUM_EVENTS, now: Callable[[], float] = lambda: 0.0) -> None:
+        self.now = now
         self.step = 0
         self.last_step: tuple[int, Event] | None = None
         self._num_events = 0
@@ -115,15 +116,15 @@ class EventLog:
         group = self._groups.get(sequence)
         self._num_events += 1
         if group is None:
-            self._events.append((kind, time.time(), self.step, None, sequence, None, *values))
+            self._events.append((kind, self.now(), self.step, None, sequence, None, *values))
         else:
-            self._events.append((kind, time.time(), self.step, group.arrival, sequence, group.request_id, *values))
+            self._events.append((kind, self.now(), self.step, group.arrival, sequence, group.request_id, *values))
 
     def add_for_group(self, kind: str, group: SequenceGroup | None, *values: Any) -> None:
         """Notes an event of a whole group, or of nobody."""
         self._num_events += 1
         arrival, request_id = (None, None) if group is None else (group.arrival, group.request_id)
-        self._events.append((kind, time.time(), self.step, arrival, None, request_id, *values))
+        self._events.append((kind, self.now(), self.step, arrival, None, request_id, *values))
 
     def add_step(self, number: int, **values: Any) -> None:
         """Notes a step that was run.
@@ -134,7 +135,7 @@ class EventLog:
                 which are forgotten when many later steps have had theirs.
         """
         self._num_events += 1
-        self._events.append(("step", time.time(), number, None, None, None, *(values[n] for n in _FIELDS["step"])))
+        self._events.append(("step", self.now(), number, None, None, None, *(values[n] for n in _FIELDS["step"])))
         self.last_step = self._num_events, self._events[-1]
         self._chunks.append(values["chunks"])
         self._num_chunks += len(values["chunks"][0])

@@ -249,6 +249,41 @@ class Scheduler:
             or self._manager.can_crop(sequence.seq_id, num_tokens)
         )
 
+    def slide(self, sequence: Sequence) -> None:
+        """Gives back what lies behind the windows of all tokens that are not computed yet.
+
+        Steps do so by themselves, but for a sequence that can't be computed again: should a forward of its caller's
+        fail, it goes back to what it was before.
+        """
+        self._manager.slide(sequence.seq_id, sequence.num_computed_tokens)
+
+    def keep_past(self, sequence: Sequence) -> None:
+        """From now on nothing of the sequence is given back, but by a `crop`."""
+        self._manager.keep_past(sequence.seq_id)
+
+    def append(self, sequences: list[Sequence], num_tokens: int) -> BlockMoves:
+        """Gives sequences slots outside of any step; see `extend_computed`.
+
+        Returns:
+            Copies and new blocks, to execute.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them; nothing has changed.
+        """
+        manager = self._manager
+        held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
+        copies = manager.append([(sequence.seq_id, num_tokens) for sequence in sequences])
+        new_blocks = [
+            block
+            for sequence, count in zip(sequences, held, strict=True)
+            for block in manager.held_blocks(sequence.seq_id, count)
+        ]
+        return BlockMoves(block_copies=copies, new_blocks=new_blocks)
+
+    def reset_prefix_cache(self) -> int:
+        """See `BlockManager`."""
+        return self._manager.reset_prefix_cache()
+
     def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Books tokens that somebody else stored in slots appended to the sequence's table."""
         sequence.num_tokens += num_tokens

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.batch import BlockMoves, Chunk
+from hf_paged.core.batch import Chunk
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.block_table import GONE
 from hf_paged.core.config import PagedConfig
@@ -172,7 +172,7 @@ class Engine:
         """
         with self.transaction():
             self._model_state.forget()
-            return self.manager.reset_prefix_cache() if self._pool.is_made else 0
+            return self.scheduler.reset_prefix_cache() if self._pool.is_made else 0
 
     @deferred_interrupt()
     def release(self) -> None:
@@ -440,7 +440,7 @@ class Engine:
         """From now on layers with a window keep what lies behind it, until the next crop."""
         with self.transaction():
             for sequence in sequences:
-                self.manager.keep_past(sequence.seq_id)
+                self.scheduler.keep_past(sequence)
 
     def windows(self) -> list[int | None]:
         """Of each layer, the last tokens that it keeps and a query sees, itself included; `None`: all."""
@@ -459,25 +459,19 @@ class Engine:
         with self._resident(sequences), self.transaction():
             self._pool.log.step = self._executor.num_steps + 1
             manager, scheduler = self.manager, self.scheduler
-            held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
             requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
             for sequence in sequences:
-                manager.slide(sequence.seq_id, sequence.num_computed_tokens)
+                scheduler.slide(sequence)
             groups = [sequence.group for sequence in sequences]
             self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
             try:
-                copies = manager.append(requests)
+                moves = scheduler.append(sequences, num_tokens)
             except OutOfBlocksError as error:
                 blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
                 if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                     error.needed += len(blocks)
                 raise self._pool.out_of_blocks(error) from None
-            new_blocks = [
-                block
-                for sequence, count in zip(sequences, held, strict=True)
-                for block in manager.held_blocks(sequence.seq_id, count)
-            ]
-            self._pool.execute_moves(BlockMoves(block_copies=copies, new_blocks=new_blocks))
+            self._pool.execute_moves(moves)
             for sequence in sequences:
                 sequence.token_ids = None
                 scheduler.extend_computed(sequence, num_tokens)
@@ -648,7 +642,7 @@ class Engine:
             before = [_Mark.of(sequence) for sequence in live]
             for sequence in live:
                 if not sequence.is_reproducible:  # kept so far, should a forward fail; from here on it goes back to now
-                    self.manager.slide(sequence.seq_id, sequence.num_computed_tokens)
+                    self.scheduler.slide(sequence)
             padding = flat_padding(cache, call, active) if self.runs_flat() else None
             self.hold(live, is_idle=False)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
+from hf_paged.core.recorder import RecordingScheduler, new_file
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.engine.preemption import PreemptionCost
@@ -50,7 +52,7 @@ class KVPool:
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
-        self.log = EventLog()
+        self.log = EventLog(now=time.time)
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._runner = runner
         self._groups = CacheGroups.of(traits.layers)
@@ -111,10 +113,14 @@ class KVPool:
                     self.log,
                     self._groups.windows,
                 )
-                self._scheduler = Scheduler(
-                    self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
-                )
+                self._scheduler = self._make_scheduler(self._manager)
             return self._manager
+
+    def _make_scheduler(self, manager: BlockManager) -> Scheduler:
+        arguments = manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
+        if self.config.record is None:
+            return Scheduler(*arguments)
+        return RecordingScheduler(*arguments, file=new_file(self.config.record))
 
     def _num_swap_blocks(self, num_blocks: int) -> int:
         space = self.config.swap_space_gib
@@ -233,7 +239,7 @@ class KVPool:
                     f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
                     "reset() or drop those caches first"
                 )
-            self._manager.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
             self._pending.clear()
             self._kv_cache = None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -150,6 +150,7 @@ class World:
         caching: bool = True,
         overlaps: bool = False,
         windows: tuple[int | None, ...] = (None,),
+        scheduler: Callable[..., WatchedScheduler] = WatchedScheduler,
     ) -> None:
         self.rng = rng
         self.overlaps = overlaps
@@ -157,9 +158,7 @@ class World:
         self.expected: list[list[tuple[Row, int | None]]] = []
         num_blocks, num_swap_blocks = num_blocks * len(windows), num_swap_blocks * len(windows)
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks, windows=windows)
-        self.scheduler = WatchedScheduler(
-            self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
-        )
+        self.scheduler = scheduler(self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5)
         self.events = self.scheduler.events = Counter()
         self.ledger = Ledger()
         self.pool = self.manager.pool
@@ -276,7 +275,7 @@ class World:
         """A caller is to cut its rows back to where they are now."""
         request = self._pick_thinking(pick)
         for row in request.rows if request is not None else ():
-            self.manager.keep_past(row.sequence.seq_id)
+            self.scheduler.keep_past(row.sequence)
 
     def fork(self, pick: int) -> None:
         """A copy of a cache: its rows share the blocks and go their own ways."""
@@ -340,7 +339,7 @@ class World:
         self.events["forward interrupted"] += 1
 
     def reset_prefix_cache(self) -> None:
-        self.manager.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def make_room(self, num_blocks: int) -> None:
         """Somebody needs blocks outside of a step."""
@@ -388,11 +387,11 @@ class World:
         swap_outs = self.scheduler.make_room(need, request.groups)
         self._execute_copies(BlockMoves(swap_outs=swap_outs))
         try:
-            copies = self.manager.append(requests)
+            moves = self.scheduler.append([row.sequence for row in request.rows], num_tokens)
         except OutOfBlocksError:
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
-        self._execute_copies(BlockMoves(block_copies=copies))
+        self._execute_copies(moves)
         for row in request.rows:
             sequence, start = row.sequence, len(row.inputs)
             self._extend(row, [0] * num_tokens, is_opaque=True)
@@ -412,7 +411,7 @@ class World:
         assert (self.pool.num_in_use, self.manager.num_swapped_blocks) == (before if fixed else (0, 0))
         if not fixed:
             self.events["release of a filled pool"] += bool(holders)
-            self.manager.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
             self.slots = [[None] * self.block_size for _ in self.slots]
 
     # A step
@@ -954,7 +953,7 @@ class World:
 
     def _slide(self, row: Row) -> None:
         if not row.sequence.num_pending_tokens and row.sequence.group.status is RUNNING:
-            self.manager.slide(row.sequence.seq_id, len(row.inputs))
+            self.scheduler.slide(row.sequence)
 
     def _table(self, row: Row) -> list[int]:
         return self.manager.held_blocks(row.sequence.seq_id)
@@ -1206,7 +1205,7 @@ def random_call(world: World, rng: random.Random) -> None:
             world.reset_prefix_cache()
 
 
-def random_world(episode: int) -> World:
+def random_world(episode: int, scheduler: Callable[..., WatchedScheduler] = WatchedScheduler) -> World:
     rng = random.Random(episode)
     num_blocks = rng.choice((rng.randint(1, 8), rng.randint(6, 20), rng.randint(6, 20), rng.randint(20, 40)))
     return World(
@@ -1219,6 +1218,7 @@ def random_world(episode: int) -> World:
         caching=episode % 10 != 9,
         overlaps=episode % 2 == 1,
         windows=WINDOWS[episode // 2 % len(WINDOWS)],
+        scheduler=scheduler,
     )
 
 

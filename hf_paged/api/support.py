@@ -161,15 +161,20 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     rows_independent = not _rope_types(getattr(model.config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
     # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
     may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
-    ways = [(True, True), (True, False), (False, False)] if may_run_flat else [(False, False)]
-    for runs_flat, in_inference_mode in ways:
-        modes = (runs_flat, rows_independent, in_inference_mode)
+    flat = [(True, True, False), (True, False, False)] if may_run_flat else []
+    padded = [(False, True, True), (False, False, True)] if rows_independent else []
+    for runs_flat, in_inference_mode, runs_padded in [*flat, *padded, (False, False, False)]:
+        modes = (runs_flat, rows_independent, in_inference_mode, runs_padded)
         try:
             attach(tiny, PagedConfig(num_blocks=64, block_size=4, cuda_graphs=False), ModelTraits(*tiny_shape, *modes))
             cache = PagedCache(tiny)
             found = _probe_logits(tiny, cache)
             error_size = float((found - expected).abs().max() / expected.abs().max())
-            if error_size < _TOLERANCE and cache.is_opaque is not runs_flat and not _keeps_inference_tensors(tiny):
+            if (
+                error_size < _TOLERANCE
+                and cache.is_opaque is not (runs_flat or runs_padded)
+                and not _keeps_inference_tensors(tiny)
+            ):
                 return SupportReport(True, (), ModelTraits(*shape, *modes))
             failure = f"logits differ by {error_size:.1%}"
         except Exception as error:

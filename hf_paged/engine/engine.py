@@ -88,7 +88,7 @@ class Engine:
             forward,
             model._supports_logits_to_keep(),
             self._layers,
-            traits.allows_inference_mode,
+            traits,
             is_plain=lambda: state.is_plain,
             num_moves=lambda: state.num_moves,
             config=config,
@@ -304,7 +304,7 @@ class Engine:
         """
         with self.transaction():
             self._model_state.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(self._pool, self._runner, self._worker, self.runs_flat())
+        return warm_up(self._pool, self._runner, self._worker, self.traits.runs_flat and self.is_batched())
 
     # Step by step
 
@@ -608,7 +608,7 @@ class Engine:
             width = cache.get_seq_length()
             live = [sequence for sequence in cache.sequences if sequence is not None]
             before = [_Mark.of(sequence) for sequence in live]
-            padding = flat_padding(cache, call, active) if self.runs_flat() else None
+            padding = flat_padding(cache, call, active, self._runner.takes_positions) if self.is_batched() else None
             self.hold(live, is_idle=False)
         try:
             if padding is None:
@@ -632,14 +632,14 @@ class Engine:
         output["past_key_values"] = cache
         return output
 
-    def runs_flat(self) -> bool:
-        """Whether forwards of the model as it is now can run in the flat batch."""
+    def is_batched(self) -> bool:
+        """Whether forwards of the model as it is now can share steps with others."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
         model = self._runner.model
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
         is_own = config.num_hidden_layers == self.traits.num_layers and not (model.training and is_stochastic(model))
-        return self.traits.runs_flat and is_own and not self._model_state.needs_rows
+        return self.traits.is_batched and is_own and not self._model_state.needs_rows
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""
@@ -704,7 +704,7 @@ class Engine:
         width = cache.get_seq_length()
         if width == 0:
             cache.set_padding(padding)
-        flat = FlatForward.make(call, sequences, padding, width)
+        flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
         becoming_opaque = flat.becoming_opaque()
         item: ForwardItem | None = None
         try:

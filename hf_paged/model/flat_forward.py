@@ -16,13 +16,14 @@ from hf_paged.model.model_state import ModelState
 from hf_paged.model.runner import TokenInputs
 
 
-def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> list[int] | None:
+def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_positions: bool) -> list[int] | None:
     """Left padding of each row, if the real tokens alone give the caller what it asked for; else `None`.
 
     Args:
         cache: The call's cache.
         call: The call, reduced to the active rows.
         active: Rows of the cache that the call is about.
+        takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
     if cache.is_opaque or call.others:
         return None
@@ -44,7 +45,7 @@ def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> lis
     if not any(given):
         return padding if not any(padding) else None
     leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
-    if leading != given or positions is None:
+    if leading != given or (positions is None and takes_positions):
         return None
     if width > 0:
         return given if given == padding else None
@@ -74,12 +75,16 @@ class FlatForward:
     offsets: list[int | None]
 
     @classmethod
-    def make(cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int) -> FlatForward:
+    def make(
+        cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int, takes_positions: bool
+    ) -> FlatForward:
         """The forward of `call`'s rows; where it gives no position ids, a token's position is its column."""
         length = call.tokens.shape[1]
         positions = call.position_ids
         if positions is None:
             positions = torch.arange(width, width + length, device=call.tokens.device)[None]
+        if not takes_positions:  # a token's place is its index in the sequence
+            return cls(call, sequences, padding, width, positions.expand(len(sequences), length), [0] * len(sequences))
         given = call.on_host().position_ids
         # On the host by name: the caller may have set another default device.
         columns = torch.arange(width, width + length, device="cpu")

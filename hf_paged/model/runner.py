@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import forward_context
 from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
+from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.config import PagedConfig
@@ -41,6 +43,7 @@ class ModelTraits:
         head_dim: Elements of one head, keys and values alike.
         runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the
             model keeps its own attention and is given gathered keys and values.
+        runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
         rows_independent: Whether a row's result never depends on the rows beside it.
         allows_inference_mode: Whether its forward keeps no tensor that it computes: in a later training step a tensor
             made in inference mode would be refused.
@@ -52,6 +55,12 @@ class ModelTraits:
     runs_flat: bool
     rows_independent: bool
     allows_inference_mode: bool = False
+    runs_padded: bool = False
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether rows of all callers may share a forward, in either layout."""
+        return self.runs_flat or self.runs_padded
 
     def geometry(self, dtype: torch.dtype) -> KVGeometry:
         """Shape of one token's keys and values in a model of this dtype."""
@@ -123,7 +132,7 @@ class ModelRunner:
         forward: Callable[..., Any],
         supports_logits_to_keep: bool,
         layers: Callable[[], AbstractContextManager[None]],
-        allows_inference_mode: bool,
+        traits: ModelTraits,
         is_plain: Callable[[], bool],
         num_moves: Callable[[], int],
         config: PagedConfig,
@@ -135,7 +144,7 @@ class ModelRunner:
             forward: The forward function of its class before patching, unbound.
             supports_logits_to_keep: Whether that forward can compute the logits of chosen rows only.
             layers: Within it, layers of the model are computed in the engine's way.
-            allows_inference_mode: Of the model's traits.
+            traits: What was found out about its architecture.
             is_plain: Whether nothing but known code runs in forwards now.
             num_moves: How often the weights have moved in memory.
             config: The settings.
@@ -145,7 +154,8 @@ class ModelRunner:
         self._forward = forward
         self._supports_logits_to_keep = supports_logits_to_keep
         self._layers = layers
-        self._allows_inference_mode = allows_inference_mode
+        self._traits = traits
+        self.takes_positions = "position_ids" in inspect.signature(forward).parameters
         self._is_plain = is_plain
         self._num_moves = num_moves
         self._config = config
@@ -178,7 +188,7 @@ class ModelRunner:
 
     def _may_infer(self) -> bool:
         """Whether forwards may run in inference mode now."""
-        return self._allows_inference_mode and self._is_plain()
+        return self._traits.allows_inference_mode and self._is_plain()
 
     @property
     def max_context(self) -> int:
@@ -210,7 +220,7 @@ class ModelRunner:
         if self._prepared_for == threading.get_ident():
             yield
             return
-        with paged_attention_scope(self.configs), self._layers():
+        with paged_attention_scope(self.configs) if self._traits.runs_flat else nullcontext(), self._layers():
             yield
 
     @torch.no_grad()
@@ -239,7 +249,7 @@ class ModelRunner:
         """
         device = kv_cache.tensor.device
         may_infer = self._may_infer()
-        if may_infer and len(logit_rows) == len(step.chunks):
+        if self._traits.runs_flat and may_infer and len(logit_rows) == len(step.chunks):
             logits = self._replay(step, manager, kv_cache, tokens)
             if logits is not None:
                 return logits
@@ -252,8 +262,90 @@ class ModelRunner:
             null_block=kv_cache.null_block,
             device=device,
         )
+        if not self._traits.runs_flat:
+            return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+
+    def _run_padded(
+        self,
+        tokens: TokenInputs,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        logit_rows: np.ndarray,
+        may_infer: bool,
+    ) -> Tensor:
+        """The step by forwards of the model's own attention, each of rows that padding costs little."""
+        start = metadata.host_start_loc
+        sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
+        groups = metadata.alike()
+        parts: list[Tensor] = []
+        order: list[np.ndarray] = []
+        for rows in groups:
+            mine = np.nonzero(np.isin(sequence, rows))[0]
+            from_end = start[sequence[mine] + 1] - logit_rows[mine]  # rows end in the last column
+            wanted = np.searchsorted(rows, sequence[mine]), from_end
+            own = metadata if len(groups) == 1 else metadata.of(rows)
+            layout = PaddedLayout(own, start[rows], kv_cache.tensor.device)
+            step = kv_cache.backend.step(own)
+            cache = PaddedCache(layout, step, kv_cache.tensor, self._traits.num_layers)
+            parts.append(self._run_rows(tokens, layout, cache, wanted, may_infer))
+            order.append(mine)
+        if len(parts) == 1:
+            return parts[0]
+        back = np.argsort(np.concatenate(order), kind="stable")
+        return torch.cat(parts)[to_device(back, parts[0].device)]
+
+    def _run_rows(
+        self,
+        tokens: TokenInputs,
+        layout: PaddedLayout,
+        cache: PaddedCache,
+        wanted: tuple[np.ndarray, np.ndarray],
+        may_infer: bool,
+    ) -> Tensor:
+        """One padded forward.
+
+        Args:
+            tokens: Of the whole step.
+            layout: Of the rows.
+            cache: Of the rows.
+            wanted: `[K]` rows, and `[K]` columns counted from the end (1: the last), whose logits are wanted.
+            may_infer: Whether it may run in inference mode.
+
+        Returns:
+            `[K, vocab_size]`.
+        """
+        rows, from_end = wanted
+        device = layout.attention_mask.device
+        index = to_device(np.maximum(layout.token_index, 0), device)
+        inputs: dict[str, Any] = {}
+        if tokens.input_ids is not None:
+            inputs["input_ids"] = tokens.input_ids[index]
+        else:
+            assert tokens.inputs_embeds is not None
+            inputs["inputs_embeds"] = tokens.inputs_embeds[index]
+        if self.takes_positions:
+            inputs["position_ids"] = tokens.position_ids[index]
+        num_kept = int(from_end.max(initial=1))
+        if self._supports_logits_to_keep:
+            inputs["logits_to_keep"] = num_kept
+        mode = torch.inference_mode() if may_infer else nullcontext()
+        with mode, self._scopes():
+            output = self._forward(
+                self.model,
+                attention_mask=layout.attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **inputs,
+            )
+        logits: Tensor = output.logits
+        num_rows, num_columns = logits.shape[:2]
+        places = rows * num_columns + num_columns - from_end
+        if num_columns == 1 and len(rows) == num_rows:
+            return logits[:, 0]
+        return logits.flatten(0, 1)[to_device(places, device)]
 
     def _run_model(
         self,

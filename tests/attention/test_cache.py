@@ -117,8 +117,6 @@ def test_conversation_with_candidates(pair: Pair, only_new: bool) -> None:
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["kept", "evicted"])
 def test_conversation_with_holes(make_pair: MakePair, name: str, is_evicted: bool) -> None:
     """Would break: later turns of different lengths, and answers that ended early, padded in the middle of a row."""
-    if is_evicted and not MODELS[name].runs_flat:
-        is_evicted = False  # its cache can't be computed again and so is never evicted
     pair = make_pair(name, block_size=2, num_blocks=26 if is_evicted else 64)
     with both_caches(pair) as caches:
         ids, mask = ragged_batch().values()

@@ -121,7 +121,7 @@ def die_with_parent() -> None:
 
 
 def code_hash(paths: Iterable[Path]) -> str:
-    """Of files, and of the sources in folders: what was measured or tested with other code doesn't count.
+    """A digest of files, and of the sources in folders: what was measured or tested with other code doesn't count.
 
     Raises:
         FileNotFoundError: One of the paths does not exist.

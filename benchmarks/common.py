@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def versions() -> dict[str, str]:
-    """Of everything that a number may depend on."""
+    """Versions of everything that a number may depend on."""
     import hf_paged
 
     return {
@@ -83,7 +83,7 @@ class Times:
 
     @staticmethod
     def of(samples: Iterable[float], timed: str) -> Times:
-        """Of samples in microseconds."""
+        """From samples in microseconds."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         return Times(*(ordered[round(share * last)] for share in (0.5, 0.1, 0.9)), timed)
@@ -239,7 +239,7 @@ class Report:
             print(f"== {what}", *lines[-children.NUM_LINES :], sep="\n", file=file)
 
     def rows(self, family: str) -> list[Row]:
-        """Of one family, those that hold a measurement."""
+        """The rows of one family that hold a measurement."""
         return [row for row in self.data["rows"] if row["family"] == family and "error" not in row]
 
     def is_due(self, family: str) -> bool:
@@ -248,7 +248,9 @@ class Report:
         return status != "done" and not status.startswith("failed")
 
     def exit_status(self, families: Sequence[str]) -> int:
-        """Of a program that had to measure these: 0, 1 if something failed, `children.UNFINISHED` if some are due."""
+        """The exit status of a program that had to measure these: 0, 1 if something failed, `children.UNFINISHED` if
+        some are due.
+        """
         if any(map(self.is_due, families)):
             return children.UNFINISHED
         return int(any(self.data["families"][name]["status"] != "done" for name in families))
@@ -275,7 +277,7 @@ class Family:
         points: Given the benchmark's own object, which `check` gets as well.
         check: The error, as an RMS ratio; raises if it is too large.
         pivot: Two columns, for a table of microseconds over them instead of one of all columns.
-        is_default: Whether it is measured if nobody names it.
+        is_default: Whether it is measured if it is not named.
     """
 
     name: str

@@ -9,23 +9,17 @@ measured apart, since waste is about half a block a sequence whatever its length
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import random
 from pathlib import Path
 from typing import Any
 
+import command
 import torch
-import transformers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
 from hf_paged.tools.cli import read_prompts
 from hf_paged.tools.report import KVUsage, format_bytes, generated_lengths, paged_kv_usage, stock_kv_usage
-
-ASSETS = Path(hf_paged.__file__).parent / "assets"
 
 
 def measure(model: Any, tokenizer: Any, prompts: list[str], new_tokens: int, batch_size: int, block_size: int) -> dict:
@@ -56,8 +50,7 @@ def measure(model: Any, tokenizer: Any, prompts: list[str], new_tokens: int, bat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
+    parser = command.parser(__doc__)
     parser.add_argument("--prompts", type=Path, action="append", default=[], help="more prompt files (txt or jsonl)")
     parser.add_argument("--limit", type=int, default=128, help="prompts of each file at most, drawn at random")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -65,12 +58,11 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the embedded model is too small for two
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny_lm", padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_lm").eval()
+    command.quiet()
+    tokenizer, model = command.embedded_model(padding_side="left")
 
     sets: dict[str, list[str]] = {}
-    for path in [ASSETS / "prompts.jsonl", *args.prompts]:
+    for path in [command.ASSETS / "prompts.jsonl", *args.prompts]:
         prompts = read_prompts(path)
         random.Random(0).shuffle(prompts)
         sets[path.name] = prompts[: args.limit]
@@ -89,19 +81,11 @@ def main() -> None:
                 f" paged {format_bytes(row['paged_bytes'])} ({row['paged_waste']:.1%} waste),"
                 f" tokens {'identical' if row['tokens_identical'] else 'DIFFER'}"
             )
-    report = {
+    about = {
         "what": "KV memory at each batch's peak, summed over batches; waste = allocated slots without a real token",
         "settings": {name: getattr(args, name) for name in ("new_tokens", "batch_size", "block_size", "limit")},
-        "versions": {
-            "hf_paged": hf_paged.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "results": results,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "cpu_kv_memory.json").write_text(json.dumps(report, indent=2) + "\n")
+    command.save(args.out / "cpu_kv_memory.json", about, results)
 
 
 if __name__ == "__main__":

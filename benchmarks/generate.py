@@ -11,7 +11,7 @@
 - D: 64 of B's prompts, 4 beams, 64 new tokens.
 - E: a single user: 4 requests of A's model, one at a time.
 - F: a single user of the embedded model: 8 of B's prompts, 128 new tokens each, one at a time.
-- S: no rivals: time of a decode step of 64 sequences with nobody waiting, and with 10,000 requests waiting.
+- S: no rivals: time of a decode step of 64 sequences with none waiting, and with 10,000 requests waiting.
 
 `--prompts` names a folder with gsm8k_test.jsonl, mt_bench_question.jsonl and humaneval_prompts.jsonl; without it the
 package's own prompts are used, cut and repeated.
@@ -219,7 +219,7 @@ def read_texts(folder: Path | None, limit: int, draw: random.Random) -> list[str
 
 
 def draw_output_lengths(count: int, draw: random.Random) -> list[int]:
-    """Of ShareGPT's answers."""
+    """Lengths of ShareGPT's answers."""
     tables = json.loads(QUANTILES.read_text())
     lengths: list[int] = tables["tables"]["sharegpt"]["output"]
     return [lengths[draw.randrange(1, len(lengths) - 1)] for _ in range(count)]
@@ -577,7 +577,7 @@ def _expect_cancelled(model: Any, num_prompts: int) -> None:
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    """Of one workload."""
+    """The table of one workload."""
     rows = result["engines"]
     best = rows["hf_paged"]["tokens_per_second"]
 

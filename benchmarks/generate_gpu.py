@@ -223,7 +223,7 @@ def paged_step(model: Any, batch: int, samples: bool = False) -> Row:
 
 
 def stock_step_ms(model: Any, batch: int, device: torch.device, **options: Any) -> float:
-    """Of a call, its second half of tokens: the prompt costs the same with half as many."""
+    """Time of a call's second half of tokens: the prompt costs the same with half as many."""
     ids = torch.randint(3, model.config.vocab_size, (batch, CONTEXT - NUM_STEPS // 2), device=device)
     seconds = []
     for count in (NUM_STEPS, NUM_STEPS, 2 * NUM_STEPS):  # the first one warms up
@@ -416,7 +416,7 @@ def offline_points(trace: str, bench: Bench) -> Points:
 
 
 def stock_points(bench: Bench) -> Points:
-    """Of the first requests, every size; the larger ones may not fit."""
+    """Every size on the first requests; the larger ones may not fit."""
     requests = draw_requests("sharegpt", bench.limit, bench.vocab)[: max(4, bench.limit // 4)]
 
     def measure(size: int, is_sorted: bool) -> Row:

@@ -316,7 +316,7 @@ class Recorder:
         self._reseed()
         result = yield
         for thread in threading.enumerate():  # streamer tests generate in one
-            # An executor's threads (weights are loaded in some) wait for more work; nobody needs to wait for them.
+            # An executor's threads (weights are loaded in some) wait for more work; they need not be waited for.
             is_a_test_s = not thread.daemon and not thread.name.startswith("ThreadPoolExecutor")
             if is_a_test_s and thread is not threading.current_thread():
                 thread.join(timeout=10)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+import command
 import torch
 from common import Report, device_facts, versions
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -120,8 +121,7 @@ def measure(
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or `children.UNFINISHED` if the time was up."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
+    parser = command.parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--layers", type=int, default=12)

@@ -36,12 +36,10 @@ Contiguous allocation is what the same running sequences would hold at the same 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import itertools
 import json
 import math
-import platform
 import random
 import resource
 import sys
@@ -52,9 +50,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import command
+from common import versions
 from tqdm import tqdm
 
-import hf_paged
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler, SchedulerOutput
@@ -195,7 +194,7 @@ def infinite_cache(requests: list[Request], block_size: int) -> tuple[float, flo
     Returns:
         Of the trace's own blocks, and of prompt tokens in full blocks of `block_size` (the last token never counts).
     """
-    seen: dict[int, int] = {}  # id -> how many of its tokens somebody had
+    seen: dict[int, int] = {}  # id -> how many of its tokens were seen before
     hit_blocks = num_blocks = hit_tokens = num_tokens = 0
     for request in requests:
         found, is_whole = 0, True
@@ -326,7 +325,7 @@ class Replay:
                     next_request += 1
                 output = self._schedule()
                 if output is None:
-                    if next_request < len(requests):  # nothing to do until somebody comes
+                    if next_request < len(requests):  # nothing to do until one comes
                         self.now = max(self.now, requests[next_request].arrival)
                     continue
                 seconds = self.costs.seconds(output, self.block_size)
@@ -701,8 +700,7 @@ def print_summary(report: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     tables = json.loads(QUANTILES.read_text())["tables"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON and the plot")
+    parser = command.parser(__doc__)
     parser.add_argument("--name", help="of the result, replay-NAME; default: the trace's")
     parser.add_argument("--trace", type=Path, help="csv or jsonl, its format is told by its columns")
     parser.add_argument("--lengths", choices=sorted(tables), default="sharegpt", help="drawn without a trace")
@@ -750,7 +748,7 @@ def main(argv: list[str] | None = None) -> None:
         "trace": {"name": args.name or name, "source": source},
         "settings": settings | {"arrivals": "trace" if has_arrivals and not args.rate else "poisson"},
         "cost_model": asdict(replay.costs),
-        "versions": {"hf_paged": hf_paged.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "results": results,
     }
     print_summary(report)

@@ -25,7 +25,7 @@ class Operation:
 
 
 def decode_operations(config: Any, batch: int, context: int, itemsize: int) -> list[Operation]:
-    """Of a step of `batch` sequences of `context` tokens: a model of Llama's shape, by its config."""
+    """The operations of a step of `batch` sequences of `context` tokens: a model of Llama's shape, by its config."""
     hidden, heads, kv_heads, dim = (
         config.hidden_size,
         config.num_attention_heads,

@@ -2,7 +2,7 @@
 
     python benchmarks/scheduler.py --out benchmarks/results
 
-Each row is a number of running decodes: with nobody waiting, with one request waiting that does not fit (it is tried
+Each row is a number of running decodes: with none waiting, with one request waiting that does not fit (it is tried
 and refused in every step), with 100,000 of them, and with prompts coming in by chunks beside the decodes. The setting
 is the dearer one where there is a choice: prefix caching is on, the step has room for more sequences, so that admission
 is tried, and a sixteenth of the decodes begins a block in every step.
@@ -14,23 +14,18 @@ and `p95` belongs to that round.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
-import platform
 import random
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+import command
+import torch
+from common import device_facts
 from rich.table import Table
 from tqdm import tqdm
 
-import hf_paged
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
@@ -147,19 +142,8 @@ def measure(cases: dict[str, Case], num_rounds: int, num_steps: int) -> dict[str
     return results
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores and system."""
-    processor = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    return {"processor": processor, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
+    parser = command.parser(__doc__)
     parser.add_argument("--decodes", type=int, nargs="+", default=[16, 256, 4096], help="running decodes, one row each")
     parser.add_argument("--waiting", type=int, default=100_000, help="waiting requests of the second case")
     parser.add_argument("--steps", type=int, default=100, help="steps of a round")
@@ -186,12 +170,12 @@ def main(argv: list[str] | None = None) -> None:
     for n, row in results.items():
         cells = [f"{case['us_per_step']:,.0f} ({case['us_p95']:,.0f})" for case in row.values()]
         table.add_row(f"{int(n):,}", *cells, f"{row['none waiting']['us_per_sequence']:.2f}")
-    Console().print(table)
+    command.show(table)
     if "256" in results:
         worst = max(results["256"][c]["us_per_step"] for c in ("none waiting", "many waiting"))
         print(f"bar: below {BAR_US:.0f} us at 256 decodes: {'met' if worst < BAR_US else 'MISSED'} ({worst:.0f} us)")
 
-    report = {
+    about = {
         "what": "microseconds of schedule() + update() a step: the smallest of the rounds' medians, and its p95",
         "settings": {
             "block_size": BLOCK_SIZE,
@@ -201,12 +185,9 @@ def main(argv: list[str] | None = None) -> None:
             "steps": args.steps,
             "rounds": args.rounds,
         },
-        "machine": machine(),
-        "versions": {"hf_paged": hf_paged.__version__, "python": platform.python_version()},
-        "results": results,
+        "machine": device_facts(torch.device("cpu")),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "scheduler.json").write_text(json.dumps(report, indent=2) + "\n")
+    command.save(args.out / "scheduler.json", about, results)
 
 
 if __name__ == "__main__":

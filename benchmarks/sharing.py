@@ -22,32 +22,27 @@ For the first two, prompts of the file are put behind each other and cut where t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
-import platform
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command
 import torch
-import transformers
 from replay import QUANTILES, draw
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged.tools.cli import read_prompts
 
-ASSETS = Path(hf_paged.__file__).parent / "assets"
 WAYS = 4
 MODES: dict[str, dict[str, Any]] = {
     "beam 4": {"do_sample": False, "num_beams": WAYS},
@@ -244,13 +239,12 @@ def print_table(results: dict[str, dict[str, dict[str, Any]]]) -> None:
                 f"{row['saving_generated_part']:.1%}",
                 f"{bar:.0%} {'met' if row['saving'] >= bar else 'MISSED'}" if is_judged else "",
             )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(table)
+    command.show(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
-    parser.add_argument("--prompts", type=Path, default=ASSETS / "prompts.jsonl", help="txt or jsonl")
+    parser = command.parser(__doc__)
+    parser.add_argument("--prompts", type=Path, default=command.ASSETS / "prompts.jsonl", help="txt or jsonl")
     parser.add_argument("--lengths", default="sharegpt,alpaca,own", help="any of sharegpt, alpaca, own")
     parser.add_argument("--block-sizes", default="16,8,4", help="tokens a block; lengths but the first: only the first")
     parser.add_argument("--limit", type=int, default=32, help="prompts of each setting")
@@ -259,11 +253,8 @@ def main() -> None:
     parser.add_argument("--expected", action="store_true", help="only what samples save on average over many lengths")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the embedded model is too small for two
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny_lm")
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_lm").eval()
+    command.quiet()
+    tokenizer, model = command.embedded_model()
     texts = read_prompts(args.prompts)
     room = model.config.max_position_embeddings
     if args.expected:
@@ -284,22 +275,14 @@ def main() -> None:
     rows = [row for group in results.values() for row in group.values()]
     if not all(row["verified"]["tokens_identical"] for row in rows):
         print("tokens DIFFER from stock generate()")
-    report = {
+    about = {
         "what": "share of KV blocks saved by sharing within a call, over all steps: 1 - distinct blocks / blocks of "
         "all rows; prompt part: blocks with a token of the prompt",
         "prompts": args.prompts.name,
         "bars": {"lengths": "sharegpt", "block_size": 16, **BARS},
         "seed": args.seed,
-        "versions": {
-            "hf_paged": hf_paged.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "results": results,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "sharing.json").write_text(json.dumps(report, indent=2) + "\n")
+    command.save(args.out / "sharing.json", about, results)
 
 
 if __name__ == "__main__":

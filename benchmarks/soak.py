@@ -23,7 +23,6 @@ Checked, and each a violation (exit code 1) if not so:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
 import faulthandler
@@ -31,7 +30,6 @@ import gc
 import itertools
 import json
 import os
-import platform
 import queue
 import random
 import sys
@@ -44,11 +42,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command
 import psutil
 import torch
-import transformers
 from replay import draw_requests, load_trace
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
@@ -294,7 +291,7 @@ class SeedGate:
 
     @contextmanager
     def seeding(self, seed: int) -> Iterator[tuple[bool, Callable[[], None]]]:
-        """Seeds the global generator. Gives whether nobody moves it meanwhile, and what ends that state early."""
+        """Seeds the global generator. Gives whether it stands still meanwhile, and what ends that state early."""
         self._lock.acquire()
         is_open = [False]
 
@@ -408,7 +405,7 @@ class Soak:
     def _may_fail(self, spec: Spec, error: BaseException, before: tuple[int, int]) -> bool:
         """Whether a request of this kind, begun at `before`, may raise this."""
         if isinstance(error, torch.OutOfMemoryError):
-            return True  # the smallest of the step's groups, whoever that is
+            return True  # the smallest of the step's groups, whichever that is
         if isinstance(error, OutOfBlocksError) or (spec.kind == "forwards" and "can't be computed again" in str(error)):
             # Keys and values of two models can't make room.
             return before != (self.version, self.num_stale) or time.monotonic() < self.changed_at + 10
@@ -477,7 +474,7 @@ class Soak:
             raise
 
     def describe(self) -> None:
-        """Where everybody is, once: what somebody needs who looks for the cause of a request that is stuck."""
+        """Where all threads are, once: what helps to find the cause of a request that is stuck."""
         with self.lock:
             is_first, self.is_described = not self.is_described, True
         if not is_first:
@@ -910,8 +907,8 @@ class Soak:
             engine.check_invariants()
             live_ids = {s.seq_id for s in live}
             extra = set(engine.manager.sequences()) - live_ids
-            assert not extra, f"{len(extra)} sequences that nobody holds"
-            assert not engine.scheduler.has_work, "work that nobody waits for"
+            assert not extra, f"{len(extra)} sequences that are not held"
+            assert not engine.scheduler.has_work, "work that is not waited for"
             assert stats.num_waiting == 0, f"{stats.num_waiting} waiting"
             for name, left in self.left_over().items():
                 assert not left, f"{name}: {left}"
@@ -1179,7 +1176,7 @@ def read_lengths(trace: Path | None, table: str, seed: int) -> list[tuple[int, i
 
 def print_report(results: dict[str, dict[str, Any]]) -> None:
     """The counts of all runs as tables."""
-    console, shown = Console(highlight=False, width=None if sys.stdout.isatty() else 110), list(results)
+    shown = list(results)
     table = Table("", *shown, title="soak")
     for title, path in {
         "requests": ("settings", "num_requests"),
@@ -1205,7 +1202,7 @@ def print_report(results: dict[str, dict[str, Any]]) -> None:
                 value = value[key]
             row.append(f"{len(value)}" if isinstance(value, list) else f"{value:,.0f}")
         table.add_row(*row)
-    console.print(table)
+    command.show(table)
     counts: Counter[tuple[str, str]] = Counter()
     for result in results.values():
         for kind, outcomes in result["outcomes"].items():
@@ -1216,12 +1213,11 @@ def print_report(results: dict[str, dict[str, Any]]) -> None:
         own = {outcome: n for (k, outcome), n in counts.items() if k == kind}
         text = ", ".join(f"{outcome} {n:,}" for outcome, n in sorted(own.items(), key=lambda item: -item[1]))
         outcomes_table.add_row(kind, f"{sum(own.values()):,}", text)
-    console.print(outcomes_table)
+    command.show(outcomes_table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON result")
+    parser = command.parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=20_000, help="shared equally by the preemption modes")
     parser.add_argument("--trace", type=Path, help="a csv or jsonl trace, as benchmarks/replay.py takes")
     parser.add_argument("--lengths", default="azure", help="table of length_quantiles.json, without a trace")
@@ -1235,8 +1231,7 @@ def main() -> None:
     parser.add_argument("--keep-weights", action="store_true", help="don't change the model's weights")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the model is too small for two
-    transformers.utils.logging.set_verbosity_error()
+    command.quiet()
     faulthandler.enable()
     lengths = read_lengths(args.trace, args.lengths, args.seed)
     modes = args.preemption.split(",")
@@ -1269,23 +1264,15 @@ def main() -> None:
     print_report(results)
     print(f"resident memory after each run: {', '.join(f'{size:.0f}' for size in sizes)} MiB")
     print("\n".join(f"VIOLATION: {text}" for text in violations) or "nothing lost, nothing leaked, no violation")
-    report = {
+    about = {
         "what": "mixed requests against a small pool; counts by kind and outcome; violations must be empty",
         "command": "python benchmarks/soak.py" + "".join(f" {argument}" for argument in _public(sys.argv[1:])),
         "num_requests": args.num_requests,
         "lengths": args.trace.name if args.trace is not None else args.lengths,
         "resident_mib": [round(size, 1) for size in sizes],
         "violations": violations,
-        "versions": {
-            "hf_paged": hf_paged.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "results": results,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "soak.json").write_text(json.dumps(report, indent=2) + "\n")
+    command.save(args.out / "soak.json", about, results)
     sys.exit(1 if violations else 0)
 
 

@@ -18,12 +18,8 @@ the median user waits for it from the common start. Every result is compared wit
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import platform
 import statistics
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -31,18 +27,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command
 import torch
-import transformers
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TextIteratorStreamer
+from transformers import LogitsProcessor, TextIteratorStreamer
 
 import hf_paged
 from hf_paged.tools.cli import read_prompts
 
-ASSETS = Path(hf_paged.__file__).parent / "assets"
 MODES = ("plain", "processor", "beam")
 WAYS = ("hf_paged", "stock, one by one", "stock, threads")
 
@@ -90,7 +84,7 @@ class Run:
 
 def make_prompts(tokenizer: Any, count: int, shortest: int = 8, longest: int = 48) -> list[Tensor]:
     """So many different prompts `[1, length]`: pieces of the embedded prompts' text."""
-    text = "\n\n".join(sorted(read_prompts(ASSETS / "prompts.jsonl"), key=len, reverse=True))
+    text = "\n\n".join(sorted(read_prompts(command.ASSETS / "prompts.jsonl"), key=len, reverse=True))
     ids = tokenizer(text)["input_ids"]
     prompts, start = [], 0
     for index in range(count):
@@ -102,7 +96,7 @@ def make_prompts(tokenizer: Any, count: int, shortest: int = 8, longest: int = 4
 
 
 def arguments(mode: str, new_tokens: int) -> dict[str, Any]:
-    """Of `generate()`. All users generate equally many tokens: the end-of-sequence token is forbidden."""
+    """Arguments of `generate()`. All users generate equally many tokens: the end-of-sequence token is forbidden."""
     more: dict[str, dict[str, Any]] = {"beam": {"num_beams": 4}, "processor": {"logits_processor": [OwnProcessor()]}}
     return {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False} | more.get(mode, {})
 
@@ -195,7 +189,7 @@ def print_table(rows: list[dict[str, Any]], new_tokens: int) -> None:
                 f"{figures['model_steps']:.0f}" if "model_steps" in figures else "",
                 "identical" if figures["tokens_identical"] else "DIFFER",
             )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(table)
+    command.show(table)
 
 
 def plot(rows: list[dict[str, Any]], path: Path, new_tokens: int) -> bool:
@@ -228,8 +222,7 @@ def plot(rows: list[dict[str, Any]], path: Path, new_tokens: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of JSON and PNG")
+    parser = command.parser(__doc__)
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all")
     parser.add_argument("--threads", default="1,4,16,64", help="numbers of users")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens each user generates")
@@ -237,11 +230,8 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=2048, help="KV blocks of 16 tokens")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the embedded model is too small for two
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny_lm")
-    stock = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny_lm").eval()
+    command.quiet()
+    tokenizer, stock = command.embedded_model()
     paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=args.num_blocks)
     modes = MODES if args.mode == "all" else (args.mode,)
     counts = [int(count) for count in args.threads.split(",")]
@@ -254,20 +244,12 @@ def main() -> None:
                 bar.set_description(f"{mode}, {count} users")
                 rows.append(measure(stock, paged, tokenizer, mode, count, args.new_tokens, args.reps, bar))
     print_table(rows, args.new_tokens)
-    report = {
+    about = {
         "what": "N users on threads, each one generate() with a streamer; medians of alternating repetitions",
         "model": "hf_paged/assets/tiny_lm, float32, CPU, one torch thread",
         "settings": {"new_tokens": args.new_tokens, "reps": args.reps, "num_blocks": args.num_blocks},
-        "versions": {
-            "hf_paged": hf_paged.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "results": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "threads.json").write_text(json.dumps(report, indent=2) + "\n")
+    command.save(args.out / "threads.json", about, rows)
     if not plot(rows, args.out / "threads.png", args.new_tokens):
         print("no plot: matplotlib is not installed (pip install hf-paged[bench])")
 

@@ -21,7 +21,7 @@ from demo.limits import Limits
 from demo.loading import load
 from demo.pacing import FULL_SPEED
 
-SLOW_MOTION = 20.0  # steps a second: the embedded model would be done before anybody had seen anything
+SLOW_MOTION = 20.0  # steps a second: the embedded model would be done before there was anything to see
 DEFAULT_BLOCKS = 512
 
 command = typer.Typer(add_completion=False, rich_markup_mode=None)

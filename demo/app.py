@@ -86,14 +86,14 @@ def _header(hub: Hub) -> Viewer:
         )
         speed = gr.Radio(
             list(speeds),
-            label="Speed of the engine, for everybody",
+            label="Speed of the engine, for all visitors",
             elem_id="speed",
             scale=0,
             min_width=460,
         )
     gauges = Gauges(elem_id="gauges")
     with gr.Row(visible=False, elem_id="paused") as banner:
-        gr.Markdown("The engine is paused: nothing is computed, for anybody, until it is resumed or makes a step.")
+        gr.Markdown("The engine is paused: nothing is computed, for any visitor, until it is resumed or makes a step.")
         resume = gr.Button("Resume", variant="primary", elem_id="banner-resume", scale=0, min_width=120)
 
     @told

@@ -53,7 +53,7 @@ class Reply:
 async def reply(hub: Hub, owner: str, messages: list[dict[str, str]], sampling: Sampling) -> AsyncIterator[Reply]:
     """Streams the model's next message.
 
-    Whoever drops the iterator, or is cancelled, cancels the request.
+    Dropping the iterator, or being cancelled, cancels the request.
 
     Raises:
         RefusedError: It is beyond a limit.

@@ -14,7 +14,7 @@ from demo.loading import LoadedModel
 from demo.run_record import Row, RunRecord
 from hf_paged.tools.report import KVUsage, format_bytes, stock_kv_usage
 
-MOST_STOCK_TOKENS = 200_000  # rows times width of a stock batch that somebody is made to wait for
+MOST_STOCK_TOKENS = 200_000  # rows times width of a stock batch that a visitor is made to wait for
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def paged_map(record: RunRecord) -> MemoryMap:
     note = (
         f"The blocks of {record.block_size} tokens that these requests held at their fullest: {blocks} of a pool of "
         f"{record.num_blocks}, the largest of {record.num_snapshots} snapshots taken while they ran. A shared block "
-        "counts once; whoever waits, is swapped out or has ended holds none."
+        "counts once; a request that waits, is swapped out or has ended holds none."
     )
     return MemoryMap("Paged", note, record.bytes_per_token, record.held)
 

@@ -33,7 +33,7 @@ def add_endpoints(hub: Hub) -> None:
     async def chat(
         request: gr.Request,
         message: str,
-        history: list[dict[str, Any]] = [],  # noqa: B006 - Gradio shows the default, nobody changes it
+        history: list[dict[str, Any]] = [],  # noqa: B006 - Gradio shows the default, which is never changed
         max_new_tokens: int = 128,
         temperature: float = 0.8,
         top_p: float = 0.95,
@@ -118,7 +118,7 @@ def add_endpoints(hub: Hub) -> None:
         return (await asyncio.to_thread(hub.picture)).snapshot
 
     async def set_pool(num_blocks: int, preemption: str = "auto", cancel_running: bool = False) -> str:
-        """Changes the pool, for everybody. Refused while requests run, unless they are to be cancelled."""
+        """Changes the pool, for all visitors. Refused while requests run, unless they are to be cancelled."""
         return await asyncio.to_thread(hub.resize, num_blocks, preemption, cancel_running)
 
     async def set_speed(steps_per_second: float = 0.0) -> None:
@@ -127,7 +127,7 @@ def add_endpoints(hub: Hub) -> None:
         await asyncio.to_thread(hub.pacer.set_speed, speed)
 
     async def pause() -> None:
-        """Holds the engine, for everybody."""
+        """Holds the engine, for all visitors."""
         await asyncio.to_thread(hub.pacer.pause)
 
     async def resume() -> None:

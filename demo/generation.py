@@ -42,7 +42,7 @@ class Sampling:
         repetition_penalty: Any = 1.0,
         seed: Any = None,
     ) -> Sampling:
-        """From what somebody typed or sent; a seed of -1 is none.
+        """From what was typed or sent; a seed of -1 is none.
 
         Raises:
             RefusedError: A value is none, or out of range.

@@ -1,4 +1,4 @@
-"""`History`: what the plots show, sampled four times a second whether somebody looks or not."""
+"""`History`: what the plots show, sampled four times a second, watched or not."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Sample:
 
     Attributes:
         time: When, in seconds since the epoch.
-        tokens_per_second: Tokens generated for everybody, over the last second.
+        tokens_per_second: Tokens generated for all visitors, over the last second.
         running: Sequences with blocks in the pool.
         waiting: Requests that hold none.
         swapped: Sequences whose blocks are in CPU memory.
-        pool_use: Share of the pool's blocks that somebody holds, 0 to 1.
+        pool_use: Share of the pool's blocks that are held, 0 to 1.
         hit_rate: Share of the prompt tokens looked up so far that were found in the pool, 0 to 1; `None`: none was.
         preemptions: Since the pool was made.
     """

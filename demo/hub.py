@@ -25,7 +25,7 @@ STEP_EVENTS = 1500  # among which all those of a step are
 ALWAYS_ALLOWED_BLOCKS = 4096
 PICTURE_SECONDS = 0.2  # a picture this old is shown to the next viewer too
 CANCEL_SECONDS = 10.0
-WELCOME = "welcome"  # as a kind of requests: the demo's own, which nobody waits for
+WELCOME = "welcome"  # as a kind of requests: the demo's own, which no visitor waits for
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 
@@ -147,7 +147,7 @@ class Hub:
         return ticket
 
     def cancel(self, owner: str | None = None, kind: str | None = None) -> int:
-        """Cancels requests, of somebody's or of everybody's, and returns how many."""
+        """Cancels requests, of one owner or of all, and returns how many."""
         tickets = [
             ticket
             for ticket in list(self.tickets.values())
@@ -158,7 +158,7 @@ class Hub:
         return len(tickets)
 
     def of(self, owner: str, kind: str | None = None) -> list[Ticket]:
-        """What somebody has running or waiting."""
+        """What an owner has running or waiting."""
         return [t for t in list(self.tickets.values()) if t.owner == owner and kind in (None, t.kind)]
 
     # Pictures
@@ -206,7 +206,7 @@ class Hub:
         """Another pool: unpatches the model and patches it again. Returns what it is now, in a sentence.
 
         Raises:
-            RefusedError: A value is out of range; or requests run, and nobody asked for them to be cancelled.
+            RefusedError: A value is out of range; or requests run, and were not to be cancelled.
         """
         num_blocks = check_whole_number("The number of blocks", num_blocks, 2, self.max_blocks)
         if preemption not in PREEMPTIONS:
@@ -245,7 +245,7 @@ class Hub:
                 ticket.request.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise RefusedError(f"{ticket.label} did not end within {CANCEL_SECONDS:.0f} s. Try again.") from None
-            except Exception:  # whoever asked for it is told
+            except Exception:  # its own handler tells
                 continue
 
     def _warm_up(self) -> None:

@@ -18,7 +18,7 @@ class Limits:
     Attributes:
         prompt_tokens: Tokens of a prompt, the conversation so far included.
         new_tokens: Tokens to generate for one prompt.
-        requests: Requests running or waiting at once, everybody's together.
+        requests: Requests running or waiting at once, of all visitors together.
         sequences: Samples or beams of one prompt.
         positions: Tokens that the model can see, prompt and reply together; `None`: the model sets no limit.
     """

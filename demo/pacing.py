@@ -28,7 +28,7 @@ class Pacer:
             engine: Looks the engine up, which may be another one each time.
         """
         self._engine = engine
-        self._lock = threading.RLock()  # whoever steps, pauses or resumes
+        self._lock = threading.RLock()  # of any thread that steps, pauses or resumes
         self._woken = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -66,7 +66,7 @@ class Pacer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within it nobody steps, and the engine may be replaced; afterwards it is paused, or not, as before."""
+        """Within it no step is run, and the engine may be replaced; afterwards it is paused, or not, as before."""
         with self._lock:
             try:
                 yield

@@ -180,7 +180,7 @@ class BurstWatch:
     """Keeps the rows of a burst up to date from snapshots and their events."""
 
     def __init__(self, rows: list[BurstRow]) -> None:
-        """Of requests that were just submitted."""
+        """For requests that were just submitted."""
         self.rows = rows
         self._by_label = {row.label: row for row in rows}
 

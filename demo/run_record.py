@@ -53,7 +53,7 @@ class RunRecord:
 
     @classmethod
     def begin(cls, hub: Hub, tickets: Sequence[Ticket], max_new_tokens: int) -> RunRecord:
-        """Of requests that were just submitted."""
+        """For requests that were just submitted."""
         block_size = hub.settings["block_size"]
         return cls(
             labels=[ticket.label for ticket in tickets],

@@ -129,7 +129,7 @@ async def _run(
 
 
 def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+    with suppress(RuntimeError):  # the loop was closed: nothing waits any more
         loop.call_soon_threadsafe(event.set)
 
 
@@ -204,7 +204,7 @@ class Tail:
     """The tokens of a running sequence, put together from the last few that each snapshot shows."""
 
     def __init__(self, prompt_tokens: int) -> None:
-        """Of a sequence with so many prompt tokens."""
+        """Begins with a sequence of so many prompt tokens."""
         self._prompt_tokens = prompt_tokens
         self.num_new = 0
         self.tokens: list[int] = []  # without a gap up to the last one

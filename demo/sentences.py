@@ -18,7 +18,7 @@ def describe_event(event: Mapping[str, Any], who: str, has_siblings: bool = Fals
     kind, sequence = event["kind"], event.get("sequence")
     if has_siblings and sequence is not None and kind != "shared":
         who = f"{who}, sequence {sequence},"
-    who = who or "somebody"
+    who = who or "a request"
     match kind:
         case "admitted":
             return f"{who} was admitted" + _with_tokens(event)

@@ -39,7 +39,7 @@ class SharingMeter:
     """Watches one request over snapshots."""
 
     def __init__(self, label: str) -> None:
-        """Of the request with this label."""
+        """Watches the request with this label."""
         self.label = label
         self.now = Sharing()
         self.most_saved = Sharing()  # when sharing saved most

@@ -83,7 +83,7 @@ def _evictions(events: Sequence[Event]) -> list[str]:
     if not blocks:
         return []
     verb = "was" if len(blocks) == 1 else "were"
-    return [f"{_blocks(blocks).capitalize()} {verb} cached and held by nobody: the content was dropped for new use."]
+    return [f"{_blocks(blocks).capitalize()} {verb} cached and held by none: the content was dropped for new use."]
 
 
 def _waiting(step: Event, snapshot: dict[str, Any], names: dict[int, str]) -> list[str]:

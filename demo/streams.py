@@ -19,7 +19,7 @@ async def in_batches(request: Request, seconds: Callable[[], float], patience: f
     """A request's new tokens, at most every `seconds()`, so that fast requests do not drown browser and server.
 
     Where nothing new comes for `patience` seconds (it waits in the queue, or the engine is paused) an empty batch does:
-    whoever sends the batches on then notices that nobody listens any more.
+    the sender of the batches then notices that the listener is gone.
 
     Raises:
         Exception: What the request raised.

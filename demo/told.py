@@ -1,4 +1,4 @@
-"""`told` and `raised`: what goes wrong in a handler is told to whoever caused it, as text."""
+"""`told` and `raised`: what goes wrong in a handler is told to the visitor who caused it, as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def told(handler: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of a click, with what goes wrong shown in the page.
 
     A refusal is shown as its sentence, and leaves all components as they are. Anything else is a bug, or the machine's:
-    it is shown too, and logged. The event must be queued: Gradio tells nobody otherwise.
+    it is shown too, and logged. The event must be queued: otherwise Gradio does not show it.
     """
 
     def fail(error: Exception) -> Any:

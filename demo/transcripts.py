@@ -15,7 +15,7 @@ MOST_KEPT = 256
 
 
 class Transcripts:
-    """The last conversations: their whole text, and its tokens. Found by the text alone, whoever brings it."""
+    """The last conversations: their whole text, and its tokens. Found by the text alone, from any visitor."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         """Keeps so many of them."""

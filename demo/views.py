@@ -248,7 +248,7 @@ def _encode_hashes(hashes: Sequence[str]) -> str:
 
 
 def _label(group: int, names: Mapping[int, str], request_id: str | None) -> str:
-    """What a group is called: by the app, else by whoever submitted it, else by its number."""
+    """What a group is called: by the app, else by the request's own id, else by its number."""
     return clean_text(names.get(group) or request_id or f"request {group}")
 
 

@@ -1,4 +1,4 @@
-"""One system prompt before every question: computed once, stored once, whoever asks.
+"""One system prompt before every question: computed once, stored once, for all who ask.
 
 python examples/shared_system_prompt.py
 """

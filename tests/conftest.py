@@ -176,7 +176,7 @@ class Pair:
         return expected, found
 
     def assert_all_free(self) -> None:
-        """Asserts that nobody holds a block."""
+        """Asserts that no sequence holds a block."""
         stats = self.engine.stats()
         assert stats.num_free_blocks == stats.num_blocks, f"{stats.num_blocks - stats.num_free_blocks} blocks leaked"
         assert stats.num_running == stats.kv_tokens_stored == stats.kv_slots_allocated == 0
@@ -249,7 +249,7 @@ def assert_same_cache(expected: Cache, found: Cache, mask: Tensor | None = None)
     Args:
         expected: A `DynamicCache`; its sliding layers have kept only their window.
         found: The other.
-        mask: `[batch, columns]`, 0 at padding, whose keys nobody reads.
+        mask: `[batch, columns]`, 0 at padding, whose keys are never read.
     """
     assert found.get_seq_length() == expected.get_seq_length()
     assert len(found.layers) == len(expected.layers)

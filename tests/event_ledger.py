@@ -42,7 +42,7 @@ class Ledger:
                 self.kinds[event["how"]] += 1
             if kind in RAISING:
                 if kind == "allocated":
-                    assert not any(self.counts[block] for block in event["blocks"]), f"somebody holds them: {event}"
+                    assert not any(self.counts[block] for block in event["blocks"]), f"a sequence holds them: {event}"
                 self.counts.update(event["blocks"])
             elif kind in LOWERING:
                 self.counts.subtract(event["blocks"])
@@ -50,7 +50,7 @@ class Ledger:
                 self.counts.update([event["destination"]])
                 self.counts.subtract([event["source"]])
             elif kind == "evicted":
-                assert not any(self.counts[block] for block in event["blocks"]), f"somebody holds them: {event}"
+                assert not any(self.counts[block] for block in event["blocks"]), f"a sequence holds them: {event}"
             assert min(self.counts.values(), default=0) >= 0, f"a block is given back once too often: {event}"
 
     def check(self, picture: dict[str, Any]) -> None:

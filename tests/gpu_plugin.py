@@ -160,7 +160,7 @@ class Guard:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """After everybody else has been told."""
+        """After all other plugins have been told."""
         if report.when == "teardown" and self._leaves:
             sys.stdout.flush()
             os._exit(EXIT_STATUS)

@@ -126,7 +126,7 @@ def seed_control() -> gr.Number:
 
 
 class _ChatHandlers:
-    """What happens when somebody clicks."""
+    """What happens at a click."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub

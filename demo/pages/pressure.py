@@ -36,7 +36,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
             40,
             step=1,
             label="Blocks in the pool",
-            info=f"of {settings['block_size']} tokens; everybody's pool changes",
+            info=f"of {settings['block_size']} tokens; the pool of all visitors changes",
             elem_id="pressure-blocks",
             min_width=220,
         )

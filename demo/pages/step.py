@@ -24,7 +24,7 @@ def step_page(hub: Hub) -> None:
     """Builds the tab."""
     explanations = gr.State([])
     gr.Markdown(
-        "**One step** is one forward of the model over the next tokens of everybody's requests. The engine is shared: "
+        "**One step** is one forward of the model over the next tokens of all requests. The engine is shared: "
         "paused, it stands still for all visitors."
     )
     with gr.Row():

@@ -1,4 +1,4 @@
-"""`Viewer`: components that follow the engine, and `Ticker`, which updates those that somebody can see."""
+"""`Viewer`: components that follow the engine, and `Ticker`, which updates those that can be seen."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quietly(**more: Any) -> dict[str, Any]:
 class Ticker:
     """One timer a browser, whose tick updates the components that are to be seen there, if there is anything new.
 
-    What a browser has seen is its own state; the picture is everybody's.
+    What a browser has seen is its own state; the picture is one for all.
     """
 
     def __init__(self, hub: Hub, viewers: Sequence[Viewer], tabs: Mapping[str, gr.Tab], app: gr.Blocks) -> None:
@@ -70,7 +70,7 @@ class Ticker:
         tab = gr.State(next(iter(tabs)))
         seen = gr.State({"tick": 0, "sent": {}})
         outputs = [seen, *(output for viewer in viewers for output in viewer.outputs)]
-        # Never behind somebody's reply; a browser that is slow skips ticks.
+        # Never behind a reply; a browser that is slow skips ticks.
         gr.Timer(TICK_SECONDS).tick(self._tick, [tab, seen], outputs, **quietly(queue=False, trigger_mode="once"))
         app.load(self._tick, [tab, seen], outputs, **quietly(queue=False))
         for name, component in tabs.items():

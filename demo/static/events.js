@@ -58,7 +58,7 @@ function add(events) {
     rows[event[1] === "step" ? "step" : "other"].push(row);
   }
   list.prepend(fragment);
-  // Whoever reads further down keeps what he reads before his eyes.
+  // A reader who has scrolled down keeps what they read before their eyes.
   if (top > 0) list.scrollTop = top + list.scrollHeight - before;
   for (const [kind, most] of Object.entries(MOST_ROWS)) while (rows[kind].length > most) rows[kind].shift().remove();
   sum();

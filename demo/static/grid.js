@@ -23,7 +23,7 @@ function layOut(total, width, { maxHeight, maxPitch, hasNumbers }) {
 
 /**
  * Makes a grid. `cellOf(block)` says what a cell shows, `describe(block)` what is to be told of it (lines, the title
- * first), `pick(block)` is called when somebody clicks it or presses Enter.
+ * first), `pick(block)` is called when it is clicked, or Enter pressed on it.
  */
 function makeGrid({ name, cellOf, describe, pick, ...limits }) {
   const canvas = el("canvas", { "aria-hidden": "true" });

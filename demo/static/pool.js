@@ -17,7 +17,7 @@ function readPool(value) {
       table.forEach((block, position) => (holders[block] ||= []).push([group, sequence, position]));
     }
   }
-  // A fork's blocks are swapped once, whoever shares them.
+  // A fork's blocks are swapped once, however many share them.
   pool.numSwapped = pool.swapHolders.reduce((sum) => sum + 1, 0);
   pool.hashes = Uint8Array.from(atob(value.hashes), (character) => character.charCodeAt(0));
   return pool;
@@ -109,8 +109,8 @@ const SAMPLE = { kind: "held", owners: [0], refs: 1, share: 1, tag: "" };
 const legend = {
   held: legendItem("held once", "One block table holds the block. The colour is its request, the filled part its tokens.", SAMPLE),
   shared: legendItem("shared", "Several block tables hold the block (hatched; the number is its ref count).", { ...SAMPLE, refs: 2 }),
-  cached: legendItem("cached", "Free: nobody holds the block, but its content is kept for prompts that begin alike.", CACHED),
-  free: legendItem("free", "Nobody holds the block.", FREE),
+  cached: legendItem("cached", "Free: no request holds the block, but its content is kept for prompts that begin alike.", CACHED),
+  free: legendItem("free", "No request holds the block.", FREE),
   swapped: legendItem("swapped", "In CPU memory, of a request that waits for room in the pool.", { ...SAMPLE, kind: "swapped" }),
 };
 

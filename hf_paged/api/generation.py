@@ -30,7 +30,6 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import logits_process, stopping_criteria
 from transformers.utils import logging
 
 from hf_paged.attention.cache import PagedCache
@@ -46,7 +45,8 @@ from hf_paged.memory.streams import Handover, on_steps_stream
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.host_call import HOST_CALLS, HostCall
 from hf_paged.model.runner import ModelTraits, is_stochastic
-from hf_paged.sampling.draws import DRAWS, GeneratorStates
+from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows
+from hf_paged.sampling.random import DRAWS, GeneratorStates
 
 logger = logging.get_logger(__name__)
 
@@ -54,26 +54,6 @@ _CPU = torch.device("cpu")
 _ENGINE = "_hf_paged_engine"
 _SETTINGS = "_hf_paged_settings"
 SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
-
-# Processors and criteria of transformers that look at each row by itself and remember nothing: a row that has left the
-# batch cannot change what they do to the others. Whatever is not listed, a user's own first of all, sees every row.
-_ROW_WISE = {
-    kind
-    for module, names in (
-        (
-            logits_process,
-            "EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor "
-            "ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor "
-            "MinNewTokensLengthLogitsProcessor MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor "
-            "RepetitionPenaltyLogitsProcessor SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor "
-            "SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper "
-            "TypicalLogitsWarper",
-        ),
-        (stopping_criteria, "EosTokenCriteria MaxLengthCriteria MaxTimeCriteria StopStringCriteria"),
-    )
-    for name in names.split()
-    if (kind := getattr(module, name, None)) is not None
-}
 
 # What `generate()` needs for stop strings and hands on to every forward, where no model looks at it.
 _IGNORED_BY_FORWARD = {"tokenizer"}
@@ -228,9 +208,9 @@ class PagedGenerationMixin:
                 _check_prompt(self.paged, cache, input_ids, generation_config, kwargs, 0)
                 if host is not None:
                     with on_steps_stream(device):  # whose memory they take: steps may outlast the call
-                        host.place_items(call.processors, call.other_criteria or ())
+                        host.place_items(call.processors, call.ends.others or ())
                 return _run_rows(self.paged, call, generation_config, kwargs.get("streamer"))
-            if _pads_finished(stopping_criteria) and _rows_may_leave(
+            if pads_finished(stopping_criteria) and _rows_may_leave(
                 self.paged, cache, logits_processor, stopping_criteria, generation_config
             ):
                 stopping_criteria = RetiringCriteria(stopping_criteria, cache)
@@ -405,12 +385,11 @@ def engine_call(
     if not (
         engine.is_batched()
         and _rows_may_leave(engine, cache, processors, criteria, generation_config)
-        and (_pads_finished(criteria) or all(type(item).__name__ == "MaxLengthCriteria" for item in criteria))
+        and (pads_finished(criteria) or ends_together(criteria))
         and not cache.sequences
         and input_ids.shape[1] > 0
         and _is_plain(model)
-        # One number a row, given for the whole batch.
-        and not any(isinstance(getattr(item, "prompt_ignore_length", None), Tensor) for item in processors)
+        and take_any_rows(processors)
     ):
         return None
     known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer"}
@@ -471,11 +450,6 @@ def _is_plain(model: Any) -> bool:
         and not any(name in own for name in names)
         and all(method is None or method.__module__.startswith("transformers.") for method in methods)
     )
-
-
-def _pads_finished(criteria: StoppingCriteriaList) -> bool:
-    """Whether finished rows are padded: without an end-of-sequence criterion stock goes on generating for them."""
-    return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
 
 def _run_rows(engine: Engine, call: SampleCall, generation_config: GenerationConfig, streamer: Any) -> Tensor:
@@ -640,7 +614,7 @@ def _private_draws(
     generation_config: GenerationConfig,
 ) -> AbstractContextManager[None]:
     """Draws of the loop begin where the global generators stood at the call's entry, whatever other threads draw."""
-    may_draw = generation_config.do_sample or any(type(item) not in _ROW_WISE for item in (*processors, *criteria))
+    may_draw = generation_config.do_sample or not are_row_wise((*processors, *criteria))
     # Where a submitted request ends in the background, its caller is in the midst of something else.
     return DRAWS.private(states, writes_back=not engine.is_background) if may_draw else nullcontext()
 
@@ -702,7 +676,7 @@ def _rows_may_leave(
         and not engine.check_hooks()
         and engine.traits.rows_independent
         and not generation_config.return_dict_in_generate
-        and all(type(item) in _ROW_WISE for item in (*processors, *criteria))
+        and are_row_wise((*processors, *criteria))
     )
 
 

@@ -1,4 +1,4 @@
-"""The padded layout: rows of a step as a model with attention of its own sees them, over keys gathered from the pool."""
+"""The padded layout: rows of a step as a model with attention of its own sees them, over gathered keys."""
 
 from __future__ import annotations
 

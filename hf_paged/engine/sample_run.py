@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +18,9 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import CACHE_SALT, StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.runner import TokenInputs
-from hf_paged.sampling.draws import StepNoise
-from hf_paged.sampling.sampler import Choice, Outcome, RowSampler, needs_ids, processor_kinds
+from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
+from hf_paged.sampling.random import StepNoise
+from hf_paged.sampling.sampler import Choice, Outcome, RowSampler
 from hf_paged.sampling.token_table import TokenTable
 
 TokenCallback = Callable[[int], None]
@@ -45,9 +45,7 @@ class SampleCall:
         request_id: The request that it is.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
-        eos: Tokens that end a row.
-        max_length: Columns of the result at most.
-        other_criteria: What else ends a row.
+        ends: What ends a row.
     """
 
     input_ids: Tensor
@@ -63,23 +61,12 @@ class SampleCall:
     request_id: str | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
-    eos: set[int] = field(init=False, default_factory=set)
-    max_length: int | None = field(init=False, default=None)
-    other_criteria: StoppingCriteriaList | None = field(init=False, default=None)
+    ends: RowEnds = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompts = [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
         self.kinds = processor_kinds(self.processors)
-        others = StoppingCriteriaList()
-        for criterion in self.criteria:
-            if hasattr(criterion, "eos_token_id"):
-                self.eos |= set(criterion.eos_token_id.tolist())
-            elif type(criterion).__name__ == "MaxLengthCriteria" and not _warns(criterion):
-                length = criterion.max_length
-                self.max_length = length if self.max_length is None else min(length, self.max_length)
-            else:
-                others.append(criterion)
-        self.other_criteria = others or None
+        self.ends = RowEnds.of(self.criteria)
 
 
 @dataclass(slots=True)
@@ -146,7 +133,7 @@ class SampleRun:
         self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
-        if call.other_criteria is not None or needs_ids(call.processors):
+        if call.ends.others is not None or needs_ids(call.processors):
             # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
             self._table = worker.token_table(call.device)
             self._table_rows = self._table.add(call.input_ids)
@@ -157,7 +144,7 @@ class SampleRun:
             call.processors,
             self._noise,
             call.kinds,
-            criteria=call.other_criteria,
+            criteria=call.ends.others,
             table=self._table,
             table_rows=self._table_rows,
             width=self._width,
@@ -294,7 +281,8 @@ class SampleRun:
 
     def _is_full(self, num_tokens: int) -> bool:
         """Whether a row with so many new tokens is as long as any may become."""
-        return self._call.max_length is not None and self._width + num_tokens >= self._call.max_length
+        max_length = self._call.ends.max_length
+        return max_length is not None and self._width + num_tokens >= max_length
 
     def _append(self, index: int, token: int, stops: bool) -> None:
         if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
@@ -303,7 +291,7 @@ class SampleRun:
         row.tokens.append(token)
         if index == 0 and self._on_token is not None:
             self._on_token(token)
-        if token in self._call.eos:
+        if token in self._call.ends.eos:
             self._end(row, "eos")
         elif stops:
             self._end(row, "stop")
@@ -334,9 +322,3 @@ class SampleRun:
             self._done.set()
             if on_end is not None:
                 on_end()
-
-
-def _warns(criterion: Any) -> bool:
-    """Whether the criterion may warn that a row outgrows the model's context."""
-    context = getattr(criterion, "max_position_embeddings", None)
-    return context is not None and criterion.max_length > context

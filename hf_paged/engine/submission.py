@@ -27,7 +27,7 @@ from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.sample_run import SampleCall, SampleRun
 from hf_paged.engine.worker import CACHE_SALT, EXIT_SECONDS, CallCancelledError, Caller
 from hf_paged.kernels.transfers import to_host
-from hf_paged.sampling.draws import GeneratorStates, default_generator
+from hf_paged.sampling.random import GeneratorStates, default_generator
 
 if TYPE_CHECKING:
     from hf_paged.engine.engine import Engine

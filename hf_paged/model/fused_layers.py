@@ -17,6 +17,7 @@ from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.model.fused_rotary import RotaryAttention, RotaryForward, find_rotary
 from hf_paged.model.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
 from hf_paged.model.placement import Placement
+from hf_paged.model.trial import agrees, attempt
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class FusedLayers:
     """Norms, gated MLPs and rotary embeddings, one pass over memory each where transformers' code makes two to ten.
 
     A module is taken for what it computes, not for its name: its own forward and the kernel have to agree on inputs of
-    all sizes. Weights are read where they are, nothing is copied. Nobody but the thread inside `scope` sees any of it.
+    all sizes. Weights are read where they are, nothing is copied. Only the thread inside `scope` sees any of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -156,13 +157,13 @@ def _norm(
     states = torch.randn(4, len(weight), generator=generator, device="cpu")
     states *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # eps matters in the first
     states = states.to(device, dtype)
-    truth = _own(module, states)
-    if truth is None:
+    truth = attempt(module, states)
+    if not isinstance(truth, Tensor):
         return None
     for offset, rounds_first in NORMS:
         call = _Norm(module, kernels, eps, offset, rounds_first)
         try:
-            if _agree(call.compute(states), truth, _TOLERANCE[dtype]):
+            if agrees(call.compute(states), truth, _TOLERANCE[dtype], dim=-1):
                 return call
         except InputError:  # too wide, or strided
             return None
@@ -196,8 +197,8 @@ def _gated_mlp(
     kind = (type(module), coefficients, *sorted((name, repr(value)) for name, value in settings.items()))
     if kind not in known:
         states = torch.randn(1, 3, width, generator=generator, device="cpu").to(device, dtype)
-        truth = _own(module, states)
-        known[kind] = truth is not None and _agree(call.compute(states), truth, _MLP_TOLERANCE[dtype])
+        truth = attempt(module, states)
+        known[kind] = isinstance(truth, Tensor) and agrees(call.compute(states), truth, _MLP_TOLERANCE[dtype], dim=-1)
     return call if known[kind] else None
 
 
@@ -205,27 +206,9 @@ def _activation(module: Any) -> Any:
     return getattr(module, "act_fn", getattr(module, "activation_fn", None))
 
 
-def _own(module: Any, states: Tensor) -> Tensor | None:
-    """What the module itself makes of it, if it takes a single tensor."""
-    try:
-        result = module(states)
-    except (TypeError, RuntimeError, ValueError, IndexError):
-        return None
-    return result if isinstance(result, Tensor) and result.shape[:-1] == states.shape[:-1] else None
-
-
 def _computes(activation: Any, coefficients: tuple[float, float]) -> bool:
     states = torch.linspace(-9.0, 9.0, 361, device="cpu")
     linear, cubic = coefficients
-    try:
-        result = activation(states)
-    except (TypeError, RuntimeError, ValueError):
-        return False
+    result = attempt(activation, states)
     expected = states * torch.sigmoid(linear * states + cubic * states**3)
     return isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-5, atol=2e-6)
-
-
-def _agree(result: Tensor, truth: Tensor, tolerance: float) -> bool:
-    """Row by row: the rows are of different sizes."""
-    error = (result.float() - truth.float()).norm(dim=-1)
-    return result.dtype is truth.dtype and bool((error <= tolerance * truth.float().norm(dim=-1)).all())

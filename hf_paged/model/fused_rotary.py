@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.model.module_calls import ModuleCall
+from hf_paged.model.trial import agrees, attempt
 
 NAME = "apply_rotary_pos_emb"  # what the function is called in every model of transformers that has it
 # Which elements are pairs, and whether products are rounded before they are added.
@@ -117,26 +118,15 @@ def _same_rotary(
     q, k = (random(1, 5, heads, 16).transpose(1, 2) for heads in _HEADS)
     whole, part = ((random(1, 5, width), random(1, 5, width)) for width in (16, 8))
 
-    def own(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-        try:
-            result = names[NAME](q, k, cos, sin)
-        except (TypeError, RuntimeError, ValueError, IndexError):
-            return None
-        is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(one, Tensor) for one in result)
-        return result if is_pair else None
+    def is_same(rotary: _Rotary, cos: Tensor, sin: Tensor) -> bool:
+        own = attempt(names[NAME], q, k, cos, sin)
+        if not (isinstance(own, tuple) and len(own) == 2 and all(isinstance(one, Tensor) for one in own)):
+            return False
+        found = rotary(q, k, cos, sin)
+        return all(agrees(*pair, _TOLERANCE[dtype]) for pair in zip(found, own, strict=True))
 
     for interleaved, rounds in ROTARIES:
         rotary = _Rotary(names, kernels, interleaved, rounds, takes_part=True)
-        if _agree(rotary(q, k, *whole), own(*whole)):
-            takes_part = _agree(rotary(q, k, *part), own(*part))
-            return _Rotary(names, kernels, interleaved, rounds, takes_part)
+        if is_same(rotary, *whole):
+            return _Rotary(names, kernels, interleaved, rounds, takes_part=is_same(rotary, *part))
     return None
-
-
-def _agree(results: tuple[Tensor, Tensor], truths: tuple[Tensor, Tensor] | None) -> bool:
-    return truths is not None and all(
-        result.shape == truth.shape
-        and result.dtype is truth.dtype
-        and bool((result.float() - truth.float()).norm() <= _TOLERANCE[truth.dtype] * truth.float().norm())
-        for result, truth in zip(results, truths, strict=True)
-    )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,15 +15,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.model.module_calls import ModuleCall, calling, is_untouched, not_calling
+from hf_paged.model.trial import TRIALS, Pair
 
 logger = logging.getLogger(__name__)
 
 MIN_ELEMENTS = 2**17  # of a weight; below, a call costs more than the product
 PROBED_ROWS = (1, 32)  # tokens in a step: of one user, and of many
 MANY_ROWS = 4  # from here on a step is one of many: oneDNN is at its best, where it is good at all
-NUM_PROBED = 4  # layers of a kind
-NUM_ROUNDS = 5  # over them
-MIN_GAIN = 1.05  # less is noise
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -77,7 +73,7 @@ class PackedLinears:
     in every call. What is used here instead is what torch's own compiler emits: a private op, so only where it is there
     and agrees with the layer. Where there is no room for a second copy of a weight, it is multiplied as it is.
 
-    Nobody but the thread inside `scope` sees any of it: training, scoring and other threads go through the layers as
+    Only the thread inside `scope` sees any of it: training, scoring and other threads go through the layers as
     they are.
     """
 
@@ -133,12 +129,12 @@ class PackedLinears:
         hold = _pack if size <= self._memory_fraction * psutil.virtual_memory().available else _as_it_is
         try:
             layers = [_Layer(module, hold(_out_in(module))) for module in modules]
-            is_faster = _compare(layers, hold)
+            gains = _compare(layers, hold)
         except (RuntimeError, AttributeError, NotImplementedError) as error:  # not in this build, not on this machine
             logger.info("hf_paged: linear layers can't run through oneDNN: %s", error)
             return []
-        for layer in layers:
-            layer.gains = is_faster[layer.kind]
+        for layer, own_gains in zip(layers, gains, strict=True):
+            layer.gains = own_gains
         layers = [layer for layer in layers if any(layer.gains)]
         for layer in layers:
             if hold is _pack:
@@ -180,41 +176,25 @@ def _as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-# By all that it depends on: the same for all layers of a shape, and for the next model.
-_IS_FASTER: dict[tuple[object, ...], tuple[bool, bool]] = {}
-
-
-def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> dict[tuple[object, ...], tuple[bool, bool]]:
-    """For each kind of layer, whether it gains by oneDNN with few rows and with many; measured once a process.
-
-    Some layers of each kind are run in the model's order: a weight that was just used is in the processor's cache, and
-    in a model it is not.
-    """
-    threads = torch.get_num_threads()
-    unknown: dict[tuple[object, ...], list[_Layer]] = defaultdict(list)
-    for layer in layers:
-        if (layer.kind, hold, threads) not in _IS_FASTER and len(unknown[layer.kind]) < NUM_PROBED:
-            unknown[layer.kind].append(layer)
-    probed = [layer for layer in layers if layer in unknown[layer.kind]]
+def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> list[tuple[bool, bool]]:
+    """For each layer, whether it gains by oneDNN with few rows and with many."""
     generator = torch.Generator("cpu").manual_seed(0)
-    gains: dict[tuple[object, ...], list[bool]] = defaultdict(list)
-    for rows in PROBED_ROWS:
+    threads = torch.get_num_threads()
+
+    def gains(rows: int) -> list[bool]:
         inputs = {
-            layer.kind: torch.randn(1, rows, layer.width, generator=generator, device="cpu").to(layer.dtype)
-            for layer in probed
+            (width, dtype): torch.randn(1, rows, width, generator=generator, device="cpu").to(dtype)
+            for width, dtype in dict.fromkeys((layer.width, layer.dtype) for layer in layers)
         }
-        own, other = _seconds(
-            [(layer.kind, partial(_own, layer, inputs[layer.kind])) for layer in probed],
-            [(layer.kind, partial(_other, layer, inputs[layer.kind])) for layer in probed],
-        )
-        for layer in probed:
-            if not _agree(_other(layer, inputs[layer.kind]), _own(layer, inputs[layer.kind])):
-                raise RuntimeError(f"it multiplies {layer.kind} wrongly, or the weights are no numbers")
-        for kind in inputs:
-            gains[kind].append(own[kind] / other[kind] >= MIN_GAIN)
-    for kind, (few, many) in gains.items():
-        _IS_FASTER[(kind, hold, threads)] = few, many
-    return {layer.kind: _IS_FASTER[(layer.kind, hold, threads)] for layer in layers}
+        pairs = []
+        for layer in layers:
+            states = inputs[layer.width, layer.dtype]
+            kind = (layer.kind, rows, hold, threads)
+            pairs.append(Pair(kind, partial(_own, layer, states), partial(_other, layer, states)))
+        return TRIALS.faster(pairs, _TOLERANCE)
+
+    few, many = (gains(rows) for rows in PROBED_ROWS)
+    return list(zip(few, many, strict=True))
 
 
 def _own(layer: _Layer, states: Tensor) -> Tensor:
@@ -224,27 +204,6 @@ def _own(layer: _Layer, states: Tensor) -> Tensor:
 
 def _other(layer: _Layer, states: Tensor) -> Tensor:
     return _multiply(states, layer.weight, layer.module.bias)
-
-
-def _agree(result: Tensor, truth: Tensor) -> bool:
-    error = (result.float() - truth.float()).norm()
-    return bool(error <= _TOLERANCE[truth.dtype] * truth.float().norm())
-
-
-def _seconds(*series: list[tuple[Hashable, Callable[[], Tensor]]]) -> list[dict[Hashable, float]]:
-    """Seconds of the calls of each kind, made in this order; for each series the least of some rounds.
-
-    The series take turns: what else the machine does for a moment slows all of them.
-    """
-    rounds: list[list[dict[Hashable, float]]] = [[] for _ in series]
-    for _ in range(NUM_ROUNDS):
-        for calls, times in zip(series, rounds, strict=True):
-            times.append(defaultdict(float))
-            for kind, call in calls:
-                started = time.perf_counter()
-                call()
-                times[-1][kind] += time.perf_counter() - started
-    return [{kind: min(each[kind] for each in times) for kind in times[0]} for times in rounds]
 
 
 def _source(weight: Tensor) -> tuple[object, ...]:

@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
 
 from hf_paged.kernels.transfers import ToHost, to_device
-from hf_paged.sampling.draws import StepNoise
+from hf_paged.sampling.processors import merged_processor, needs_ids
+from hf_paged.sampling.random import StepNoise
 from hf_paged.sampling.token_table import TokenTable
-
-# Processors of transformers for which it doesn't matter how long a row is, so that rows of different calls and steps
-# can meet. Those with a parameter here take each row with its own value; in the others rows meet if all of their
-# settings are equal.
-_PARAMETERS: dict[type[LogitsProcessor], str | None] = {
-    RepetitionPenaltyLogitsProcessor: "penalty",
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
-    MinPLogitsWarper: "min_p",
-    TypicalLogitsWarper: None,
-    EpsilonLogitsWarper: None,
-    EtaLogitsWarper: None,
-    InfNanRemoveLogitsProcessor: None,
-    LogitNormalization: None,
-    SuppressTokensLogitsProcessor: None,
-}
-# Of these, what looks at the tokens so far: which they are, not where.
-_READS_IDS = {RepetitionPenaltyLogitsProcessor}
 
 
 class RowSampler:
@@ -75,7 +42,7 @@ class RowSampler:
         width: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """Of a call; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
+        """A call's; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
         self.processors = list(processors)
         self.noise = noise
         self.criteria = criteria
@@ -85,16 +52,6 @@ class RowSampler:
         self.device = device
         self.reads_ids = needs_ids(processors)
         self.kind: Hashable = None if None in kinds else (noise is None, device, *kinds)
-
-
-def processor_kinds(processors: Sequence[Any]) -> list[Hashable]:
-    """Of each, what processors of different calls must have in common to become one; `None` if they can't."""
-    return [_kind(processor) for processor in processors]
-
-
-def needs_ids(processors: Sequence[Any]) -> bool:
-    """Whether one of these processors looks at the tokens so far."""
-    return any(type(processor) in _READS_IDS or type(processor) not in _PARAMETERS for processor in processors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +74,7 @@ class Choice:
 
     @property
     def table_rows(self) -> list[int]:
-        """Of its rows."""
+        """The rows of the table that its rows have."""
         return [self.sampler.table_rows[row] for row in self.rows]
 
     @property
@@ -156,7 +113,7 @@ class ChosenTokens:
         self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
     def read(self) -> list[Outcome]:
-        """Of each choice. Waits until the step that computes them is over."""
+        """The outcome of each choice. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
         found = self._to_host.wait().tolist()
         stops: dict[int, list[bool]] = {}
@@ -236,7 +193,7 @@ def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
     if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
         ids = first.table.read(*_table_rows(choices))
     for own in zip(*(sampler.processors for sampler in samplers), strict=True):
-        scores = _merged(own, lengths, scores)(ids, scores)
+        scores = merged_processor(own, lengths, scores)(ids, scores)
     if first.noise is None:
         tokens = scores.argmax(dim=-1)
     else:
@@ -270,68 +227,3 @@ def _table_rows(choices: list[Choice]) -> tuple[list[int], list[int]]:
     """Where the tokens of all their rows are, and how many each has."""
     rows = [row for choice in choices for row in choice.table_rows]
     return rows, [length for choice in choices for length in choice.lengths]
-
-
-def _kind(processor: Any) -> Hashable:
-    if type(processor) not in _PARAMETERS:
-        return None
-    if getattr(processor, "prompt_ignore_length", None) is not None:  # looks where tokens are
-        return None
-    parameter = _PARAMETERS[type(processor)]
-    settings = ((name, _plain(value)) for name, value in sorted(vars(processor).items()) if name != parameter)
-    return type(processor), tuple(settings)
-
-
-def _plain(value: Any) -> Hashable:
-    if isinstance(value, Tensor) and value.device.type == "cuda":  # a caller's own, not worth waiting for
-        return id(value)
-    return tuple(value.reshape(-1).tolist()) if isinstance(value, Tensor) else repr(value)
-
-
-def _merged(processors: Sequence[Any], lengths: list[int], scores: Tensor) -> Callable[[Any, Tensor], Tensor]:
-    """One processor for the rows of all, of which the first `lengths[0]` belong to the first of `processors`, etc."""
-    first: Callable[[Any, Tensor], Tensor] = processors[0]
-    parameter = _PARAMETERS.get(type(processors[0]))
-    if parameter is None:
-        return first
-    values = [getattr(processor, parameter) for processor in processors]
-    if values.count(values[0]) == len(values):
-        return first
-    if parameter == "top_k":
-        values = [min(value, scores.shape[-1]) for value in values]
-    if parameter == "top_p":
-        # transformers compares float32 with `1 - top_p`, rounded to float32.
-        values = [1 - float(np.float32(1 - value)) for value in values]
-    dtype = {"top_k": np.int64, "top_p": np.float64}.get(parameter, np.float32)
-    column = to_device(np.repeat(np.array(values, dtype=dtype), lengths)[:, None], scores.device)
-    if parameter == "top_k":
-        return _top_k_rows(column, max(values), processors[0].filter_value)
-    merged = copy.copy(processors[0])
-    setattr(merged, parameter, _Divisor(column) if parameter in ("temperature", "penalty") else column)
-    return merged
-
-
-class _Divisor:
-    """Divides scores and multiplies them, as a Python number does: a GPU multiplies by a number's reciprocal.
-
-    (`div_true_kernel_cuda` in ATen/native/cuda/BinaryDivTrueKernel.cu; float32.)
-    """
-
-    def __init__(self, column: Tensor) -> None:
-        self._column = column
-
-    def __rtruediv__(self, scores: Tensor) -> Tensor:
-        return scores * self._column.reciprocal() if scores.device.type == "cuda" else scores / self._column
-
-    def __rmul__(self, scores: Tensor) -> Tensor:
-        return scores * self._column
-
-
-def _top_k_rows(top_k: Tensor, largest: int, filter_value: float) -> Callable[[Any, Tensor], Tensor]:
-    """`TopKLogitsWarper` with a number for each row: `[rows, 1]`."""
-
-    def process(input_ids: Any, scores: Tensor) -> Tensor:
-        best = torch.topk(scores, largest, dim=-1)[0]
-        return scores.masked_fill(scores < best.gather(1, top_k - 1), filter_value)
-
-    return process

@@ -10,7 +10,7 @@ from hf_paged.kernels.transfers import to_device
 
 
 class TokenTable:
-    """Rows of token ids on a device, written there as they are chosen: nobody waits for the host to know them.
+    """Rows of token ids on a device, written there as they are chosen: the host need not know them.
 
     Not thread-safe: the pool's lock is held.
     """

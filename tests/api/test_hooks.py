@@ -110,7 +110,7 @@ def test_hooks_see_what_stock_shows_them(make_pair: MakePair, name: str, call: s
     ],
 )
 def test_hooks_of_all_modules(make_pair: MakePair, kind: str) -> None:
-    """Would break: modules that are computed another way although somebody watches them."""
+    """Would break: modules that are computed another way although they are watched."""
     pair = make_pair()
     if kind == "model":
         watchers = [Watcher(), Watcher()]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same, assert_same_cache, new_cache
-from models import MODELS, build, name_of, ragged_batch, random_ids
+from models import build, name_of, ragged_batch, random_ids
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -384,6 +384,7 @@ OPERATIONS: dict[str, Callable[[Cache], Any]] = {
     "reorder_same": lambda cache: cache.reorder_cache(torch.tensor([0, 1, 2])),
     "repeat": lambda cache: cache.batch_repeat_interleave(3),
     "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 2])),
+    "select_from_the_end": lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])),
     "select_by_mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
     "crop": lambda cache: cache.crop(-5),
     "crop_by_a_tensor": lambda cache: cache.crop(-torch.tensor(3)),  # transformers 5.17 does
@@ -593,7 +594,7 @@ def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> No
 
 @pytest.mark.core
 def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
-    """Would break: evicting a cache that was filled from embeddings, which nobody could compute again."""
+    """Would break: evicting a cache that was filled from embeddings, which could not be computed again."""
     pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
     with both_caches(pair) as caches:
         pair.both(
@@ -810,7 +811,7 @@ def test_conversation_over_a_change_of_weights(make_pair: MakePair) -> None:
 
 
 def test_conversation_evicted_before_a_look_at_the_model(make_pair: MakePair) -> None:
-    """Would break: a conversation, because somebody meanwhile did what leaves the weights as they are."""
+    """Would break: a conversation, because a caller meanwhile did what leaves the weights as they are."""
     pair = make_pair(block_size=2, num_blocks=15)
     with both_caches(pair) as caches:
         ids = turn_of(pair, caches, one_prompt()["input_ids"])
@@ -857,14 +858,6 @@ def test_hits_whatever_the_padding(pair: Pair) -> None:
     pair.generate(input_ids=batch["input_ids"][1:2, 7:], max_new_tokens=4)
     pair.generate(**batch, max_new_tokens=4)
     assert pair.delta["prefix_cache_hit_tokens"] == 12
-
-
-def test_no_hits_when_switched_off(make_pair: MakePair) -> None:
-    """Would break: `enable_prefix_caching=False`."""
-    pair = make_pair(enable_prefix_caching=False)
-    for _ in range(2):
-        pair.generate(**ragged_batch(), max_new_tokens=4)
-    assert pair.engine.stats().prefix_cache_hit_tokens == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)

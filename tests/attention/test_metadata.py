@@ -218,16 +218,8 @@ def test_query_tiles(num_decodes: int, shapes: list[tuple[int, int]], tile: int,
     assert metadata.query_tiles(tile + 1) is not tiles
 
 
-def test_query_tiles_by_hand() -> None:
-    shapes = [(1, 9), (5, 7), (1, 30), (3, 3)]
-    metadata = Batch(shapes).metadata
-    assert metadata.query_tiles(2).tolist() == [[2, 0], [1, 4], [1, 2], [1, 0], [3, 2], [3, 0]]
-    assert (metadata.num_decodes, metadata.max_decode_len, metadata.max_query_len) == (1, 9, 5)
-    assert Batch([(1, 9), (1, 3)]).metadata.query_tiles(16).shape == (0, 2)
-
-
 def test_decode_work() -> None:
-    """Of the sequences that are decoded, made once for all layers of a kind, and only for who asks."""
+    """Work of the sequences that are decoded, made once for all layers of a kind, and only if asked for."""
     metadata = Batch([(1, 4), (1, 60), (3, 90), (1, 7)]).metadata
     assert metadata.work_kinds == []
     full, sliding = WorkKind(tile=4, slots=4), WorkKind(tile=4, slots=4, window=8)
@@ -250,25 +242,6 @@ def test_decode_work_of_recorded_steps() -> None:
     assert given.decode_work(kind) is trial.decode_work(kind)
     with pytest.raises(RuntimeError, match=r"another way than in the first step: .*window=7"):
         given.decode_work(kind._replace(window=7))
-
-
-def test_an_example_by_hand() -> None:
-    metadata = AttentionMetadata.build([[7, 2], [4], [0, 5, 1]], [3, 1, 2], [4, 1, 6], 2, 9, CPU)
-    assert metadata.slot_mapping.tolist() == [15, 4, 5, 8, 2, 3]
-    assert metadata.block_tables.tolist() == [[7, 2, 9], [4, 9, 9], [0, 5, 1]]
-    assert metadata.query_start_loc.tolist() == [0, 3, 4, 6]
-    assert metadata.seq_lens.tolist() == [4, 1, 6]
-    view = AttentionMetadata.build([[7, 2, 5]], [2], [6], 2, 9, CPU).groups[0].view(2, torch.float32)
-    # Tokens 4 and 5 see 3, 4 and 4, 5: the block of 0 and 1 is left out.
-    assert view.block_table.tolist() == [[2, 5]]
-    assert view.mask.tolist() == [[[[-INF, 0, 0, -INF], [-INF, -INF, 0, 0]]]]
-    assert view.distance.tolist() == [[[[2, 1, 0, -1], [3, 2, 1, 0]]]]
-
-
-def test_sequences_may_share_blocks() -> None:
-    metadata = AttentionMetadata.build([[3, 1, 0], [3, 1, 2]], [1, 1], [5, 6], 2, 4, CPU)
-    assert metadata.block_tables.tolist() == [[3, 1, 0], [3, 1, 2]]
-    assert metadata.slot_mapping.tolist() == [0, 5]
 
 
 def test_views_are_made_once_for_each_kind_of_layer() -> None:

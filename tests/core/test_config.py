@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +55,13 @@ def test_every_field_is_documented() -> None:
     assert PagedConfig.__doc__ is not None
     attributes = PagedConfig.__doc__.split("Attributes:")[1]
     assert [line.split(":")[0].strip() for line in attributes.splitlines() if line[8:9].strip()] == NAMES
+
+
+def test_every_field_is_in_the_settings_page() -> None:
+    """Would break: a new setting, or another default, that docs/settings.md does not know."""
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]+?)`? \|", page, re.MULTILINE))
+    assert table == {field.name: repr(field.default).replace("'", '"') for field in fields(PagedConfig)}
 
 
 def test_it_is_frozen() -> None:
@@ -114,7 +123,7 @@ VALID: list[tuple[str, Any]] = [
     ("strict", True),
 ]
 
-POSITIVE: list[Any] = [0, -1, 1.0, 1.5, "16", True, False, [1]]
+POSITIVE: list[Any] = [0, -1, 1.0, 1.5, "16", True, False, [1], float("nan"), float("inf")]
 BOOLEAN: list[Any] = [None, 1, 0, "true", 1.0]
 INVALID: list[tuple[str, Any]] = [
     *(("block_size", value) for value in (*POSITIVE, None)),
@@ -129,7 +138,7 @@ INVALID: list[tuple[str, Any]] = [
     *(("warm_up", value) for value in BOOLEAN),
     *(("use_async_batching", value) for value in (0, 1, 0.0, "auto", "true", [])),
     *(("preemption", value) for value in ("Auto", "", "drop", None, 1)),
-    *(("swap_space_gib", value) for value in (-1, -0.5, "4", True)),
+    *(("swap_space_gib", value) for value in (-1, -0.5, "4", True, float("nan"), float("inf"), 1e300)),
     *(("kv_cache_dtype", value) for value in ("fp8", "bfloat16", None, 8)),
     *(("attention_backend", value) for value in ("sdpa", "TORCH", None)),
     *(("cuda_graphs", value) for value in (0, 1, 0.0, "auto", "true", [])),

@@ -60,7 +60,7 @@ def say(page: Page, text: str) -> None:
 
 
 def set_slider(page: Page, label: str, value: int) -> None:
-    """By its number field, as somebody does with the keyboard."""
+    """By its number field, as with the keyboard."""
     box = page.get_by_label(f"number input for {label}", exact=True).locator("visible=true")
     box.fill(str(value))
     box.press("Tab")
@@ -113,7 +113,7 @@ def test_a_burst_with_preemption(app: Any, hub: Hub, open_tab: OpenTab) -> None:
         seen.add(picture(pool_canvas(page)))
         return hub.engine.stats().num_preemptions > 0 and len(seen) > 3
 
-    wait_until(has_preempted, "somebody loses his blocks, and the pool shows what happens", page)
+    wait_until(has_preempted, "a request loses its blocks, and the pool shows what happens", page)
     hub.pacer.set_speed(FULL_SPEED)
     expect(page.locator("#pressure-summary")).to_contain_text("24 of 24 completed")
     expect(page.locator("#pressure-summary")).to_contain_text(re.compile(r"[1-9]\d* preemption"))
@@ -200,7 +200,7 @@ def test_every_tab_in_both_themes_on_a_phone(app: Any, hub: Hub, open_tab: OpenT
 
 
 def test_text_stays_text(app: Any, hub: Hub, open_tab: OpenTab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody writes, and what the model writes, never becomes markup."""
+    """What a user writes, and what the model writes, never becomes markup."""
     decode = hub.loaded.tokenizer.decode
 
     def decode_evil(tokens: Any, **options: Any) -> str:

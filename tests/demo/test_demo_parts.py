@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import hf_paged
 from demo.__main__ import command
 from demo.beams import BeamRecorder
-from demo.chat import Reply, describe, reply
+from demo.chat import Reply, reply
 from demo.compare import memory_maps
 from demo.generation import Sampling
 from demo.history import History
@@ -118,7 +118,7 @@ def test_the_meter_keeps_the_moment_when_sharing_saved_most() -> None:
 
 
 def test_stock_is_measured_on_its_own_cache(loaded: Any) -> None:
-    """The middle map against a stock call of the same prompts that nobody made choose its tokens."""
+    """The middle map against a stock call of the same prompts that chooses its own tokens."""
     texts = ["The old man", "It was late in the evening when the", "She said"]
     batch = loaded.tokenizer(texts, return_tensors="pt", padding=True)
     output = loaded.twin.generate(**batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
@@ -243,14 +243,6 @@ def test_prompts_are_chosen_from_short_to_long() -> None:
         choose_prompts(prompts, 2, 0)
 
 
-def test_a_reply_is_described() -> None:
-    assert describe(Reply("chat-3", "x", 57, 32, 41, 0.034, 85.2, "length")) == (
-        "chat-3: 41 tokens · 85 tokens/s · first after 34 ms · 32 of 57 prompt tokens from the cache · ended by the "
-        "limit of new tokens"
-    )
-    assert describe(Reply("chat-3", "", 57)) == "chat-3: 57 prompt tokens, waiting for a step"
-
-
 # ------------------------------------------------------------------------------------------------ nothing is markup
 
 
@@ -364,7 +356,7 @@ def test_dropping_the_batches_cancels_the_request(loaded: Any) -> None:
         hf_paged.unpatch(model)
 
 
-def test_what_is_made_for_somebody_who_is_gone_is_undone() -> None:
+def test_what_is_made_for_a_caller_who_is_gone_is_undone() -> None:
     may_go_on, undone = threading.Event(), []
 
     def make() -> str:
@@ -431,7 +423,7 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
 
 
 def test_the_demo_uses_the_public_api_only() -> None:
-    """Of the engine's modules only the package itself, and what it shares on purpose."""
+    """The package itself, and what it shares on purpose; no other module of the engine's."""
     allowed = {"hf_paged", "hf_paged.tools.report"}
     for file in Path(sys.modules["demo"].__file__ or "").parent.rglob("*.py"):
         for line in file.read_text(encoding="utf-8").splitlines():

@@ -67,14 +67,6 @@ def test_a_prompt_is_admitted() -> None:
     ]
 
 
-def test_a_block_is_full() -> None:
-    groups = [group(2, (50, 20, [8]))]
-    events = [event("allocated", 2, blocks=[17], request_id="chat-2"), event("allocated", 2, step=6, blocks=[1])]
-    assert told_of(step(7, [[2, 2, 48, 1]]), groups, events)[1:] == [
-        "chat-2 had filled its last block, so it got block 17 and chose “ t8⏎”."
-    ]
-
-
 def test_a_shared_block_is_copied() -> None:
     groups = [group(2, (31, 20, [8]), (31, 20, [9]))]
     events = [event("copied", 2, source=4, destination=9, request_id="chat-2")]
@@ -90,7 +82,7 @@ def test_a_shared_block_is_copied() -> None:
         ("recompute", [event("freed", 3, blocks=[4, 5])], "it gave back blocks 4 to 5, to be computed again"),
     ],
 )
-def test_somebody_is_preempted_and_somebody_waits(how: str, events: list[Any], expected: str) -> None:
+def test_one_is_preempted_and_one_waits(how: str, events: list[Any], expected: str) -> None:
     groups = [
         group(2, (31, 20, [8])),
         group(3, (40, 20, [1]), status="waiting"),
@@ -102,7 +94,7 @@ def test_somebody_is_preempted_and_somebody_waits(how: str, events: list[Any], e
     assert sentences[3] == "chat-3 waits, and 1 request behind it: it does not fit into the 3 free blocks."
 
 
-def test_somebody_comes_back_and_somebody_ends() -> None:
+def test_one_comes_back_and_one_ends() -> None:
     groups = [group(3, (40, 20, [1]))]
     events = [
         event("swapped_in", 3, num_blocks=3, blocks=[1, 2, 3], request_id="chat-3"),
@@ -113,7 +105,7 @@ def test_somebody_comes_back_and_somebody_ends() -> None:
     assert told_of(step(7, [[3, 3, 38, 1], [5, 5, 10, 1]]), groups, events)[1:] == [
         "chat-3 came back from CPU memory with 3 blocks and chose “ t1⏎”.",
         "chat-5 chose its last token, is finished and gave back block 8.",
-        "Block 6 was cached and held by nobody: the content was dropped for new use.",
+        "Block 6 was cached and held by none: the content was dropped for new use.",
     ]
 
 

@@ -119,13 +119,6 @@ def test_blocks_are_runs(blocks: list[int], text: str) -> None:
     assert decode_blocks(text) == blocks
 
 
-def test_blocks_come_back_in_their_order() -> None:
-    choose = random.Random(1)
-    for _ in range(200):
-        blocks = [choose.randrange(40) for _ in range(choose.randrange(30))]
-        assert decode_blocks(views.encode_blocks(blocks)) == blocks
-
-
 # The pool
 
 

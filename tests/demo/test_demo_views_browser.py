@@ -12,7 +12,6 @@ import pytest
 from browsing import OpenTab, browser, fits, open_tab, picture, wait_until
 from playwright.sync_api import Page, expect
 from test_demo_views import EVIL, make_snapshot
-from transformers import AutoModelForCausalLM
 
 import hf_paged
 from demo import views
@@ -123,7 +122,7 @@ def test_the_pool_by_keyboard_and_mouse(stage: Stage, open_tab: OpenTab) -> None
     grid = pool.get_by_role("grid").first
     grid.focus()
     page.keyboard.press("Tab")
-    page.keyboard.press("Shift+Tab")  # as somebody does who has no mouse
+    page.keyboard.press("Shift+Tab")  # as without a mouse
     for _ in range(5):
         page.keyboard.press("ArrowRight")
     spoken = pool.locator("[aria-live]").first
@@ -161,7 +160,7 @@ def test_a_request_is_shown_alone_in_all_views(stage: Stage, open_tab: OpenTab) 
     expect(page.locator("#events li.kv-dim", has_text="chat-1 took")).to_be_visible()
     expect(page.locator("#pool button[aria-pressed=true]")).to_have_text("chat-2")
     page.keyboard.press("Escape")
-    wait_until(lambda: picture(canvas) == before, "the pool shows everybody again", page)
+    wait_until(lambda: picture(canvas) == before, "the pool shows all again", page)
 
 
 def test_block_tables_and_queues(stage: Stage, open_tab: OpenTab) -> None:
@@ -358,38 +357,3 @@ def test_five_thousand_blocks_are_drawn_in_time(stage: Stage, open_tab: OpenTab)
     assert median(times) < 50
     grid = page.locator("#pool .kv-grid").first.bounding_box()
     assert grid is not None and grid["height"] < 700
-
-
-def test_a_real_engine_on_stage(stage: Stage, open_tab: OpenTab) -> None:
-    """A burst into a pool that is too small: blocks change hands, somebody is preempted, all come to their end."""
-    model = hf_paged.patch(
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL), block_size=8, num_blocks=40, preemption="swap"
-    )
-    engine = model.paged
-    stage.take_snapshot = engine.snapshot
-    try:
-        page = open_tab(stage.url)
-        expect(page.locator("#pool")).to_contain_text("The pool is made with the first request.")
-        requests = [
-            engine.submit(
-                list(range(5 + each, 45 + each)), max_new_tokens=120, min_new_tokens=120, request_id=f"r-{each}"
-            )
-            for each in range(6)
-        ]
-        canvas = page.locator("#pool .kv-grid canvas").first
-        expect(canvas).to_be_visible()
-        seen = set()
-
-        def is_done() -> bool:
-            seen.add(picture(canvas))
-            return all(request.is_done for request in requests)
-
-        wait_until(is_done, "all six requests come to their end", page, seconds=60)
-        assert len(seen) >= 3
-        assert all(len(request.result().token_ids) == 120 for request in requests)
-        expect(page.locator("#events li[data-kind=preempted]").first).to_contain_text("was preempted (swap)")
-        expect(page.locator("#events li[data-kind=swapped_in]").first).to_contain_text("came back from CPU memory")
-        expect(page.locator("#tables")).to_contain_text("No request holds blocks now.")
-        expect(page.locator("#pool .kv-legend li").first).to_have_text("0 held once")
-    finally:
-        hf_paged.unpatch(model)

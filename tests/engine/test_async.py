@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(100)
 
 @pytest.fixture(autouse=True)
 def reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[list[Any]]:
-    """Whatever Python and asyncio report that nobody can catch; there must be nothing."""
+    """Whatever Python and asyncio report that can not be caught; there must be nothing."""
     asyncio.set_event_loop(None)  # one that other tests' libraries left open is not this one's
     gc.collect()
     found: list[Any] = []
@@ -105,7 +105,7 @@ def test_left_in_a_loop_that_is_closed(pair: Pair, way: Callable[[Request], Any]
     settle(pair)
 
 
-def test_a_task_that_nobody_holds_goes_on(pair: Pair) -> None:
+def test_a_task_without_a_holder_goes_on(pair: Pair) -> None:
     """The loop holds tasks weakly: what keeps one that waits for a request is the request."""
     done: list[int] = []
 

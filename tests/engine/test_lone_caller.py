@@ -69,7 +69,7 @@ def test_alone(pair: Pair, mode: str) -> None:
 
 
 class NoProducts(TorchFunctionMode):
-    """Of a caller's own, and not to be done to a step."""
+    """A caller's own, and not to be done to a step."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.nn.functional.linear, "a step is run under the caller's mode"
@@ -150,7 +150,7 @@ def test_a_slow_streamer_holds_up_no_steps(pair: Pair) -> None:
 
 @pytest.mark.parametrize("kind", ["submit", "submitted beams", "generate", "pause", "release"])
 def test_a_streamer_that_uses_the_engine(pair: Pair, kind: str) -> None:
-    """Would break: a wait, in a lone caller's own code, for steps that nobody but this caller would run."""
+    """Would break: a wait, in a lone caller's own code, for steps that only this caller would run."""
     ids = random_ids(1, 7, seed=2)
     expected = pair.stock.generate(ids, max_new_tokens=5, **ENDLESS)[0, 7:].tolist()
     beams = pair.stock.generate(ids, max_new_tokens=5, num_beams=2, **ENDLESS)[0, 7:].tolist()

@@ -8,23 +8,18 @@ looks whether anything in a step waits for the device.
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, join
+from conftest import PATIENCE
 from models import EOS, MODELS, VOCAB, build, random_ids
 from torch import Tensor
 from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
     MaxTimeCriteria,
     NoRepeatNGramLogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 
 import hf_paged
@@ -33,7 +28,7 @@ from hf_paged.engine.executor import StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.model import cuda_graph, runner
 from hf_paged.sampling import sampler
-from hf_paged.sampling.draws import default_generator
+from hf_paged.sampling.random import default_generator
 from hf_paged.sampling.sampler import ChosenTokens
 
 pytestmark = pytest.mark.timeout(60)
@@ -149,7 +144,7 @@ def test_not_where_a_users_code_runs_in_the_model() -> None:
     check_idle(model)
 
 
-def test_whoever_needs_the_pool_finds_no_step_in_flight() -> None:
+def test_a_caller_that_needs_the_pool_finds_no_step_in_flight() -> None:
     model = patch()
     request = model.paged.submit(random_ids(1, 5), **GREEDY | {"max_new_tokens": 100})
     for _ in range(20):
@@ -182,70 +177,6 @@ def test_every_model(name: str, device: str) -> None:
     check_idle(model)
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "sampling": SAMPLING | {"temperature": 1.3, "top_k": 30},
-    "ends": SAMPLING | ENDS,
-    "samples": SAMPLING | ENDS | {"num_return_sequences": 3},
-    "penalty": SAMPLING | ENDS | {"repetition_penalty": 1.7},
-    "greedy_penalty": GREEDY | {"repetition_penalty": 2.5},
-    "ngrams": GREEDY | {"no_repeat_ngram_size": 2},
-    "lengths": SAMPLING | ENDS | {"min_new_tokens": 3, "exponential_decay_length_penalty": (4, 1.2)},
-    "max_time": SAMPLING | ENDS | {"max_time": 1000.0},
-    "one_token": SAMPLING | {"max_new_tokens": 1},
-    "two_tokens": SAMPLING | {"max_new_tokens": 2},
-    "beams": GREEDY | ENDS | {"num_beams": 3},
-}
-POOLS: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "tight": {"num_blocks": 11, "preemption": "recompute"},
-    "tight_swap": {"num_blocks": 11, "preemption": "swap"},
-    "one_row": {"max_num_seqs": 1, "num_blocks": 9},
-    "blocks_of_1": {"block_size": 1, "num_blocks": 60, "max_num_batched_tokens": 3},
-}
-
-
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("mode", MODES)
-def test_modes(mode: str, pool: str) -> None:
-    """Ragged rows that end at any step, over pools that make them wait for each other."""
-    model, stock = patch(**POOLS[pool]), build("llama")
-    ids, mask = random_ids(3, 9), torch.ones(3, 9, dtype=torch.int64)
-    for row, padding in enumerate((0, 4, 7)):
-        ids[row, :padding], mask[row, :padding] = 0, 0
-    for seed in range(3):
-        arguments = MODES[mode] | {"attention_mask": mask, "pad_token_id": 0}
-        torch.manual_seed(seed)
-        expected, state = stock.generate(ids, **arguments), torch.get_rng_state()
-        torch.manual_seed(seed)
-        assert torch.equal(model.generate(ids, **arguments), expected)
-        assert torch.equal(torch.get_rng_state(), state), "draws were made in vain"
-        model.paged.check_invariants()
-    check_idle(model)
-    if pool in ("tight", "tight_swap") and mode in ("sampling", "greedy_penalty"):
-        assert model.paged.stats().num_preemptions > 0
-
-
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_many_requests_in_a_small_pool(preemption: str) -> None:
-    """Old requests are served first, and nobody starves, though a victim's tokens must be known before it goes."""
-    model, stock = patch(num_blocks=14, preemption=preemption), build("llama")
-    prompts = [random_ids(1, 3 + 5 * i % 11, seed=i) for i in range(12)]
-    arguments = [GREEDY, SAMPLING | ENDS | {"repetition_penalty": 1.2}, SAMPLING | {"num_return_sequences": 2}]
-    expected, requests = [], []
-    for seed, ids in enumerate(prompts):
-        torch.manual_seed(seed)
-        expected.append(stock.generate(ids, **arguments[seed % 3])[:, ids.shape[1] :].tolist())
-    with model.paged._worker.exclusive():
-        for seed, ids in enumerate(prompts):
-            torch.manual_seed(seed)
-            requests.append(model.paged.submit(ids, **arguments[seed % 3]))
-    for request, rows in zip(requests, expected, strict=True):
-        found = request.result(PATIENCE).sequences
-        assert [own + [0] * (len(rows[0]) - len(own)) for own in found] == rows
-    assert model.paged.stats().num_preemptions > 0
-    check_idle(model)
-
-
 @pytest.mark.parametrize("size", [1, 3, 4, 16])
 def test_blocks_are_found_again_as_without(size: int) -> None:
     """A block's hash follows when its last token is known: not one block fewer is reused, and none that is wrong."""
@@ -263,7 +194,7 @@ def test_blocks_are_found_again_as_without(size: int) -> None:
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_picture_between_launch_and_collect(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens as the tail has: whoever stitches tails together would else lose one, or see one twice."""
+    """As many tokens as the tail has: a reader that stitches tails together would else lose one, or see one twice."""
     model, ids = patch(use_async_batching=overlaps), random_ids(2, 5)
     own = model.paged._executor
     launch, seen = own.launch, []
@@ -286,44 +217,6 @@ def test_streams_come_in_order() -> None:
     model, ids = patch(), random_ids(1, 5)
     request = model.paged.submit(ids, **GREEDY)
     assert list(request) == build("llama").generate(ids, **GREEDY)[0, 5:].tolist()
-
-
-class Stop(StoppingCriteria):
-    """A user's own: it sees every row, on the user's thread."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return (input_ids[:, -1] % 3 == 0) & (input_ids.shape[1] > 8)
-
-
-class Shift(LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.roll(input_ids.shape[1], dims=-1)
-
-
-def test_beside_callers_loops() -> None:
-    """Rows of the engine and forwards of callers meet in steps; those are handed their logits at once."""
-    model, stock = patch(), build("llama")
-    own: dict[str, Callable[[], dict[str, Any]]] = {
-        "criteria": lambda: GREEDY | {"stopping_criteria": StoppingCriteriaList([Stop()])},
-        "processor": lambda: GREEDY | {"logits_processor": LogitsProcessorList([Shift()])},
-        "plain": lambda: GREEDY | {"max_new_tokens": 30},
-        "beams": lambda: GREEDY | {"num_beams": 2},
-        "scores": lambda: GREEDY | {"output_scores": True, "return_dict_in_generate": True},
-    }
-    found: dict[str, Any] = {}
-
-    def call(name: str) -> None:
-        result = model.generate(random_ids(2, 6, seed=len(name)), **own[name]())
-        found[name] = result.sequences if name == "scores" else result
-
-    threads = [threading.Thread(target=call, args=(name,), daemon=True) for name in own]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    for name, make in own.items():
-        expected = stock.generate(random_ids(2, 6, seed=len(name)), **make())
-        assert torch.equal(found[name], expected.sequences if name == "scores" else expected), name
-    check_idle(model)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -353,7 +246,7 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_row_that_expects_its_last_token_has_no_work() -> None:
-    """Preempted in that moment, it is not computed again: nobody would take what comes of it."""
+    """Preempted in that moment, it is not computed again: no row would take what comes of it."""
     model = patch()
     own, worker = model.paged._executor, model.paged._worker
     with worker.exclusive():
@@ -460,25 +353,6 @@ def test_a_forward_that_raises_with_a_step_in_flight(at: int, monkeypatch: pytes
     check_idle(model)
 
 
-def test_tokens_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel fails on the device, which the host learns when it reads: whoever waits is told, nothing leaks."""
-    model, ids = patch(), random_ids(2, 6)
-    read, count = ChosenTokens.read, 0
-
-    def failing(self: ChosenTokens) -> Any:
-        nonlocal count
-        count += 1
-        if count == 4:
-            raise RuntimeError("an illegal memory access was encountered")
-        return read(self)
-
-    monkeypatch.setattr(ChosenTokens, "read", failing)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        model.generate(ids, **GREEDY)
-    assert torch.equal(model.generate(ids, **GREEDY), build("llama").generate(ids, **GREEDY))
-    check_idle(model)
-
-
 def test_cancelled_in_flight() -> None:
     model = patch()
     for seed in range(12):
@@ -512,7 +386,7 @@ def test_unpatched_released_and_reset_with_steps_in_flight() -> None:
 
 
 def test_out_of_memory_with_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step shrinks and is tried again; everybody gets their tokens."""
+    """The step shrinks and is tried again; all requests get their tokens."""
     model, stock = patch(), build("llama")
     prompts = [random_ids(1, 6, seed=seed) for seed in range(4)]
     own = model.paged._runner
@@ -620,7 +494,7 @@ def test_criteria_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_processor_that_only_the_step_too_many_would_make_raise() -> None:
-    """The row has ended by then, and nobody else ever asks."""
+    """The row has ended by then, and no other row ever asks."""
     ids = random_ids(1, 6)
     stock = build("llama")
     tokens = stock.generate(ids, **GREEDY)[0, 6:].tolist()
@@ -671,7 +545,7 @@ def test_a_step_inside_a_step_does_not_overtake(monkeypatch: pytest.MonkeyPatch)
     """A hook that comes while a step is in flight finds its rows, whose tokens are not known yet, left alone."""
     model, ids = patch(), random_ids(2, 6)
     stock = build("llama")
-    monkeypatch.setattr(type(model.paged._executor), "overlaps", True)  # as if nobody had seen the hook yet
+    monkeypatch.setattr(type(model.paged._executor), "overlaps", True)  # as if the hook had not been seen yet
     depth: list[int] = []
 
     def hook(*_: Any) -> None:

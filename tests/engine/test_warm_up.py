@@ -38,15 +38,6 @@ def test_all_models(name: str) -> None:
     assert not model.paged.kv_cache.tensor.any()
 
 
-def test_inside_inference_mode_and_autocast() -> None:
-    model = hf_paged.patch(build("llama"), **SMALL)
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        model.paged.warm_up()
-    assert not model.paged.kv_cache.tensor.is_inference()
-    ids = random_ids(1, 5)
-    assert torch.equal(model.generate(ids, max_new_tokens=5), build("llama").generate(ids, max_new_tokens=5))
-
-
 def test_a_model_that_raises() -> None:
     """`patch()` leaves it as it was."""
     model = build("llama")

@@ -324,7 +324,7 @@ def test_paged_operations_refuse(run: Callable[..., None], bad: dict[str, dict[s
 @pytest.mark.parametrize("layer", [-1, 2, 7])
 @pytest.mark.parametrize("kind", ["torch", "cpu", "triton"])
 def test_a_layer_that_the_pool_does_not_have(kind: str, layer: int) -> None:
-    """It would be a layer of somebody else's block."""
+    """It would be a layer of another sequence's block."""
     inputs = pool_inputs()
     pool = inputs["kv_cache"]
     before = pool.clone()

@@ -206,7 +206,7 @@ class Batch:
         )
 
     def decode(self, pool: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
-        """Of all tokens, a sentinel where nothing was written."""
+        """Outputs of all tokens, a sentinel where nothing was written."""
         output = torch.full(self.query.shape, 77.0, dtype=self.dtype)
         kernels_for(self.dtype, self.dim).paged_decode(
             self.query,
@@ -768,7 +768,7 @@ def test_a_damaged_library_is_made_again(damage: str, empty_cache: Path) -> None
 
 @pytest.mark.parametrize("how", ["group", "world", "owner", "link", "folder of a group", "folder of the world"])
 def test_what_others_may_write_is_not_loaded(how: str, empty_cache: Path, tmp_path: Path) -> None:
-    """It is code: whoever writes it has all that this user has."""
+    """It is code: a user who writes it has all that this user has."""
     path = compiled(F32, 16)
     mark = path.stat().st_ino
     if how == "owner":
@@ -809,7 +809,7 @@ def test_a_library_that_lacks_a_function(empty_cache: Path, monkeypatch: pytest.
 
 
 def test_a_library_of_an_earlier_version_is_left_alone(empty_cache: Path) -> None:
-    """Others may be using it; it is found by nobody."""
+    """Others may be using it; it is never found."""
     old = empty_cache / "hf_paged" / "cpu-0123456789abcdef0123.so"
     old.parent.mkdir(parents=True)
     old.write_bytes(b"old")

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from hf_paged.attention.backends.registry import choose
 from hf_paged.memory.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
@@ -235,16 +234,3 @@ def test_zero_blocks(blocks: list[int]) -> None:
         expected[block] = 0
     cache.zero_blocks(blocks)
     assert torch.equal(cache.tensor.nan_to_num(-1), expected.nan_to_num(-1))
-
-
-def test_the_null_block_stays_zero() -> None:
-    cache = filled()
-    cache.copy_blocks([(0, 1), (2, 3)])
-    cache.zero_blocks([4])
-    assert not cache.tensor[cache.null_block].any()
-
-
-def test_blocks_are_contiguous_across_layers() -> None:
-    cache = filled()
-    block: Tensor = cache.tensor[3]
-    assert block.is_contiguous() and block.nbytes == SMALL.bytes_per_block(2)

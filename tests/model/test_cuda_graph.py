@@ -28,7 +28,7 @@ from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
 
 pytestmark = pytest.mark.timeout(120)
 
-FLAT = [name for name in MODELS if hf_paged.is_supported(build(name)).traits.runs_flat]
+FLAT = [name for name, model in MODELS.items() if model.runs_flat]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SMALL = {"num_blocks": 128, "block_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -324,7 +324,7 @@ def test_threads(device: str, recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_are_the_callers_to_keep(device: str, recorder: Recorder) -> None:
-    """A later step writes where an earlier one wrote, and not into what somebody holds."""
+    """A later step writes where an earlier one wrote, and not into what a caller holds."""
     model, ids = patch(device=device), random_ids(2, 8).to(device)
     cache = PagedCache(model)
     model(ids[:, :5], past_key_values=cache)
@@ -397,7 +397,7 @@ def test_compiled_where_there_are_no_graphs() -> None:
 
 
 def test_where_there_are_none() -> None:
-    """CUDA graphs are for CUDA; asked for elsewhere, whoever generates is told."""
+    """CUDA graphs are for CUDA; asked for elsewhere, the caller is told."""
     model = patch()
     with pytest.raises(ValueError, match="cuda_graphs=True: CUDA graphs need a CUDA device, the model is on cpu"):
         model.generate(random_ids(1, 5), **GREEDY)

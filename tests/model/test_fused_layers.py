@@ -1,4 +1,4 @@
-"""Norms, gates and rotary embeddings as one kernel each: right, found by what they compute, seen by nobody else."""
+"""Norms, gates and rotary embeddings as one kernel each: right, found by what they compute, seen by no other code."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_gate_at_the_ends(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "dtype"), KERNELS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [24, 8, 2])
-@pytest.mark.parametrize("tokens", [1, 5, 50])
+@pytest.mark.parametrize("tokens", [1, 7])
 def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, tokens: int) -> None:
     query = torch.randn(1, tokens, 7, 24).to(dtype).transpose(1, 2)  # strided as a layer hands them over
     key = torch.randn(1, 2, tokens, 24).to(dtype)
@@ -178,7 +178,7 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 
 def kinds(model: nn.Module, dtype: torch.dtype = F32) -> dict[type, set[str]]:
-    """Of each kind of call, the names of the classes it stands in for."""
+    """The names of the classes that each kind of call stands in for."""
     found: dict[type, set[str]] = {_Norm: set(), _GatedMLP: set(), RotaryAttention: set()}
     for call in _find(model, dtype, CPU):
         found[type(call)].add(type(call.module).__name__)
@@ -204,19 +204,6 @@ def test_models(name: str, dtype: torch.dtype) -> None:
             assert (module in found) == (is_rotary and name not in OTHER_ROTARIES), kind
         else:
             assert module not in found, kind
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name not in ("gpt2", "opt", "bloom", "gptj", "codegen", "mpt")]
-)
-def test_modules_compute_the_same(name: str) -> None:
-    """In bfloat16 all but a few roundings are those of the model's own code."""
-    model = build(name).to(BF16)
-    for call in _find(model, BF16, CPU):
-        if isinstance(call, _Norm):
-            states = torch.randn(40, len(call.module.weight)).to(BF16)
-            own, fused = call.module(states), call.compute(states)
-            assert (own != fused).float().mean() < 0.01
 
 
 class _Clamped(LlamaMLP):

@@ -125,14 +125,6 @@ def test_an_optimizer_made_before_or_after_and_of_one_parameter_only(net: nn.Seq
         watch.assert_moved()
 
 
-def test_several_steps_between_two_looks_are_one_move(net: nn.Sequential) -> None:
-    watch, optimizer = Watch(net), torch.optim.AdamW(net.parameters(), fused=True)
-    for _ in range(3):
-        backward(net)
-        optimizer.step()
-    watch.assert_moved()
-
-
 def test_each_of_two_states_notices(net: nn.Sequential) -> None:
     watches = Watch(net), Watch(net)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
@@ -147,7 +139,7 @@ def test_each_of_two_states_notices(net: nn.Sequential) -> None:
 
 def test_load_state_dict_moves_the_key(net: nn.Sequential) -> None:
     watch = Watch(net)
-    for _ in range(2):  # even with equal weights: nobody compares them
+    for _ in range(2):  # even with equal weights: they are not compared
         net.load_state_dict(make_net().state_dict())
         watch.assert_moved()
     net.load_state_dict(make_net().state_dict(), assign=True)

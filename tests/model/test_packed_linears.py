@@ -1,4 +1,4 @@
-"""Linear layers of engine forwards through oneDNN, and forwards in inference mode: nobody else may see anything of it.
+"""Linear layers of engine forwards through oneDNN, and forwards in inference mode: no other code may see any of it.
 
 The models' weights are large enough to be packed, and whether that is faster is not asked of the machine.
 """
@@ -10,9 +10,10 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from transformers.utils import ModelOutput
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.attention.context import is_sentinel
-from hf_paged.model import packed_linears
+from hf_paged.model import packed_linears, trial
+from hf_paged.model.trial import Pair, Trials
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -69,17 +71,14 @@ def make(name: str = "llama") -> Any:
     return model
 
 
-class _Always(dict[Any, tuple[bool, bool]]):
-    """Says the same of every kind of layer."""
+class _Always(Trials):
+    """Says the same of every layer, for few rows and for many."""
 
-    def __init__(self, answer: tuple[bool, bool]) -> None:
-        self._answer = answer
+    def __init__(self, *answers: bool) -> None:
+        self._answers = cycle(answers)
 
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __getitem__(self, key: Any) -> tuple[bool, bool]:
-        return self._answer
+    def faster(self, pairs: Sequence[Pair], tolerances: Any) -> list[bool]:
+        return [next(self._answers)] * len(pairs)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +92,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return multiply(states, weight, bias)
 
     monkeypatch.setattr(packed_linears, "_multiply", counted)
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always((True, True)))
+    monkeypatch.setattr(packed_linears, "TRIALS", _Always(True))
     return rows
 
 
@@ -102,7 +101,7 @@ def patch(model: Any, **settings: Any) -> Any:
 
 
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
-    """Of a prompt and one token, over a cache."""
+    """The logits of a prompt and one token, over a cache."""
     cache = {"past_key_values": PagedCache(model)} if hasattr(model, "paged") else {}
     with torch.no_grad():
         return model(ids, **cache).logits
@@ -344,7 +343,7 @@ def test_data_that_no_sample_shows() -> None:
 
 
 def test_a_model_that_dies_in_an_optimizer_step() -> None:
-    """Any moment may be the garbage collector's, and nobody's training step is to fail for it."""
+    """Any moment may be the garbage collector's, and no training step is to fail for it."""
 
     def collect(*_: Any) -> None:
         gc.collect()
@@ -376,7 +375,7 @@ def test_another_dtype() -> None:
     compare(stock, model)
 
 
-# Nobody else sees it
+# No other code sees it
 
 
 def gradients(model: Any) -> list[Tensor]:
@@ -565,7 +564,7 @@ def test_release() -> None:
 
 
 def test_what_is_not_faster_is_left_alone(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always((False, False)))
+    monkeypatch.setattr(packed_linears, "TRIALS", _Always(False))
     stock, model = make(), patch(make())
     compare(stock, model)
     assert model.paged._linears._layers == [] and not calls
@@ -576,7 +575,7 @@ def test_what_is_faster_for_some_numbers_of_rows(
     gains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     """Would break: a single user's rows multiplied in the way that is best for many users', or the reverse."""
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", _Always(gains))
+    monkeypatch.setattr(packed_linears, "TRIALS", _Always(*gains))
     stock, model = make(), patch(make())
     compare(stock, model)
     assert calls and {rows >= packed_linears.MANY_ROWS for rows in calls} == {gains[1]}
@@ -585,7 +584,7 @@ def test_what_is_faster_for_some_numbers_of_rows(
 @pytest.mark.parametrize("gains", [(1.0, 1.0), (1.04, 1.04), (1.0, 1.06), (1.06, 1.0), (3.0, 3.0)])
 def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """Once a process for each kind of layer, few rows and many, and nothing for a few percent."""
-    known: dict[Any, tuple[bool, bool]] = {}
+    trials = Trials()
     measured: list[int] = []
 
     def seconds(*series: list[tuple[Any, Callable[[], Tensor]]]) -> list[dict[Any, float]]:
@@ -595,25 +594,26 @@ def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, 
         measured.append(len(own))
         return [{kind: gain for kind, _ in own}, {kind: 1.0 for kind, _ in other}]
 
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", known)
-    monkeypatch.setattr(packed_linears, "_seconds", seconds)
+    monkeypatch.setattr(packed_linears, "TRIALS", trials)
+    monkeypatch.setattr(trial, "_seconds", seconds)
     model = patch(make("gpt2"))
     model.generate(IDS, **GREEDY)
-    few, many = (gain > packed_linears.MIN_GAIN for gain in gains)
-    assert len(known) == 5 and set(known.values()) == {(few, many)}
+    few, many = (gain > trial.MIN_GAIN for gain in gains)
+    assert list(trials._is_faster.values()) == [few] * 5 + [many] * 5
     assert bool(model.paged._linears._layers) == (few or many)
     num_measured = sum(measured)
     compare(make("gpt2"), patch(make("gpt2")))
-    assert sum(measured) == num_measured > 0 and len(known) == 5
+    assert sum(measured) == num_measured > 0 and len(trials._is_faster) == 10
 
 
 def test_real_measurements() -> None:
     """Whatever they say, tokens are the same."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packed_linears, "_IS_FASTER", {})
+        trials = Trials()
+        patched.setattr(packed_linears, "TRIALS", trials)
         for name in ("llama", "gpt2"):
             compare(make(name), patch(make(name)))
-        assert packed_linears._IS_FASTER
+        assert trials._is_faster
 
 
 @pytest.mark.parametrize("how", ["wrong", "missing", "not here"])
@@ -629,8 +629,8 @@ def test_an_operation_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.M
         raise {"missing": AttributeError, "not here": RuntimeError}[how]("no such operation")
 
     monkeypatch.setattr(packed_linears, "_multiply", other)
-    monkeypatch.setattr(packed_linears, "_IS_FASTER", {})
-    monkeypatch.setattr(packed_linears, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(packed_linears, "TRIALS", Trials())
+    monkeypatch.setattr(trial, "MIN_GAIN", 0.0)
     stock, model = make(), patch(make())
     compare(stock, model)
     assert num_wrong and model.paged._linears._layers == []
@@ -742,30 +742,11 @@ def test_logits_and_caches_are_ordinary_tensors(modes: set[tuple[bool, bool]]) -
     trains(stock, model)
 
 
-def test_requests_return_no_tensors_of_inference(modes: set[tuple[bool, bool]]) -> None:
-    model = patch(make())
-    modes.clear()
-    request = model.paged.submit(IDS[0], **GREEDY)
-    output = request.result(30)
-    values = [getattr(output, name) for name in dir(output) if not name.startswith("_")]
-    assert not any(tensor.is_inference() for tensor in tensors_of(values))
-    assert (True, False) in modes
-
-
-def test_a_caller_in_inference_mode() -> None:
-    """The pool made there is one for all."""
-    stock, model = make(), patch(make())
-    with torch.inference_mode():
-        model.generate(IDS, **GREEDY)
-        model(IDS, past_key_values=PagedCache(model))
-    trains(stock, model)
-
-
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_with_hooks_there_is_neither_inference_mode_nor_autograd(
     backend: str, modes: set[tuple[bool, bool]], calls: list[int]
 ) -> None:
-    """What hooks see is theirs to keep; a graph that nobody asked for would grow from step to step."""
+    """What hooks see is theirs to keep; a graph that was not asked for would grow from step to step."""
     stock, model = make(), patch(make(), attention_backend=backend)
     modes.clear()
     seen: list[Tensor] = []
@@ -847,9 +828,12 @@ def test_a_module_of_the_users_that_keeps_tensors() -> None:
     trains(stock, model)
 
 
-class KeepsAttribute(LlamaForCausalLM):
-    def keep(self, made: Tensor) -> None:
-        self.kept = made
+class Box:
+    value: Tensor
+
+
+class Keeps(LlamaForCausalLM):
+    keep: Callable[[Any, Tensor], None]
 
     def forward(
         self,
@@ -867,32 +851,18 @@ class KeepsAttribute(LlamaForCausalLM):
         return output
 
 
-class KeepsBuffer(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.register_buffer("kept", made, persistent=False)
+KEEP: dict[str, Callable[[Any, Tensor], Any]] = {
+    "attribute": lambda model, made: setattr(model, "kept", made),
+    "buffer": lambda model, made: model.register_buffer("kept", made, persistent=False),
+    "dict": lambda model, made: vars(model).setdefault("kept", {}).update(last=made),
+    "list": lambda model, made: vars(model).setdefault("kept", []).append((made, 1)),
+    "object": lambda model, made: setattr(vars(model).setdefault("kept", Box()), "value", made),
+}
 
 
-class KeepsInDict(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.__dict__.setdefault("kept", {})["last"] = made
-
-
-class KeepsInList(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.__dict__.setdefault("kept", []).append((made, 1))
-
-
-class Box:
-    value: Tensor
-
-
-class KeepsInObject(KeepsAttribute):
-    def keep(self, made: Tensor) -> None:
-        self.__dict__.setdefault("kept", Box()).value = made
-
-
-@pytest.mark.parametrize("cls", [KeepsAttribute, KeepsBuffer, KeepsInDict, KeepsInList, KeepsInObject])
-def test_architectures_that_keep_tensors(cls: type[LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", KEEP)
+def test_architectures_that_keep_tensors(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = type("Keeps", (Keeps,), {"keep": KEEP[how]})
     # as if they were transformers' own
     monkeypatch.setattr("hf_paged.model.model_state.is_library_code", lambda module: True)
     report = hf_paged.is_supported(make_llama(cls))

@@ -80,7 +80,7 @@ def test_a_step_that_does_not_wait_is_recorded(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("mode", ["default", "warn"])
 def test_the_place_of_a_wait(mode: str, scratch: Tensor) -> None:
-    """Of this thread's. Other threads' are shown if they were before, as are other warnings."""
+    """A wait of this thread. Other threads' are shown if they were before, as are other warnings."""
 
     def elsewhere() -> None:
         scratch.sum().item()
@@ -205,7 +205,7 @@ def test_sampling_is_submitted_while_steps_are_recorded() -> None:
 
 @pytest.mark.parametrize("what", ["record", "look for waits"])
 def test_two_threads_at_once(what: str, scratch: Tensor) -> None:
-    """Of two models on one device: the stream that graphs are recorded on, and torch's warnings, are the process's."""
+    """Two models on one device: the stream that graphs are recorded on, and torch's warnings, are the process's."""
     entered, results = threading.Event(), []
     shown, stream = warnings.showwarning, capture_stream(CUDA)
 

@@ -13,8 +13,9 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 import hf_paged
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
-from hf_paged.sampling.draws import StepNoise
-from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens, processor_kinds
+from hf_paged.sampling.processors import processor_kinds
+from hf_paged.sampling.random import StepNoise
+from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens
 
 CUDA = torch.device("cuda", 0)
 

@@ -22,7 +22,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(model: Any) -> None:
-    """Of everything that runs over the pool, something."""
+    """Some of everything that runs over the pool."""
     ids, config = random_ids(2, 9).to(CUDA), {"max_new_tokens": 3, "eos_token_id": None}
     model.generate(ids, do_sample=True, top_k=5, top_p=0.9, **config)
     model.generate(ids[:1], num_beams=3, do_sample=False, **config)

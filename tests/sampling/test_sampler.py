@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from models import EOS, VOCAB, build, random_ids
+from models import VOCAB, build, random_ids
 from torch import Tensor
 from transformers import (
     InfNanRemoveLogitsProcessor,
@@ -34,9 +35,9 @@ from transformers import (
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
 
 import hf_paged
-from hf_paged.sampling import sampler
-from hf_paged.sampling.draws import StepNoise
-from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens, needs_ids, processor_kinds
+from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, processor_kinds
+from hf_paged.sampling.random import StepNoise
+from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens
 from hf_paged.sampling.token_table import TokenTable
 
 pytestmark = pytest.mark.timeout(120)
@@ -142,7 +143,7 @@ def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
                 rows = [row for row in running if positions[number][row] == step]
                 sources = []
                 for row in rows:
-                    if rng.random() < 0.3:  # logits that somebody else wants
+                    if rng.random() < 0.3:  # logits that another call wants
                         rows_of_logits.append(torch.full_like(call.logits[0, 0], float("nan")))
                     sources.append(len(rows_of_logits))
                     rows_of_logits.append(call.logits[step, row])
@@ -234,7 +235,7 @@ def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: 
         lengths = [call.width for call in calls for _ in range(len(call.prompts))]
         ids = TABLE.read([row for call in calls for row in call.sampler.table_rows], lengths)
     for own in zip(*(call.processors for call in calls), strict=True):
-        merged = sampler._merged(own, rows, scores)(ids, scores)
+        merged = merged_processor(own, rows, scores)(ids, scores)
         pieces = [one(c.prompts, part) for one, c, part in zip(own, calls, scores.split(rows), strict=True)]
         assert torch.equal(merged, torch.cat(pieces)), type(own[0]).__name__
         scores = merged
@@ -254,7 +255,7 @@ def test_top_p_at_its_very_border(style: str) -> None:
                 value = float(1 - (kept.double() + change * ulp))
                 calls.append(Call([TopPLogitsWarper(value)], logits[:, row : row + 1], seed=len(calls)))
                 scores.append(logits[0, row])
-    merged = sampler._merged([call.processors[0] for call in calls], [1] * len(calls), torch.stack(scores))
+    merged = merged_processor([call.processors[0] for call in calls], [1] * len(calls), torch.stack(scores))
     found = merged(None, torch.stack(scores))
     expected = torch.cat([call.processors[0](None, call.logits[0]) for call in calls])
     assert torch.equal(found, expected)
@@ -266,7 +267,7 @@ def test_ties_at_the_border_of_top_k() -> None:
     scores = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.0])
     kept = {1: 1, 2: 4, 3: 4, 4: 4, 5: 6, 6: 6, 7: 7, 90: 7}
     processors = [TopKLogitsWarper(number) for number in kept]
-    found = sampler._merged(processors, [1] * len(kept), scores.expand(len(kept), -1))(
+    found = merged_processor(processors, [1] * len(kept), scores.expand(len(kept), -1))(
         None, scores.repeat(len(kept), 1)
     )
     assert (found > -float("inf")).sum(dim=1).tolist() == list(kept.values())
@@ -305,17 +306,19 @@ def test_calls_that_differ_in_what_is_not_merged() -> None:
 
 
 def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: dict[Any, Callable[[int], float]] = {
+        RepetitionPenaltyLogitsProcessor: lambda i: 1.1 + i,
+        TemperatureLogitsWarper: lambda i: 0.5 + i / 7,
+        TopPLogitsWarper: lambda i: 0.5 + i / 20,
+        MinPLogitsWarper: lambda i: i / 50,
+    }
     calls = [
-        Call(
-            [TemperatureLogitsWarper(0.5 + i / 7), TopPLogitsWarper(0.5 + i / 20), MinPLogitsWarper(i / 50)],
-            make_logits("plain", 1, 2, 40, i),
-            i,
-        )
+        Call([kind(value(i)) for kind, value in kinds.items()], make_logits("plain", 1, 2, 40, i), i, width=i + 1)
         for i in range(8)
     ]
     expected = [call.expected()[0] for call in calls]
     counts: Counter[str] = Counter()
-    for kind in (TemperatureLogitsWarper, TopPLogitsWarper, MinPLogitsWarper):
+    for kind in kinds:
 
         def counted(self: Any, ids: Any, scores: Tensor, original: Any = kind.__call__) -> Tensor:
             counts[type(self).__name__] += 1
@@ -324,7 +327,7 @@ def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(kind, "__call__", counted)
     choices = [Choice(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
     assert chosen(choices, torch.cat([call.logits[0] for call in calls])) == expected
-    assert counts == {"TemperatureLogitsWarper": 1, "TopPLogitsWarper": 1, "MinPLogitsWarper": 1}
+    assert counts == {kind.__name__: 1 for kind in kinds}
 
 
 def test_a_parameter_that_changes_on_the_way() -> None:
@@ -354,7 +357,7 @@ class Mine(TemperatureLogitsWarper):
 
 
 def test_processors_that_look_where_tokens_are_or_are_unknown() -> None:
-    """Rows of such a call meet nobody, and the calls beside them are not changed by that."""
+    """Rows of such a call meet no others, and the calls beside them are not changed by that."""
     ignoring = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=2)
     unmerged = [ignoring, Mine(0.5), MinLengthLogitsProcessor(5, [1]), NoRepeatNGramLogitsProcessor(1)]
     calls = [
@@ -372,28 +375,10 @@ def test_processors_that_look_where_tokens_are_or_are_unknown() -> None:
     check([call for pair in zip(calls, [*penalized, Call([], calls[0].logits, 9)]) for call in pair])
 
 
-def test_a_penalty_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [
-        Call([RepetitionPenaltyLogitsProcessor(1.1 + i)], make_logits("plain", 1, 2, 40, i), i, width=i + 1)
-        for i in range(8)
-    ]
-    expected = [call.expected()[0] for call in calls]
-    original, counts = RepetitionPenaltyLogitsProcessor.__call__, Counter[str]()
-
-    def counted(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
-        counts["calls"] += 1
-        return original(self, ids, scores)
-
-    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", counted)
-    choices = [Choice(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
-    assert chosen(choices, torch.cat([call.logits[0] for call in calls])) == expected
-    assert counts == {"calls": 1}
-
-
 def test_a_number_divides_as_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a tensor over a Python number is a product with its reciprocal; on CPU a quotient."""
     column = torch.tensor([[0.7], [1.3]])
-    divisor = sampler._Divisor(column)
+    divisor = _Divisor(column)
     scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert torch.equal(scores / divisor, torch.stack([scores[0] / 0.7, scores[1] / 1.3]))
     assert torch.equal(scores * divisor, torch.stack([scores[0] * 0.7, scores[1] * 1.3]))
@@ -401,7 +386,7 @@ def test_a_number_divides_as_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
-    """Tensors on the meta device have no values: whoever asks for one raises."""
+    """Tensors on the meta device have no values: asking for one raises."""
     processors = [
         processors_of({"repetition_penalty": 1.3, "temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1}),
         processors_of({"repetition_penalty": 1.7, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.2}),
@@ -473,7 +458,7 @@ def test_token_table(data: st.DataObject) -> None:
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}], ids=str)
 def test_rows_without_probabilities(number: float, options: dict[str, Any]) -> None:
-    """-1 for them, everybody else as ever: in the same call, in one of the same kind, in another."""
+    """-1 for them, the others as ever: in the same call, in one of the same kind, in another."""
     calls = [Call(processors_of(options), make_logits("plain", 1, 3, 40, i), i) for i in range(3)]
     calls.append(Call([], make_logits("plain", 1, 2, 40, 3), None))
     expected = [call.expected()[0] for call in calls]
@@ -497,28 +482,6 @@ def test_greedy_takes_a_nan_as_torch_does() -> None:
 
 
 # StepNoise
-
-
-def test_noise_of_rows_in_any_order_and_any_company() -> None:
-    like = torch.empty(1, 50)
-
-    def noise() -> StepNoise:
-        return StepNoise(torch.Generator().manual_seed(0), 3)
-
-    whole = [noise().rows(0, [0, 1, 2], like, 0)]
-    full = noise()
-    whole = [full.rows(step, [0, 1, 2], like, step) for step in range(4)]
-    lagging = noise()
-    assert torch.equal(lagging.rows(0, [0, 1], like, 0), whole[0][:2])
-    assert torch.equal(lagging.rows(1, [0], like, 0), whole[1][:1])
-    assert torch.equal(lagging.rows(2, [0], like, 0), whole[2][:1])
-    assert torch.equal(lagging.rows(0, [2], like, 0), whole[0][2:])
-    assert torch.equal(lagging.rows(1, [2, 1], like, 1), whole[1][[2, 1]])
-    assert torch.equal(lagging.rows(2, [1], like, 2), whole[2][[1]])
-    assert torch.equal(lagging.rows(3, [0], like, 2), whole[3][[0]])
-    assert torch.equal(lagging.rows(2, [2], like, 2), whole[2][[2]])
-    for order in ([2, 0, 1], [1, 2, 0]):
-        assert torch.equal(noise().rows(0, order, like, 0), whole[0][order]), order
 
 
 # Whole models
@@ -591,20 +554,6 @@ def test_requests_of_many_kinds_at_once(dtype: torch.dtype, limits: dict[str, in
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_a_batch_whose_rows_end_at_different_steps() -> None:
-    stock = build("llama")
-    model = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
-    ids = random_ids(4, 5)
-    for seed in range(4):
-        for own in ({"temperature": 1.5}, {"top_p": 0.8, "num_return_sequences": 2}, {"repetition_penalty": 1.4}):
-            arguments = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": [EOS, *range(60, 80)], **own}
-            torch.manual_seed(seed)
-            expected, state = stock.generate(ids, **arguments), torch.get_rng_state()
-            torch.manual_seed(seed)
-            assert torch.equal(model.generate(ids, **arguments), expected)
-            assert torch.equal(torch.get_rng_state(), state)
-
-
 BAD = 5  # a token whose embedding is NaN
 
 
@@ -628,7 +577,7 @@ def test_only_the_request_with_nan_fails(own: dict[str, Any]) -> None:
     stock = build("llama")
     with torch.no_grad():
         stock.model.embed_tokens.weight[BAD] = float("nan")
-        stock.lm_head.weight[BAD] = -stock.lm_head.weight.abs().max()  # which nobody generates
+        stock.lm_head.weight[BAD] = -stock.lm_head.weight.abs().max()  # which is never generated
     model = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
     prompt = [token for token in random_ids(1, 12)[0].tolist() if token != BAD][:7]
     others = [own, {"temperature": 1.2}, {"do_sample": False}, own | {"temperature": 0.4}]

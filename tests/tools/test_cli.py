@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from hf_paged.tools.cli import TINY_PROMPTS, app, read_prompts
+from hf_paged.tools.cli import app, read_prompts
 
 
 def invoke(*args):
@@ -128,10 +128,6 @@ def test_an_unsupported_model_is_refused_with_its_reasons(tmp_path, prompt_file)
 
 
 # ----------------------------------------------------------------------------------------------------------- prompts
-
-
-def test_embedded_prompts_are_read():
-    assert len(read_prompts(TINY_PROMPTS)) > 8
 
 
 def test_text_file_has_a_prompt_a_line(prompt_file):

@@ -27,7 +27,7 @@ class TestSoak:
         pairs: list[tuple[int, int]] = soak.read_lengths(None, "azure", 0)
         return pairs
 
-    @pytest.mark.parametrize("mode", ["swap", "recompute"])
+    @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
     def test_nothing_is_lost_or_leaked(self, mode: str, lengths: list[tuple[int, int]]) -> None:
         report = soak.soak(250, lengths, preemption=mode, check_every=125, verify_every=2, seed=3)
         assert report["violations"] == []

@@ -434,23 +434,8 @@ def test_sampled_rows_go_on_with_the_same_noise_behind_a_near_tie(model):
     assert faults(report) == [(1, 3)] and len(report.divergences) == 1
 
 
-def test_a_real_sampled_divergence_of_bf16_is_certified():
-    model = build("llama", dtype=torch.bfloat16)
-    arguments = {"do_sample": True, "top_k": 12, "top_p": 0.8, "max_new_tokens": 24}
-    diverged = 0
-    for seed in range(40):
-        expected = generate(model, seed=seed, **arguments)
-        actual = generate(model, seed=seed, use_cache=False, **arguments)
-        report = compare(model, expected, actual, seed=seed, **arguments)
-        assert report, report
-        diverged += not report.identical
-        if diverged == 2:
-            break
-    assert diverged, "no seed diverges: the test shows nothing"
-
-
 def test_a_tie_for_the_last_place_of_top_k_is_certified(model):
-    """Of two tied tokens only one comes through: the other has no score at all."""
+    """Only one of two tied tokens comes through: the other has no score at all."""
     arguments = {"do_sample": True, "top_k": 1}
     other = twin(model, generate(model, **arguments), 0, 3)
     expected = generate(model, **arguments)
@@ -606,26 +591,20 @@ def test_hypotheses_that_end_early_are_scored_by_their_length(model):
 # ------------------------------------------------------------------------------------------------------------ the judge
 
 
-def test_the_judge_leaves_model_and_generator_as_they_were(model):
+def test_the_judge_leaves_model_and_generator_as_they_were():
+    """And training mode, with dropout in it, does not reach the judge."""
+    model = build("gpt2")
     expected = generate(model, seed=5, **SAMPLING)
     actual = expected.clone()
     actual[0, -1] = another_token(expected, 0, STEPS - 1)
     model.train()
-    model.model.layers[0].eval()
+    model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    compare(model, expected, actual, seed=5, **SAMPLING)
+    assert faults(compare(model, expected, actual, seed=5, **SAMPLING)) == [(0, STEPS - 1)]
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_dropout_does_not_reach_the_judge():
-    model = build("gpt2")
-    expected = generate(model)
-    actual = derail(model, expected, 0, 5, another_token(expected, 0, 5))
-    model.train()
-    assert faults(compare(model, expected, actual)) == [(0, 5)]
 
 
 def test_a_patched_model_judges_as_the_stock_one(model):

@@ -148,22 +148,6 @@ class StepNoise:
         self._num_steps = 0
         self._latest: tuple[int, Tensor] | None = None
 
-    def draw(self, step: int, rows: list[int], probs: Tensor, oldest_step: int) -> Tensor:
-        """`[len(rows)]` tokens drawn from `probs`.
-
-        Args:
-            step: Step of the call that these rows are at.
-            rows: Rows of the batch.
-            probs: `[len(rows), vocab_size]`.
-            oldest_step: No row will ask for an earlier step any more.
-
-        Raises:
-            RuntimeError: As `torch.multinomial`, for probabilities that are none.
-        """
-        if not bool((probs.max() < float("inf")) & (probs.min() >= 0)):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        return (probs / self.rows(step, rows, probs, oldest_step)).argmax(dim=-1)
-
     def rows(self, step: int, rows: list[int], like: Tensor, oldest_step: int) -> Tensor:
         """`[len(rows), vocab_size]`, the noise of these rows at a step of the call.
 

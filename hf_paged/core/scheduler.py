@@ -221,6 +221,8 @@ class Scheduler:
             parent.is_wanted,
             parent.position_offset,
             parent.extra_key,
+            parent.given_end,
+            parent.is_stale,
         )
         group.sequences.append(child)
         if group is not parent.group:
@@ -250,6 +252,7 @@ class Scheduler:
         if sequence.token_ids is not None:
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
+        sequence.given_end = min(sequence.given_end, num_tokens)
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
             if num_tokens < self._manager.num_tokens(sequence.seq_id):

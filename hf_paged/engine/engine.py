@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,8 +254,9 @@ class Engine:
             `PagedCache`), `status` ("waiting", "running", "swapped"), `is_idle`, `priority`, and its `sequences` with
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
             found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
-            `num_tokens`, whose id is still on its way), `tail` (the last token ids, [] if unknown) and
-            `block_table` (indices of CPU blocks while swapped). `waiting`, `running` and `swapped`: ids of groups.
+            `num_tokens`, whose id is still on its way), `tail` (the last token ids, -1 of a token
+            given as an embedding or at a position of its own, [] if unknown) and `block_table` (indices of CPU blocks
+            while swapped). `waiting`, `running` and `swapped`: ids of groups.
 
             `events`, oldest first, of the last 2,048: each has an `id` (rising by one), `time` (of `time.time()`),
             `step` (number of the step it belongs to), `kind`, and where it applies `group`, `sequence`, `request_id`:
@@ -560,8 +561,8 @@ class Engine:
                 item.cancel()
             raise
 
-    def _batch_key(self, marker: Hashable = None) -> Hashable:
-        return autocast_state(self._runner.placement[1]), marker
+    def _batch_key(self) -> Hashable:
+        return autocast_state(self._runner.placement[1])
 
     # Forwards
 
@@ -705,12 +706,10 @@ class Engine:
         if width == 0:
             cache.set_padding(padding)
         flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
-        becoming_opaque = flat.becoming_opaque()
         item: ForwardItem | None = None
         try:
             with self._worker.leading():
-                with self._resident(becoming_opaque) if becoming_opaque else nullcontext():
-                    item = self._enqueue(cache, flat, width)
+                item = self._enqueue(cache, flat, width)
                 logits = item.wait()
         except BaseException:
             if item is not None:
@@ -727,16 +726,17 @@ class Engine:
                 caller = cache.caller
                 salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
                 # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-                flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
+                state = None if cache.owned_by_call and width > 0 else self._model_state
+                device = self._pool.kv_device
+                let_caller_first(device)
+                with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
+                    flat.extend_sequences(state, salt)
                 longest = max(sequence.num_tokens for sequence in flat.sequences)
                 self.check_fits(longest, longest, 0)
-                # Embeddings and ids don't mix in one forward of the model.
-                batch_key = self._batch_key(None if flat.call.input_ids is not None else flat.sequences[0].seq_id)
+                batch_key = self._batch_key()
                 for sequence in flat.sequences:
                     sequence.group.batch_key = batch_key
-                inputs = None if all(s.is_reproducible for s in flat.sequences) else flat.lay_out_tokens()
-                let_caller_first(self._pool.kv_device)
-                item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), inputs, caller)
+                item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), caller)
             return item
         except BaseException:
             if item is not None:
@@ -1006,13 +1006,11 @@ class _Mark:
 
     sequence: Sequence
     num_tokens: int
-    position_offset: int | None
 
     @classmethod
     def of(cls, sequence: Sequence) -> _Mark:
-        return cls(sequence, sequence.num_tokens, sequence.position_offset)
+        return cls(sequence, sequence.num_tokens)
 
     def restore(self, engine: Engine) -> None:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
         engine.crop_sequence(self.sequence, min(self.num_tokens, self.sequence.num_tokens))
-        self.sequence.position_offset = self.position_offset

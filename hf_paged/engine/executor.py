@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_paged.core.block_manager import Offer
 from hf_paged.core.scheduler import ScheduledChunk, SchedulerOutput
+from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
@@ -30,9 +31,6 @@ class LogitsSink(Protocol):
 
         `None`: of the last token, if the chunk reaches it.
         """
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        """The tokens as tensors, where the sequence itself doesn't know them; else `None`."""
 
     def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
         """Receives what it wanted: for each row, rows of `logits` `[R, vocab_size]` from one of `starts` on.
@@ -145,7 +143,7 @@ class StepExecutor:
             with on_steps_stream(device), _autocast(step.chunks[0].sequence.group.batch_key):
                 kv_cache = pool.execute_copies(step)
                 timer = DeviceTimer(device)
-                inputs, logit_rows, targets = self._lay_out(step, device)
+                inputs, logit_rows, targets = self._lay_out(step)
                 # A model that can choose rows still computes at least one.
                 asked = np.asarray(logit_rows or [0], dtype=np.int64)
                 logits = self._runner.run(step, pool.manager, kv_cache, inputs, asked)
@@ -202,49 +200,41 @@ class StepExecutor:
             offers = self._in_flight.popleft().offers
             self._pool.scheduler.settle(offers, [False] * len(offers))
 
-    def _lay_out(
-        self, step: SchedulerOutput, device: torch.device
-    ) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
+    def _lay_out(self, step: SchedulerOutput) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
         """The flat batch, the rows of it whose logits are wanted, and who wants how many of them for which row."""
         ids: list[int] = []
         positions: list[int] = []
         places: dict[int, int] = {}  # of the ids that only the device knows, where in the last step's tokens they are
-        given: list[TokenInputs] = []
+        embedded: list[tuple[int, GivenToken]] = []
         logit_rows: list[int] = []
         targets: list[tuple[LogitsSink, int, int]] = []
         flat_start = 0
         last = self._in_flight[-1] if self._in_flight else None
 
-        def known() -> TokenInputs:
-            made = TokenInputs(torch.tensor(ids, device="cpu"), None, torch.tensor(positions, device="cpu"))
-            if places:
-                assert last is not None and isinstance(last.chosen, ChosenTokens)
-                sources = np.full(len(ids), -1)
-                sources[list(places)] = list(places.values())
-                made.chosen = last.chosen.tokens, sources
-            ids.clear()
-            positions.clear()
-            places.clear()
-            return made
-
         # One pass of plain Python over the chunks: ids and positions of most live on the host.
         for sequence, start, num_tokens in step.chunks:
             sink, row = self.sinks[sequence.seq_id]
-            if sequence.token_ids is not None and sequence.position_offset is not None:
+            assert sequence.token_ids is not None
+            end = start + num_tokens
+            if start < sequence.given_end:
+                for index, token in enumerate(sequence.token_ids[start:end], start):
+                    if not isinstance(token, GivenToken):
+                        ids.append(token)
+                        positions.append(sequence.position_offset + index)
+                        continue
+                    if token.embeddings is not None:
+                        embedded.append((len(ids), token))
+                    ids.append(token.token_id)
+                    positions.append(token.position)
+            else:
                 first = sequence.position_offset + start
                 positions += range(first, first + num_tokens)
-                if start + num_tokens <= len(sequence.token_ids):
-                    ids += sequence.token_ids[start : start + num_tokens]
+                if end <= len(sequence.token_ids):
+                    ids += sequence.token_ids[start:end]
                 else:
                     assert num_tokens == 1 and last is not None
                     places[len(ids)] = last.places[sequence.seq_id]
                     ids.append(0)
-            else:
-                tensors = sink.tokens(row, start, num_tokens)
-                assert tensors is not None, "tokens that neither the sequence nor its caller knows"
-                if ids:
-                    given.append(known().to(device))
-                given.append(tensors)
             wanted = sink.wants(row, start, num_tokens)
             if wanted is not None:
                 logit_rows += (flat_start + wanted).tolist()
@@ -254,9 +244,15 @@ class StepExecutor:
                 logit_rows.append(flat_start + num_tokens - 1)
                 targets.append((sink, row, 1))
             flat_start += num_tokens
-        if ids:
-            given.append(known().to(device) if given else known())
-        return (given[0] if len(given) == 1 else TokenInputs.cat(given)), logit_rows, targets
+        inputs = TokenInputs(torch.tensor(ids, device="cpu"), torch.tensor(positions, device="cpu"))
+        if places:
+            assert last is not None and isinstance(last.chosen, ChosenTokens)
+            sources = np.full(len(ids), -1)
+            sources[list(places)] = list(places.values())
+            inputs.chosen = last.chosen.tokens, sources
+        if embedded:
+            inputs.embedded = _embeddings(embedded)
+        return inputs, logit_rows, targets
 
     def _deliver(
         self, step: SchedulerOutput, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]
@@ -334,6 +330,19 @@ class StepExecutor:
         )
 
 
+def _embeddings(embedded: list[tuple[int, GivenToken]]) -> tuple[np.ndarray, Tensor]:
+    """`[M]` places in the batch, and `[M, hidden_size]` what was given there; in slices, as it was given."""
+    parts: list[Tensor] = []
+    first, count = embedded[0][1], 0
+    for _, token in embedded:
+        if token.embeddings is not first.embeddings or token.index != first.index + count:
+            parts.append(first.embeddings[first.index : first.index + count])
+            first, count = token, 0
+        count += 1
+    parts.append(first.embeddings[first.index : first.index + count])
+    return np.array([place for place, _ in embedded]), torch.cat(parts)
+
+
 def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
     try:
         return kv_cache.block_sums([offer.block_id for offer in offers])
@@ -343,7 +352,7 @@ def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
 
 def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
     """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
-    device_type, enabled, dtype = batch_key[0]
+    device_type, enabled, dtype = batch_key
     if not enabled and not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, dtype=dtype, enabled=enabled)

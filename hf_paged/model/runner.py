@@ -80,47 +80,39 @@ def is_stochastic(model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class TokenInputs:
-    """Tokens of a flat batch, side by side.
+    """Tokens of a packed batch, side by side.
 
     Attributes:
-        input_ids: `[N]` int64, or `None` when the prompt came as embeddings.
-        inputs_embeds: `[N, hidden_size]`, or `None`.
+        input_ids: `[N]` int64; any number for a token that was given as an embedding.
         position_ids: `[N]` int64.
         chosen: Of ids that only the device knows: `[M]` tokens there, and for each of the N its place in them, or -1
             (`input_ids` knows it).
+        embedded: Of tokens given as embeddings: `[E]` their places among the N, and `[E, hidden_size]` what was given.
+        inputs_embeds: `[N, hidden_size]`, once some were given so: the ids' embeddings, too.
     """
 
-    input_ids: Tensor | None
-    inputs_embeds: Tensor | None
+    input_ids: Tensor
     position_ids: Tensor
     chosen: tuple[Tensor, np.ndarray] | None = None
+    embedded: tuple[np.ndarray, Tensor] | None = None
+    inputs_embeds: Tensor | None = None
 
-    @classmethod
-    def cat(cls, parts: list[TokenInputs]) -> TokenInputs:
-        """One after another; all are ids, or all embeddings. Ids that only the device knows are filled in (`to`)."""
-        assert all(part.chosen is None for part in parts)
-        ids = [part.input_ids for part in parts if part.input_ids is not None]
-        embeds = [part.inputs_embeds for part in parts if part.inputs_embeds is not None]
-        positions = torch.cat([part.position_ids for part in parts])
-        return cls(torch.cat(ids) if ids else None, torch.cat(embeds) if embeds else None, positions)
+    def to(self, device: torch.device, embed: Callable[[Tensor], Tensor]) -> TokenInputs:
+        """The same on a device, where all ids are known, and their embeddings if any are given.
 
-    def to(self, device: torch.device) -> TokenInputs:
-        """The same on a device, where all ids are known."""
-        ids = None if self.input_ids is None else to_device(self.input_ids, device)
+        Args:
+            device: Where the model is.
+            embed: Its embedding of ids.
+        """
+        ids = to_device(self.input_ids, device)
         if self.chosen is not None:
-            assert ids is not None
             ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))
-        embeds = None if self.inputs_embeds is None else to_device(self.inputs_embeds, device)
-        return TokenInputs(ids, embeds, to_device(self.position_ids, device))
-
-    def part(self, start: int, length: int) -> TokenInputs:
-        """`length` tokens from `start` on."""
-        stop = start + length
-        return TokenInputs(
-            None if self.input_ids is None else self.input_ids[start:stop],
-            None if self.inputs_embeds is None else self.inputs_embeds[start:stop],
-            self.position_ids[start:stop],
-        )
+        embeds = None
+        if self.embedded is not None:
+            places, given = self.embedded
+            embeds = embed(ids)
+            embeds = embeds.index_copy(0, to_device(places, device), given.to(device, embeds.dtype))
+        return TokenInputs(ids, to_device(self.position_ids, device), inputs_embeds=embeds)
 
 
 class ModelRunner:
@@ -253,7 +245,7 @@ class ModelRunner:
             logits = self._replay(step, manager, kv_cache, tokens)
             if logits is not None:
                 return logits
-        tokens = tokens.to(device)
+        tokens = tokens.to(device, self._embed)
         metadata = AttentionMetadata.build(
             block_tables=[manager.block_table(chunk.sequence.seq_id) for chunk in step.chunks],
             query_lens=[chunk.num_tokens for chunk in step.chunks],
@@ -266,6 +258,11 @@ class ModelRunner:
             return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        embedding: nn.Module = self.model.get_input_embeddings()
+        states: Tensor = embedding(ids)
+        return states
 
     def _run_padded(
         self,
@@ -320,10 +317,9 @@ class ModelRunner:
         device = layout.attention_mask.device
         index = to_device(np.maximum(layout.token_index, 0), device)
         inputs: dict[str, Any] = {}
-        if tokens.input_ids is not None:
+        if tokens.inputs_embeds is None:
             inputs["input_ids"] = tokens.input_ids[index]
         else:
-            assert tokens.inputs_embeds is not None
             inputs["inputs_embeds"] = tokens.inputs_embeds[index]
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids[index]
@@ -358,10 +354,9 @@ class ModelRunner:
     ) -> Tensor:
         """The model's forward; logits of `rows` of the flat batch, or of all."""
         inputs: dict[str, Any] = {}
-        if tokens.input_ids is not None:
+        if tokens.inputs_embeds is None:
             inputs["input_ids"] = tokens.input_ids[None]
         else:
-            assert tokens.inputs_embeds is not None
             inputs["inputs_embeds"] = tokens.inputs_embeds[None]
         if self._supports_logits_to_keep and rows is not None:
             inputs["logits_to_keep"] = rows
@@ -403,7 +398,7 @@ class ModelRunner:
             kv_cache: As in `run`.
             tokens: As in `run`.
         """
-        if self._config.cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
+        if self._config.cuda_graphs is False or tokens.embedded is not None:
             return None
         if tokens.input_ids.shape[0] != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
@@ -473,7 +468,7 @@ class ModelRunner:
             device,
         )
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
-        tokens = TokenInputs(to_device(positions % self._vocab_size, device), None, to_device(positions, device))
+        tokens = TokenInputs(to_device(positions % self._vocab_size, device), to_device(positions, device))
         rows = to_device(np.cumsum(query_lens) - 1, device)
         self._run_model(tokens, metadata, kv_cache, rows, self._may_infer())
 
@@ -486,7 +481,7 @@ class ModelRunner:
         def forward(ids: Tensor, positions: Tensor, metadata: DecodeMetadata) -> Tensor:
             own, kv_cache = runner(), pool()
             assert own is not None and kv_cache is not None
-            tokens = TokenInputs(ids, None, positions)
+            tokens = TokenInputs(ids, positions)
             return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
 
         max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)

@@ -525,6 +525,13 @@ EVICTORS: dict[str, dict[str, Any]] = {
 }
 
 
+# Read by hidden states, its tokens are not known.
+UNKNOWN: dict[str, Any] = {"input_ids": random_ids(1, 14)} | {
+    "output_hidden_states": True,
+    "return_dict_in_generate": True,
+}
+
+
 def turn_of(pair: Pair, caches: dict[int, Cache], ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """One turn of a conversation over both caches; returns the tokens so far."""
     return pair.both(
@@ -594,12 +601,12 @@ def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> No
 
 @pytest.mark.core
 def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
-    """Would break: evicting a cache that was filled from embeddings, which could not be computed again."""
+    """Would break: evicting a cache that a forward of its own filled, which could not be computed again."""
     pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
     with both_caches(pair) as caches:
         pair.both(
             lambda model: model.generate(
-                **EVICTORS["embeds"], past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
+                **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
             )
         )
         with pytest.raises(hf_paged.OutOfBlocksError, match="of 15 are free"):
@@ -617,7 +624,7 @@ def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preempti
     with both_caches(pair) as caches:
         pair.both(
             lambda model: model.generate(
-                **EVICTORS["embeds"], past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
+                **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
             )
         )
         pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=8))

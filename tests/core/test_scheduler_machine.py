@@ -830,7 +830,7 @@ class World:
         return thinking[pick % len(thinking)]
 
     def _extend(self, row: Row, tokens: list[int], is_opaque: bool = False) -> None:
-        """New tokens of a sequence that somebody waits for; opaque ones without ids, or at positions of their own."""
+        """New tokens of a sequence that is waited for; opaque ones without ids, or behind keys of other weights."""
         sequence = row.sequence
         if is_opaque:
             self.next_unknown += 100
@@ -838,7 +838,7 @@ class World:
             if self.next_unknown % 200:
                 sequence.token_ids = None
             else:
-                sequence.position_offset = None
+                sequence.is_stale = True
         if sequence.token_ids is not None:
             sequence.token_ids += tokens
         for token in tokens:

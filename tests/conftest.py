@@ -7,12 +7,15 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,6 +44,7 @@ torch.set_num_threads(1)
 
 Make = Callable[[Any], dict[str, Any]]
 
+ROOT = Path(__file__).parents[1]
 PATIENCE = 20.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
 
 
@@ -69,6 +73,17 @@ def join(*threads: threading.Thread, seconds: float = PATIENCE) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         assert not thread.is_alive(), f"{thread.name} hangs"
+
+
+def run_compiled(*command: Any, python_path: Path = ROOT, seconds: float = 110) -> str:
+    """What a Python program prints, in a process in which Triton compiles: in this one it interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(python_path)
+    result = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=seconds
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.fixture

@@ -119,11 +119,9 @@ def _same_rotary(
     whole, part = ((random(1, 5, width), random(1, 5, width)) for width in (16, 8))
 
     def is_same(rotary: _Rotary, cos: Tensor, sin: Tensor) -> bool:
-        own = attempt(names[NAME], q, k, cos, sin)
-        if not (isinstance(own, tuple) and len(own) == 2 and all(isinstance(one, Tensor) for one in own)):
-            return False
-        found = rotary(q, k, cos, sin)
-        return all(agrees(*pair, _TOLERANCE[dtype]) for pair in zip(found, own, strict=True))
+        found, own = rotary(q, k, cos, sin), attempt(names[NAME], q, k, cos, sin)
+        is_pair = isinstance(own, tuple) and len(own) == 2 and all(isinstance(one, Tensor) for one in own)
+        return is_pair and all(agrees(*pair, _TOLERANCE[dtype]) for pair in zip(found, own, strict=True))
 
     for interleaved, rounds in ROTARIES:
         rotary = _Rotary(names, kernels, interleaved, rounds, takes_part=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT, run_compiled
 
 from hf_paged.attention.backends.triton import TritonBackend
 from hf_paged.kernels.triton_layers import TritonLayers
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))  # they import each other
 compiling, census, keys, soaking = (
     importlib.import_module(name) for name in ("compile_kernels", "kernel_census", "kernel_keys", "kernel_soak")
@@ -91,19 +89,10 @@ def test_faults() -> None:
 
 
 def test_a_compiled_part(tmp_path: Path) -> None:
-    """In a process of its own: in this one Triton interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = ("--target", "sm_80", "--only", "copy_blocks", "gate", "--jobs", "1", "--out", tmp_path)
-    result = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/compile_kernels.py", *options],
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    said = run_compiled(ROOT / "benchmarks/compile_kernels.py", *options)
     num_gates = sum(key.name == "gate" for key in census.read())
-    assert f"{num_gates + 1} kernels compiled, 0 faults" in result.stdout
+    assert f"{num_gates + 1} kernels compiled, 0 faults" in said
     (table,) = tmp_path.iterdir()
     assert "| copy_blocks | 1: " in table.read_text()
 

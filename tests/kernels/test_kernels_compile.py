@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT, run_compiled
 
-ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What some specialisations take. In a process of its own: in this one Triton interprets."""
+    """What some specialisations take."""
     out = tmp_path_factory.mktemp("kernels")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        ROOT / "benchmarks/kernel_resources.py",
-        "--out",
-        out,
-        "--jobs",
-        "1",
-        "--target",
-        *TARGETS,
-    ]
+    options = ("--out", out, "--jobs", "1", "--target", *TARGETS)
     only = (
         "decode bf16 bf16 d128 b16 g4 m16 window+",
         "prefill bf16 e4m3 d128 b16 g1",
@@ -37,14 +23,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "layers bf16 bf16 d128",
         "copy",
     )
-    result = subprocess.run(
-        [*command, "--only", *only],
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
+    run_compiled(ROOT / "benchmarks/kernel_resources.py", *options, "--only", *only, seconds=240)
     report = json.loads((out / "kernel_resources.json").read_text())
     return [dict(zip(report["columns"], row)) for row in report["kernels"]]
 
@@ -62,13 +41,8 @@ for order in itertools.permutations(range(3)):
         os._exit(0)
     os.wait()
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(
-        command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110
-    )
-    assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 6 and len(set(result.stdout.splitlines())) == 1
+    said = run_compiled("-c", program).splitlines()
+    assert len(said) == 6 and len(set(said)) == 1
 
 
 def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> None:

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT, run_compiled
 
-ROOT = Path(__file__).parents[2]
 OVER_THE_POOL = ("_decode_kernel", "_prefill_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel")
 
 
 def offsets(root: Path = ROOT, *arguments: str) -> dict[str, Any]:
-    """What the program finds. In a process of its own: in this one Triton interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, ROOT / "tests/kernel_offsets.py", *arguments],
-        env=environment | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    """What the program finds."""
+    found: dict[str, Any] = json.loads(run_compiled(ROOT / "tests/kernel_offsets.py", *arguments, python_path=root))
+    return found
 
 
 def test_no_address_overflows() -> None:

@@ -59,7 +59,7 @@ class AttentionMetadata:
         self.block_size = block_size
         self.null_block = null_block
         self.max_query_len = int(query_lens.max())
-        if self.max_query_len == 1:  # the usual step
+        if self.max_query_len == 1 and query_lens.all():  # the usual step
             self.num_decodes = len(query_lens)
             row_of_token, positions = np.arange(len(query_lens)), seq_lens - 1
         else:

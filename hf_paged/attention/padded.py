@@ -27,20 +27,28 @@ class PaddedLayout:
         attention_mask: `[B, W]` int64, 0 at padding.
     """
 
-    def __init__(self, metadata: AttentionMetadata, first_tokens: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        first_tokens: np.ndarray,
+        device: torch.device,
+        shape: tuple[int, int] | None = None,
+    ) -> None:
         """Lays out the sequences of some metadata as rows.
 
         Args:
             metadata: Of these sequences only.
             first_tokens: `[B]` int64, where each one's new tokens begin in the step's packed batch.
             device: Where the model runs.
+            shape: `W` and `Q`; `None`: as narrow as the rows let them be.
         """
         query_lens, seq_lens, size = metadata.host_query_lens, metadata.host_seq_lens, metadata.block_size
-        self.width, self.query_width = int(seq_lens.max()), int(query_lens.max())
+        self.width, self.query_width = (int(seq_lens.max()), int(query_lens.max())) if shape is None else shape
         columns = np.arange(self.width)
         index = columns - (self.width - seq_lens)[:, None]  # of a column's token in its sequence
         is_real = index >= 0
-        blocks = np.take_along_axis(metadata.host_tables, np.maximum(index, 0) // size, axis=1)
+        # A row of padding alone may have no block.
+        blocks = np.take_along_axis(metadata.host_tables, np.where(is_real, index, 0) // size, axis=1)
         self.slots = np.where(is_real, blocks * size + index % size, metadata.null_block * size)
         self.attention_mask = to_device(is_real.astype(np.int64), device)
         column = np.arange(self.query_width) - (self.query_width - query_lens)[:, None]

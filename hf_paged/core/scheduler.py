@@ -270,6 +270,23 @@ class Scheduler:
         sequence.group.status = SequenceStatus.RUNNING
         self._file(sequence.group)
 
+    def book_computed(self, sequence: Sequence) -> list[Offer]:
+        """Books that all tokens of a sequence are computed, in slots appended outside of any step.
+
+        Returns:
+            What is to be checked, for `settle`.
+        """
+        start, end = sequence.num_computed_tokens, sequence.num_tokens
+        sequence.num_computed_tokens = end
+        sequence.group.status = SequenceStatus.RUNNING
+        self._file(sequence.group)
+        if end // self._manager.block_size == start // self._manager.block_size or not sequence.is_reproducible:
+            return []
+        assert sequence.token_ids is not None
+        offers = self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+        self._offered.update(offer.block_hash for offer in offers)
+        return offers
+
     def wake(self, group: SequenceGroup) -> None:
         """Queues a group whose sequences have got pending tokens."""
         if group.status is SequenceStatus.RUNNING:

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
+from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, UnsupportedCallError
@@ -43,7 +44,7 @@ from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
-from hf_paged.model.flat_forward import FlatForward, flat_padding
+from hf_paged.model.flat_forward import FlatForward, plain_padding, sees_padding
 from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.model_state import ModelState
@@ -431,30 +432,38 @@ class Engine:
         if caller is not None and caller.is_cancelled:
             raise CallCancelledError  # the model was unpatched, whose forward comes here now
         with self._resident(sequences), self.transaction():
-            self._pool.log.step = self._executor.num_steps + 1
-            manager, scheduler = self.manager, self.scheduler
-            held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
-            requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
-            groups = [sequence.group for sequence in sequences]
-            self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
-            try:
-                copies = manager.append(requests)
-            except OutOfBlocksError as error:
-                blocks = {block for sequence in sequences for block in manager.block_table(sequence.seq_id)}
-                if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
-                    error.needed += len(blocks)
-                raise self._pool.out_of_blocks(error) from None
-            new_blocks = [
-                block
-                for sequence, count in zip(sequences, held, strict=True)
-                for block in manager.block_table(sequence.seq_id)[count:]
-            ]
-            self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
+            self._append(sequences, [num_tokens] * len(sequences))
             for sequence in sequences:
                 sequence.token_ids = None
-                scheduler.extend_computed(sequence, num_tokens)
+                self.scheduler.extend_computed(sequence, num_tokens)
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
+
+    def _append(self, sequences: list[Sequence], new: list[int]) -> None:
+        """Gives sequences, which are in the pool, slots for so many tokens more each. The pool's lock is held.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them.
+        """
+        self._pool.log.step = self._executor.num_steps + 1
+        manager, scheduler = self.manager, self.scheduler
+        held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
+        requests = [(sequence.seq_id, count) for sequence, count in zip(sequences, new, strict=True) if count]
+        groups = [sequence.group for sequence in sequences]
+        self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
+        try:
+            copies = manager.append(requests)
+        except OutOfBlocksError as error:
+            blocks = {block for sequence in sequences for block in manager.block_table(sequence.seq_id)}
+            if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
+                error.needed += len(blocks)
+            raise self._pool.out_of_blocks(error) from None
+        new_blocks = [
+            block
+            for sequence, count in zip(sequences, held, strict=True)
+            for block in manager.block_table(sequence.seq_id)[count:]
+        ]
+        self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
 
     @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
@@ -609,11 +618,14 @@ class Engine:
             width = cache.get_seq_length()
             live = [sequence for sequence in cache.sequences if sequence is not None]
             before = [_Mark.of(sequence) for sequence in live]
-            padding = flat_padding(cache, call, active, self._runner.takes_positions) if self.is_batched() else None
+            takes_positions = self._runner.takes_positions
+            padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
             self.hold(live, is_idle=False)
         try:
             if padding is None:
                 output = self._forward_gathered(cache, call, active if is_partial else None)
+            elif self._model_state.needs_rows or sees_padding(call, padding, width):
+                output = self._forward_called(cache, call, active, padding)
             else:
                 output = self._forward_flat(cache, call, active, padding)
         except BaseException:
@@ -635,12 +647,16 @@ class Engine:
 
     def is_batched(self) -> bool:
         """Whether forwards of the model as it is now can share steps with others."""
+        return self._is_own() and not self._model_state.needs_rows
+
+    def _is_own(self) -> bool:
+        """Whether the model computes as it was found to, row by row."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
         model = self._runner.model
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
         is_own = config.num_hidden_layers == self.traits.num_layers and not (model.training and is_stochastic(model))
-        return self.traits.is_batched and is_own and not self._model_state.needs_rows
+        return self.traits.is_batched and is_own
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""
@@ -667,17 +683,49 @@ class Engine:
             )
         return True
 
+    def _forward_called(
+        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
+    ) -> ModelOutput:
+        """A forward by itself in the caller's shape, whose padding is seen; what is stored is that of any forward."""
+        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
+        width = cache.get_seq_length()
+        cache.set_padding(padding, active)
+        flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
+        device = self._pool.kv_device
+        with self._resident(sequences, has_forward=True), among_steps(device):
+            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
+            with self.transaction():
+                self._extend(cache, flat, width)
+                new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
+                self._append(sequences, new)
+                kv_cache = self.kv_cache
+                metadata = AttentionMetadata.build(
+                    [self.manager.block_table(sequence.seq_id) for sequence in sequences],
+                    new,
+                    [sequence.num_tokens for sequence in sequences],
+                    self.config.block_size,
+                    kv_cache.null_block,
+                    device,
+                )
+            shape = width + flat.length, flat.length
+            output: ModelOutput = self._runner.run_called(metadata, kv_cache, shape, call.arguments())
+            with self.transaction():
+                offers = [offer for sequence in sequences for offer in self.scheduler.book_computed(sequence)]
+                sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
+                self.scheduler.settle(offers, sums.isfinite().tolist())
+                self._book_forward(sequences, lengths, started)
+        cache.advance(flat.length)
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
+        return output
+
+    def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
+        """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
+        chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths, strict=True)]
+        self._executor.count_step(chunks)
+        self._executor.note_step(self._executor.num_steps, chunks, time.perf_counter() - started)
+
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""
-        others = {name: value for name, value in call.others.items() if name != "return_dict"}
-        arguments = {
-            "input_ids": call.input_ids,
-            "inputs_embeds": call.inputs_embeds,
-            "attention_mask": call.attention_mask,
-            "position_ids": call.position_ids,
-        }
-        if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
-            arguments["logits_to_keep"] = call.logits_to_keep
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
         with self._resident(sequences, has_forward=True), among_steps(self._pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
@@ -686,14 +734,11 @@ class Engine:
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
-                **{name: value for name, value in arguments.items() if value is not None},
-                **others,
+                **call.arguments(),
             )
             cache.select_active(None)
             with self.transaction():
-                chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
-                self._executor.count_step(chunks)
-                self._executor.note_step(self._executor.num_steps, chunks, time.perf_counter() - started)
+                self._book_forward(sequences, lengths, started)
         hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 
@@ -703,8 +748,7 @@ class Engine:
         """The call's real tokens, in the next steps' flat batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
-        if width == 0:
-            cache.set_padding(padding)
+        cache.set_padding(padding, active)
         flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
         item: ForwardItem | None = None
         try:
@@ -724,24 +768,27 @@ class Engine:
         try:
             with self.transaction():
                 caller = cache.caller
-                salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
-                # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-                state = None if cache.owned_by_call and width > 0 else self._model_state
-                device = self._pool.kv_device
-                let_caller_first(device)
-                with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
-                    flat.extend_sequences(state, salt)
+                self._extend(cache, flat, width)
                 longest = max(sequence.num_tokens for sequence in flat.sequences)
                 self.check_fits(longest, longest, 0)
-                batch_key = self._batch_key()
-                for sequence in flat.sequences:
-                    sequence.group.batch_key = batch_key
                 item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), caller)
             return item
         except BaseException:
             if item is not None:
                 item.cancel()  # Ctrl-C, held back until the end of the transaction
             raise
+
+    def _extend(self, cache: PagedCache, flat: FlatForward, width: int) -> None:
+        """Adds a call's tokens to its sequences. The pool's lock is held."""
+        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+        device = self._pool.kv_device
+        let_caller_first(device)
+        with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
+            # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+            flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
+        batch_key = self._batch_key()
+        for sequence in flat.sequences:
+            sequence.group.batch_key = batch_key
 
     # Calls
 

@@ -15,8 +15,8 @@ from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.model_state import ModelState
 
 
-def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_positions: bool) -> list[int] | None:
-    """Left padding of each row, if the real tokens alone give the caller what it asked for; else `None`.
+def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_positions: bool) -> list[int] | None:
+    """Left padding of each row, if its real tokens alone say what is to be stored; else `None`.
 
     Args:
         cache: The call's cache.
@@ -24,7 +24,7 @@ def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_
         active: Rows of the cache that the call is about.
         takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
-    if cache.is_opaque or call.others:
+    if cache.is_opaque:
         return None
     length = call.tokens.shape[1]
     width = cache.get_seq_length()
@@ -37,20 +37,32 @@ def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_
     mask = call.on_host().attention_mask
     if mask is None:
         return padding
-    if mask.ndim != 2 or mask.shape != (len(active), width + length):
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (len(active), width + length):
         return None
     hidden = mask == 0
     given: list[int] = hidden.sum(dim=1).tolist()
     if not any(given):
         return padding if not any(padding) else None
     leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
-    if leading != given or (positions is None and takes_positions):
+    if leading != given or min(given) >= width + length or (positions is None and takes_positions):
         return None
-    if width > 0:
-        return given if given == padding else None
-    # The logits of padding exist in the caller's shape only: fine as long as it doesn't ask for them.
-    keep = call.logits_to_keep
-    return given if isinstance(keep, int) and 0 < keep <= length - max(given) else None
+    # Padding of a row that has no token yet may grow.
+    is_same = all(now == before or now >= before == width for now, before in zip(given, padding, strict=True))
+    return given if is_same else None
+
+
+def sees_padding(call: ForwardCall, padding: list[int], width: int) -> bool:
+    """Whether a call with such padding asks for more than logits of real tokens.
+
+    Args:
+        call: The call.
+        padding: Of each row.
+        width: Columns of the cache before the call.
+    """
+    if call.others:
+        return True
+    keep, num_columns = call.logits_to_keep, width + call.tokens.shape[1]
+    return max(padding) > width and not (isinstance(keep, int) and 0 < keep <= num_columns - max(padding))
 
 
 @dataclass(slots=True)

@@ -534,6 +534,21 @@ class ModelRunner:
         """Gives their memory back; they are recorded again when they are next needed."""
         self._graphs = self._compiled = None
 
+    def run_called(
+        self, metadata: AttentionMetadata, kv_cache: KVCache, shape: tuple[int, int], arguments: dict[str, Any]
+    ) -> Any:
+        """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
+
+        Args:
+            metadata: Of the rows; some may have no new tokens.
+            kv_cache: The pool.
+            shape: Columns in all, and new ones.
+            arguments: What the caller gave.
+        """
+        layout = PaddedLayout(metadata, metadata.host_start_loc[:-1], kv_cache.tensor.device, shape)
+        cache = PaddedCache(layout, kv_cache.backend.step(metadata), kv_cache.tensor, self._traits.num_layers)
+        return self.run_unpatched(past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""
         with self._layers():

@@ -525,11 +525,8 @@ EVICTORS: dict[str, dict[str, Any]] = {
 }
 
 
-# Read by hidden states, its tokens are not known.
-UNKNOWN: dict[str, Any] = {"input_ids": random_ids(1, 14)} | {
-    "output_hidden_states": True,
-    "return_dict_in_generate": True,
-}
+# With a hole in its mask: what the pool holds of it is no function of tokens and positions.
+UNKNOWN = {"input_ids": random_ids(1, 14), "attention_mask": torch.tensor([[1, 1, 0] + 11 * [1]])}
 
 
 def turn_of(pair: Pair, caches: dict[int, Cache], ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -597,6 +594,25 @@ def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> No
         with pytest.raises(hf_paged.OutOfBlocksError, match="of 15 are free"):
             pair.paged(ids[:, 11:], past_key_values=paged, output_hidden_states=True)
         turn_of(pair, caches, ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon_rotary"])
+def test_a_call_whose_padding_is_seen_is_stored_like_any_other(make_pair: MakePair, name: str) -> None:
+    """Would break: its padding takes slots, and its rows are neither found by others nor computed again."""
+    pair = make_pair(name, block_size=2, num_blocks=26, preemption="recompute")
+    details = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 3, "eos_token_id": None}
+    with both_caches(pair) as caches:
+        ids, mask = ragged_batch().values()
+        first, _ = pair.both(
+            lambda model: model.generate(ids, attention_mask=mask, past_key_values=caches[id(model)], **details)
+        )
+        assert pair.engine.stats().kv_tokens_stored == 11 + 7 + 2 + 3 * 2
+        pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=2))
+        assert pair.delta["prefix_cache_hit_tokens"] == 10 + 6
+        pair.both(lambda model: model.generate(random_ids(1, 44), max_new_tokens=3))
+        assert pair.delta["num_preemptions"] > 0
+        ids = torch.cat([first.sequences, random_ids(3, 2)], dim=1)
+        turn_of(pair, caches, ids, nn.functional.pad(mask, (0, 5), value=1))
 
 
 @pytest.mark.core

@@ -131,8 +131,8 @@ def test_a_picture_without_a_request(pair: Pair) -> None:
     settle(pair)
 
 
-@pytest.mark.parametrize(("given", "tail"), [({}, [-1] * 5), ({"output_hidden_states": True}, [])])
-def test_tokens_without_ids(pair: Pair, given: dict[str, bool], tail: list[int]) -> None:
+@pytest.mark.parametrize(("given", "tail"), [({}, [-1] * 5), ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, [])])
+def test_tokens_without_ids(pair: Pair, given: dict[str, torch.Tensor], tail: list[int]) -> None:
     """Would break: a picture of a cache filled with embeddings raises, or shows tokens that are not known."""
     cache = PagedCache(pair.paged)
     with torch.no_grad():

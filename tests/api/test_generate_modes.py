@@ -375,7 +375,8 @@ def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
     pair = make_pair(block_size=2, num_blocks=-(-(prompt + new + spare) // 2), use_async_batching=True)
     mode.run(pair)
     num_rows = len(batch.get("input_ids", [0])) * mode.arguments.get("num_beams", 1)
-    if num_rows > 1 and name not in ("no_time", "one_token"):
+    # Some rows end before others need their blocks, if those only skip the steps between.
+    if num_rows > 1 and name not in ("no_time", "one_token", "eos_list", "sample_eos_often"):
         waited = pair.delta["num_preemptions"] + pair.delta["num_admission_stalls"]
         assert waited > 0, "everything fitted: the test is too easy"
 

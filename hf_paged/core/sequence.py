@@ -79,7 +79,8 @@ class Sequence:
         extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
             cache salt: part of the block hash.
         given_end: Index behind its last `GivenToken`, or more.
-        is_stale: Some of its keys and values were computed with other weights or adapters than the rest.
+        is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, or rotary
+            frequencies that depended on the longest row of their step.
     """
 
     seq_id: int

@@ -624,7 +624,7 @@ class Engine:
         try:
             if padding is None:
                 output = self._forward_gathered(cache, call, active if is_partial else None)
-            elif self._model_state.needs_rows or sees_padding(call, padding, width):
+            elif not self.is_batched() or sees_padding(call, padding, width):
                 output = self._forward_called(cache, call, active, padding)
             else:
                 output = self._forward_flat(cache, call, active, padding)
@@ -647,16 +647,16 @@ class Engine:
 
     def is_batched(self) -> bool:
         """Whether forwards of the model as it is now can share steps with others."""
-        return self._is_own() and not self._model_state.needs_rows
+        return self.traits.is_batched and self._is_own() and not self._model_state.needs_rows
 
     def _is_own(self) -> bool:
-        """Whether the model computes as it was found to, row by row."""
+        """Whether what the model stores of a token follows from the row's tokens and positions, at least at first."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
         model = self._runner.model
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
         is_own = config.num_hidden_layers == self.traits.num_layers and not (model.training and is_stochastic(model))
-        return self.traits.is_batched and is_own
+        return is_own and (self.traits.is_batched or self.traits.regime_length is not None)
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""
@@ -710,6 +710,10 @@ class Engine:
             shape = width + flat.length, flat.length
             output: ModelOutput = self._runner.run_called(metadata, kv_cache, shape, call.arguments())
             with self.transaction():
+                limit = self.traits.regime_length
+                if limit is not None and flat.longest >= limit:  # from here on, frequencies are those of the moment
+                    for sequence in sequences:
+                        sequence.is_stale = True
                 offers = [offer for sequence in sequences for offer in self.scheduler.book_computed(sequence)]
                 sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
                 self.scheduler.settle(offers, sums.isfinite().tolist())

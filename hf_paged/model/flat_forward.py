@@ -105,6 +105,12 @@ class FlatForward:
         """Columns of the call."""
         return self.call.tokens.shape[1]
 
+    @property
+    def longest(self) -> int:
+        """One more than the largest position id of the call."""
+        positions = self.call.on_host().position_ids
+        return 1 + (self.width + self.length - 1 if positions is None else int(positions.max()))
+
     def extend_sequences(self, model_state: ModelState | None, salt: tuple[Hashable, ...] = ()) -> None:
         """Adds the call's tokens to its sequences. What was given as embeddings is copied: the caller may write to it.
 
@@ -158,4 +164,5 @@ class FlatForward:
         if ids is not None:
             return [GivenToken.at(positions[column], ids[column]) for column in columns]
         assert embeds is not None
-        return [GivenToken.embedded(positions[column], embeds[row], column) for column in columns]
+        states = embeds[row]
+        return [GivenToken.embedded(positions[column], states, column) for column in columns]

@@ -27,6 +27,7 @@ from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
+from hf_paged.model.model_state import is_batch_dependent
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 
@@ -44,6 +45,7 @@ class ModelTraits:
         runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the
             model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
+        regime_length: Where rows depend on each other: of sequences shorter than this, they don't.
         rows_independent: Whether a row's result never depends on the rows beside it.
         allows_inference_mode: Whether its forward keeps no tensor that it computes: in a later training step a tensor
             made in inference mode would be refused.
@@ -56,6 +58,7 @@ class ModelTraits:
     rows_independent: bool
     allows_inference_mode: bool = False
     runs_padded: bool = False
+    regime_length: int | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -76,6 +79,26 @@ def is_stochastic(model: nn.Module) -> bool:
     config: PreTrainedConfig = model.config  # type: ignore[assignment]
     rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "layerdrop", "dropout"))
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+@contextmanager
+def _kept_frequencies(model: nn.Module) -> Iterator[None]:
+    """Around tokens that are computed again: dynamic rotary embeddings remember the longest batch they have seen."""
+    kept = [
+        (
+            module,
+            module._buffers.copy(),
+            {name: value for name, value in vars(module).items() if name.endswith("cached")},
+        )
+        for module in model.modules()
+        if is_batch_dependent(getattr(module, "rope_type", None))
+    ]
+    try:
+        yield
+    finally:
+        for module, buffers, lengths in kept:
+            module._buffers.update(buffers)
+            vars(module).update(lengths)
 
 
 @dataclass(slots=True)
@@ -255,7 +278,8 @@ class ModelRunner:
             device=device,
         )
         if not self._traits.runs_flat:
-            return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
+            with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
+                return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
 

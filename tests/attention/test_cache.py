@@ -615,6 +615,22 @@ def test_a_call_whose_padding_is_seen_is_stored_like_any_other(make_pair: MakePa
         turn_of(pair, caches, ids, nn.functional.pad(mask, (0, 5), value=1))
 
 
+@pytest.mark.parametrize("name", ["llama_dynamic_rope", "gemma3_dynamic_rope"])
+def test_rows_that_depend_on_others_are_computed_again_below_the_original_length(
+    make_pair: MakePair, name: str
+) -> None:
+    """Would break: keys of one frequency computed again at another, or a short conversation that can't be preempted."""
+    pair = make_pair(name, block_size=2, num_blocks=16, preemption="recompute")
+    with both_caches(pair) as caches:
+        ids = turn_of(pair, caches, random_ids(1, 8))
+        pair.both(lambda model: model.generate(random_ids(1, 26, seed=1), max_new_tokens=2))
+        assert pair.delta["num_preemptions"] == 1
+        ids = turn_of(pair, caches, torch.cat([ids, random_ids(1, 8)], dim=1))
+        with pytest.raises(hf_paged.OutOfBlocksError, match="can't be computed again"):
+            pair.paged.generate(random_ids(1, 26, seed=1), max_new_tokens=2)
+        turn_of(pair, caches, torch.cat([ids, random_ids(1, 2)], dim=1))
+
+
 @pytest.mark.core
 def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
     """Would break: evicting a cache that a forward of its own filled, which could not be computed again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -75,9 +74,10 @@ class AttentionMetadata:
     @classmethod
     def build(
         cls,
-        block_tables: Sequence[Sequence[int]],
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
+        blocks: np.ndarray,
+        num_blocks: np.ndarray,
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
         block_size: int,
         null_block: int,
         device: torch.device,
@@ -85,21 +85,16 @@ class AttentionMetadata:
         """Metadata of a step.
 
         Args:
-            block_tables: Physical blocks of each sequence, enough for `seq_lens`.
-            query_lens: New tokens of each sequence in this step, at least 1.
-            seq_lens: Tokens of each sequence including the new ones.
+            blocks: Physical blocks of all sequences, one sequence after another.
+            num_blocks: `[S]`, how many of them each sequence has, enough for `seq_lens`.
+            query_lens: `[S]` int64, new tokens of each sequence in this step, at least 1.
+            seq_lens: `[S]` int64, tokens of each sequence including the new ones.
             block_size: Tokens in a block.
             null_block: Block index used as padding.
             device: Where the model runs.
         """
-        q_lens = np.asarray(query_lens, dtype=np.int64)
-        kv_lens = np.asarray(seq_lens, dtype=np.int64)
-        num_blocks = -(-kv_lens // block_size)
-        tables = np.full((len(q_lens), int(num_blocks.max())), null_block, dtype=np.int64)
-        # Python lists become one array a step; the lists themselves are the manager's, which knows no numpy.
-        for row, table in enumerate(block_tables):
-            tables[row, : num_blocks[row]] = table[: num_blocks[row]]
-        return cls(tables, q_lens, kv_lens, block_size, null_block, device)
+        tables = pad_tables(blocks, num_blocks, null_block, np.int64)
+        return cls(tables, query_lens, seq_lens, block_size, null_block, device)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)
@@ -205,6 +200,14 @@ class AttentionMetadata:
             block_size=self.block_size,
             null_block=self.null_block,
         )
+
+
+def pad_tables(blocks: np.ndarray, num_blocks: np.ndarray, null_block: int, dtype: type[np.integer]) -> np.ndarray:
+    """`[S, N]` block tables, padded with the null block, of tables that lie one after another."""
+    columns = np.arange(num_blocks.max())
+    tables = np.full((len(num_blocks), len(columns)), null_block, dtype=dtype)
+    tables[columns < num_blocks[:, None]] = blocks
+    return tables
 
 
 class DecodeMetadata(AttentionMetadata):

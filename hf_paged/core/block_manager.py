@@ -25,6 +25,10 @@ from hf_paged.core.event_log import EventLog
 
 ExtraKey = tuple[Hashable, ...]
 
+assert array("i").itemsize == 4, (
+    "block tables are int32"
+)  # the standard allows another size, no platform of ours has it
+
 PREFIX_CACHE = -1  # as `BlockTable.borrowed_from`
 NO_EPOCH = -1  # as `BlockTable.cache_epoch`
 
@@ -43,7 +47,7 @@ class BlockTable:
     """The blocks of one sequence.
 
     Attributes:
-        blocks: block ids, position order; always just enough of them for `num_tokens`.
+        blocks: block ids (int32), position order; always just enough of them for `num_tokens`.
         num_tokens: tokens that the sequence has slots for.
         extra_key: what its K/V depends on beside its tokens; None until the first `commit` or `match_prefix`.
         block_hashes: hashes of its leading full blocks, as far as they were asked for.
@@ -56,7 +60,7 @@ class BlockTable:
             the log says so. Until it grows the beginning may be taken back, as if nothing had been.
     """
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     num_tokens: int = 0
     extra_key: ExtraKey | None = None
     block_hashes: list[bytes] = field(default_factory=list)
@@ -74,7 +78,7 @@ class BlockTable:
     def copy(self) -> BlockTable:
         """A table over the same blocks, independent from here on."""
         return replace(
-            self, blocks=self.blocks.copy(), block_hashes=self.block_hashes.copy(), matched=(0, 0), borrowed_from=None
+            self, blocks=self.blocks[:], block_hashes=self.block_hashes.copy(), matched=(0, 0), borrowed_from=None
         )
 
 
@@ -135,8 +139,16 @@ class BlockManager:
         return self._table(seq_id).num_tokens
 
     def block_table(self, seq_id: int) -> list[int]:
-        """The sequence's block ids. This is the live list, not a copy: read it, never change it."""
+        """The sequence's block ids, as they are now."""
+        return self._table(seq_id).blocks.tolist()
+
+    def blocks(self, seq_id: int) -> array[int]:
+        """The same as int32 numbers, and live: read them at once, keep no view (a table that is viewed can't grow)."""
         return self._table(seq_id).blocks
+
+    def tables(self, seq_ids: Iterable[int]) -> list[array[int]]:
+        """`blocks` of several sequences."""
+        return [self._tables[seq_id].blocks for seq_id in seq_ids]
 
     @property
     def num_stored_tokens(self) -> int:
@@ -181,7 +193,7 @@ class BlockManager:
             pool.incref(block_id)
         self._tables[child_id] = parent.copy()
         if parent.blocks and not parent.is_swapped:
-            self.log.add("shared", child_id, parent.blocks.copy(), parent_id)
+            self.log.add("shared", child_id, parent.blocks.tolist(), parent_id)
 
     def share_prefix(self, seq_id: int, sibling_id: int, num_tokens: int) -> None:
         """Gives an empty sequence the blocks of another one's first `num_tokens` tokens. `unmatch` takes that back.
@@ -206,13 +218,13 @@ class BlockManager:
         """Ends a sequence. Its hashed blocks stay findable until the pool needs them."""
         table = self._table(seq_id)
         del self._tables[seq_id]
-        self._release(seq_id, table, table.blocks)
+        self._release(seq_id, table, table.blocks.tolist())
 
     def evict(self, seq_id: int) -> None:
         """Releases all blocks of a sequence whose tokens stay what they are: it begins anew, its hashes are kept."""
         table = self._table(seq_id)
-        self._release(seq_id, table, table.blocks.copy())
-        table.blocks.clear()
+        self._release(seq_id, table, table.blocks.tolist())
+        del table.blocks[:]
         table.num_tokens = table.num_committed = 0
         table.matched = (0, 0)
         table.is_swapped = False
@@ -228,7 +240,7 @@ class BlockManager:
             raise ValueError(f"cannot crop sequence {seq_id} of {table.num_tokens} tokens to {num_tokens}")
         self._note_beginning(seq_id, table)
         num_blocks = -(-num_tokens // self.block_size)
-        released = table.blocks[num_blocks:]
+        released = table.blocks[num_blocks:].tolist()
         del table.blocks[num_blocks:]
         # A last block that is now partial keeps its own hash: its content stays valid until append() writes into it.
         self.forget_hashes(seq_id, num_tokens)
@@ -334,7 +346,7 @@ class BlockManager:
                 self.log.add("allocated", seq_id, table.blocks[-1])
             elif num_new:
                 new = list(islice(fresh, num_new))
-                table.blocks += new
+                table.blocks.extend(new)
                 self.log.add("allocated", seq_id, new)
             table.num_tokens += n
         self.num_cow_copies += len(copies)
@@ -400,7 +412,7 @@ class BlockManager:
                 and not table.is_swapped
                 and table.cache_epoch == self.pool.cache_epoch
                 and table.carries(offer)
-                and table.blocks[offer.position : offer.position + 1] == [offer.block_id]
+                and table.blocks[offer.position : offer.position + 1].tolist() == [offer.block_id]
             ):
                 registered += self.pool.set_hash(offer.block_id, offer.block_hash)
         return registered
@@ -484,7 +496,7 @@ class BlockManager:
         if table.borrowed_from is not None:
             table.borrowed_from = None
             self.pool.free(table.blocks)
-            table.blocks.clear()
+            del table.blocks[:]
         self.evict(seq_id)
 
     def reset_prefix_cache(self) -> int:
@@ -613,7 +625,7 @@ class BlockManager:
         taken: set[int] = set()
         for seq_id in seq_ids:
             table = self._tables[seq_id]
-            old = table.blocks.copy()
+            old = table.blocks[:]
             for position, block in enumerate(old):
                 if block in taken:
                     destination.incref(pairs[block])
@@ -630,9 +642,9 @@ class BlockManager:
         if source is None or not table.blocks:
             return
         if source == PREFIX_CACHE:
-            self.log.add("prefix_hit", seq_id, table.blocks.copy(), table.num_tokens)
+            self.log.add("prefix_hit", seq_id, table.blocks.tolist(), table.num_tokens)
         else:
-            self.log.add("shared", seq_id, table.blocks.copy(), source)
+            self.log.add("shared", seq_id, table.blocks.tolist(), source)
 
     def _note_swap(self, kind: str, seq_ids: Sequence[int], num_copies: int) -> None:
         blocks = [block for seq_id in seq_ids for block in self._tables[seq_id].blocks]

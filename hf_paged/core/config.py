@@ -60,6 +60,8 @@ class PagedConfig:
         warm_up: Call `model.paged.warm_up()` in `patch()`: kernels are compiled and CUDA graphs recorded there, and not
             while the first requests wait.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
+        record: A file to write down what the scheduler is told, prompts and generated tokens included, for
+            `python -m hf_paged replay`.
     """
 
     block_size: int = 16
@@ -78,6 +80,7 @@ class PagedConfig:
     use_async_batching: bool | None = None
     warm_up: bool = False
     strict: bool = False
+    record: str | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -101,6 +104,8 @@ class PagedConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.record == "" or not isinstance(self.record, str | None):
+            raise ValueError(f"record must be the name of a file or None, got {self.record!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
         if self.preemption == "swap" and self.swap_space_gib == 0:

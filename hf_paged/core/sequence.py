@@ -39,15 +39,16 @@ class GivenToken(int):
     def at(cls, position: int, token_id: int) -> GivenToken:
         """One with an id."""
         number = 1 + (token_id << 31) + position if 0 <= position < 2**31 else next(cls._numbers)
-        return cls._make(number, token_id, position, None, 0)
+        return cls.make(number, token_id, position, None, 0)
 
     @classmethod
     def embedded(cls, position: int, embeddings: Any, index: int) -> GivenToken:
         """One of some embeddings; equal to itself alone."""
-        return cls._make(next(cls._numbers), 0, position, embeddings, index)
+        return cls.make(next(cls._numbers), 0, position, embeddings, index)
 
     @classmethod
-    def _make(cls, number: int, token_id: int, position: int, embeddings: Any, index: int) -> GivenToken:
+    def make(cls, number: int, token_id: int, position: int, embeddings: Any, index: int) -> GivenToken:
+        """One that counts as `-number`."""
         self = cls(-number)
         self.token_id, self.position, self.embeddings, self.index = token_id, position, embeddings, index
         return self
@@ -81,6 +82,8 @@ class Sequence:
         given_end: Index behind its last `GivenToken`, or more.
         is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, or rotary
             frequencies that depended on the longest row of their step.
+        wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
+        placeholder: Of a token that only the device knows: its place among those that the last step has chosen.
     """
 
     seq_id: int
@@ -96,6 +99,8 @@ class Sequence:
     extra_key: tuple[Hashable, ...] = ()
     given_end: int = 0
     is_stale: bool = False
+    wanted: list[int] | None = None
+    placeholder: int = -1
 
     @property
     def is_reproducible(self) -> bool:

@@ -23,12 +23,14 @@ from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.core.batch import Chunk
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, UnsupportedCallError
+from hf_paged.core.event_log import StepRows
 from hf_paged.core.interrupts import check_interrupt, deferred_interrupt, wait_interruptibly
 from hf_paged.core.metrics import EngineStats
-from hf_paged.core.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.forward_item import ForwardItem
@@ -170,7 +172,7 @@ class Engine:
         """
         with self.transaction():
             self._model_state.forget()
-            return self.manager.reset_prefix_cache() if self._pool.is_made else 0
+            return self.scheduler.reset_prefix_cache() if self._pool.is_made else 0
 
     @deferred_interrupt()
     def release(self) -> None:
@@ -439,31 +441,25 @@ class Engine:
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
 
-    def _append(self, sequences: list[Sequence], new: list[int]) -> None:
-        """Gives sequences, which are in the pool, slots for so many tokens more each. The pool's lock is held.
+    def _append(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """Gives each sequence slots for so many tokens more; all are in the pool. The pool's lock is held.
 
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
         self._pool.log.step = self._executor.num_steps + 1
         manager, scheduler = self.manager, self.scheduler
-        held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
-        requests = [(sequence.seq_id, count) for sequence, count in zip(sequences, new, strict=True) if count]
+        requests = [(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count]
         groups = [sequence.group for sequence in sequences]
         self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
         try:
-            copies = manager.append(requests)
+            moves = scheduler.append(sequences, counts)
         except OutOfBlocksError as error:
-            blocks = {block for sequence in sequences for block in manager.block_table(sequence.seq_id)}
+            blocks = {block for sequence in sequences for block in manager.blocks(sequence.seq_id)}
             if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                 error.needed += len(blocks)
             raise self._pool.out_of_blocks(error) from None
-        new_blocks = [
-            block
-            for sequence, count in zip(sequences, held, strict=True)
-            for block in manager.block_table(sequence.seq_id)[count:]
-        ]
-        self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
+        self._pool.execute_moves(moves)
 
     @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
@@ -503,7 +499,7 @@ class Engine:
         return key, value
 
     def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
-        table = np.asarray(self.manager.block_table(sequence.seq_id), dtype=np.int64)
+        table = np.array(self.manager.blocks(sequence.seq_id), dtype=np.int64)
         block_size = self.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size
 
@@ -551,7 +547,7 @@ class Engine:
             swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
             for group in swapped.values():
                 try:
-                    self._pool.execute_copies(self.scheduler.swap_in_now(group))
+                    self._pool.execute_moves(self.scheduler.swap_in_now(group))
                 except OutOfBlocksError as error:
                     self._pool.execute_swap_outs(error.swap_outs)
                     raise self._pool.out_of_blocks(error) from None
@@ -699,10 +695,12 @@ class Engine:
                 new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
                 self._append(sequences, new)
                 kv_cache = self.kv_cache
+                tables = [np.asarray(self.manager.blocks(sequence.seq_id)) for sequence in sequences]
                 metadata = AttentionMetadata.build(
-                    [self.manager.block_table(sequence.seq_id) for sequence in sequences],
-                    new,
-                    [sequence.num_tokens for sequence in sequences],
+                    np.concatenate(tables),
+                    np.array([len(table) for table in tables]),
+                    np.array(new),
+                    np.array([sequence.num_tokens for sequence in sequences]),
                     self.config.block_size,
                     kv_cache.null_block,
                     device,
@@ -714,7 +712,7 @@ class Engine:
                 if limit is not None and flat.longest >= limit:  # from here on, frequencies are those of the moment
                     for sequence in sequences:
                         sequence.is_stale = True
-                offers = [offer for sequence in sequences for offer in self.scheduler.book_computed(sequence)]
+                offers = self.scheduler.book_computed(sequences)
                 sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
                 self.scheduler.settle(offers, sums.isfinite().tolist())
                 self._book_forward(sequences, lengths, started)
@@ -724,9 +722,9 @@ class Engine:
 
     def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
         """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
-        chunks = [ScheduledChunk(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths, strict=True)]
-        self._executor.count_step(chunks)
-        self._executor.note_step(self._executor.num_steps, chunks, time.perf_counter() - started)
+        chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths, strict=True)]
+        number = self._executor.count_step(len(chunks), sum(n for _, _, n in chunks))
+        self._executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
 
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""

@@ -121,7 +121,7 @@ class KVCache:
         self.geometry = geometry
         self.block_size = block_size
         self._swap_space: SwapSpace | None = None
-        self.null_block = num_blocks
+        self.num_blocks = self.null_block = num_blocks  # the one behind those that sequences own
         shape = (num_blocks + 1, geometry.num_layers, 2, geometry.num_kv_heads, block_size, geometry.head_dim)
         try:
             self.tensor = _zeros(shape, geometry.dtype, device)

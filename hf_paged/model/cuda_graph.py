@@ -15,9 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
-from hf_paged.attention.metadata import DecodeMetadata
-from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.scheduler import ScheduledChunk
+from hf_paged.attention.metadata import DecodeMetadata, pad_tables
+from hf_paged.core.batch import Batch, GroupTables
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait, raised_at
 
@@ -276,38 +275,29 @@ class DecodeGraphs:
         """Whether it was made for this pool."""
         return self._kv_cache() is kv_cache
 
-    def run(
-        self,
-        chunks: list[ScheduledChunk],
-        manager: BlockManager,
-        ids: np.ndarray,
-        positions: np.ndarray,
-        chosen: tuple[Tensor, np.ndarray] | None = None,
-    ) -> Tensor | None:
+    def run(self, step: Batch, tables: GroupTables, chosen: Tensor | None = None) -> Tensor | None:
         """A step of one new token each.
 
         Args:
-            chunks: What runs.
-            manager: Holds the block tables.
-            ids: `[B]` the new tokens' ids.
-            positions: `[B]` their positions.
-            chosen: Ids that only the device knows, as in `TokenInputs`.
+            step: The step; the host knows all ids but those that were chosen.
+            tables: Of its rows.
+            chosen: Tokens that the step before has chosen, for its placeholders.
 
         Returns:
             `[B, vocab_size]`, which the next replay writes over; `None`: it can't be replayed, run it eagerly.
         """
-        rows = len(chunks)
-        if rows > self.max_rows or self.reason is not None:
+        if step.num_seqs > self.max_rows or self.reason is not None:
             return None
-        tables = [manager.block_table(chunk.sequence.seq_id) for chunk in chunks]
-        width = max(map(len, tables))
-        if width > self.max_blocks:
+        num_blocks = np.frombuffer(tables.counts, np.int64)
+        if num_blocks.max() > self.max_blocks:
             return None
-        padded = np.full((rows, width), self._null_block, dtype=np.int32)
-        for row, table in enumerate(tables):  # lists become one array, as in AttentionMetadata.build
-            padded[row, : len(table)] = table
-        lens = np.fromiter((chunk.start + 1 for chunk in chunks), np.int64, rows)
-        return self.replay(DecodeBatch(ids, positions, lens, padded, chosen))
+        padded = pad_tables(np.frombuffer(tables.blocks, np.int32), num_blocks, self._null_block, np.int32)
+        ids, positions, starts = (np.frombuffer(a, np.int64) for a in (step.token_ids, step.positions, step.starts))
+        places = None
+        if step.placeholders is not None:
+            assert chosen is not None
+            places = chosen, np.frombuffer(step.placeholders, np.int64)
+        return self.replay(DecodeBatch(ids, positions, starts + 1, padded, places))
 
     def replay(self, batch: DecodeBatch) -> Tensor | None:
         """A step; see `run`. All sizes are recorded at the first one, and checked against what it computes."""

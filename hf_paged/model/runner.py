@@ -20,9 +20,8 @@ from hf_paged.attention.context import forward_context
 from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
-from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
-from hf_paged.core.scheduler import SchedulerOutput
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.model import cuda_graph
@@ -119,6 +118,24 @@ class TokenInputs:
     chosen: tuple[Tensor, np.ndarray] | None = None
     embedded: tuple[np.ndarray, Tensor] | None = None
     inputs_embeds: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Batch, embeddings: Tensor | None, chosen: Tensor | None) -> TokenInputs:
+        """The tokens of a step, on the CPU.
+
+        Args:
+            batch: The step.
+            embeddings: What its tokens of `embedded` were given as.
+            chosen: The tokens that the step before has chosen.
+        """
+        ids, positions = (torch.from_numpy(np.frombuffer(a, np.int64)) for a in (batch.token_ids, batch.positions))
+        known = cls(ids, positions)
+        if batch.placeholders is not None:
+            assert chosen is not None
+            known.chosen = chosen, np.frombuffer(batch.placeholders, np.int64)
+        if embeddings is not None:
+            known.embedded = np.frombuffer(batch.embedded, np.int64), embeddings
+        return known
 
     def to(self, device: torch.device, embed: Callable[[Tensor], Tensor]) -> TokenInputs:
         """The same on a device, where all ids are known, and their embeddings if any are given.
@@ -240,12 +257,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def run(
-        self,
-        step: SchedulerOutput,
-        manager: BlockManager,
-        kv_cache: KVCache,
-        tokens: TokenInputs,
-        logit_rows: np.ndarray,
+        self, batch: Batch, kv_cache: KVCache, embeddings: Tensor | None = None, chosen: Tensor | None = None
     ) -> Tensor:
         """Runs a step through the model: cache writes, attention, logits.
 
@@ -253,30 +265,34 @@ class ModelRunner:
         tensor that must not get into a caller's hands, and that the next step writes over.
 
         Args:
-            step: What the scheduler chose; its block copies are done.
-            manager: Holds the block tables.
+            batch: The step; what it does to blocks is done.
             kv_cache: The pool.
-            tokens: The chunks' tokens, on the CPU where the host knows all of them, else on the device.
-            logit_rows: `[K]` int64, rows of the flat batch whose logits are wanted.
+            embeddings: `[E, hidden_size]`, what the tokens of `batch.embedded` were given as.
+            chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
 
         Returns:
-            `[K, vocab_size]`.
+            `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
         """
         device = kv_cache.tensor.device
         may_infer = self._may_infer()
-        if self._traits.runs_flat and may_infer and len(logit_rows) == len(step.chunks):
-            logits = self._replay(step, manager, kv_cache, tokens)
+        if self._traits.runs_flat and may_infer and batch.is_decode:
+            logits = self._replay(batch, kv_cache, chosen)
             if logits is not None:
                 return logits
-        tokens = tokens.to(device, self._embed)
+        tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._embed)
+        starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
+        (tables,) = batch.tables
         metadata = AttentionMetadata.build(
-            block_tables=[manager.block_table(chunk.sequence.seq_id) for chunk in step.chunks],
-            query_lens=[chunk.num_tokens for chunk in step.chunks],
-            seq_lens=[chunk.start + chunk.num_tokens for chunk in step.chunks],
-            block_size=manager.block_size,
-            null_block=kv_cache.null_block,
-            device=device,
+            np.frombuffer(tables.blocks, np.int32),
+            np.frombuffer(tables.counts, np.int64),
+            query_lens,
+            starts + query_lens,
+            kv_cache.block_size,
+            kv_cache.null_block,
+            device,
         )
+        # A model that can choose rows still computes at least one.
+        logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._traits.runs_flat:
             with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
                 return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
@@ -411,27 +427,18 @@ class ModelRunner:
         scopes.enter_context(torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True))
         return self._compiled, scopes
 
-    def _replay(
-        self, step: SchedulerOutput, manager: BlockManager, kv_cache: KVCache, tokens: TokenInputs
-    ) -> Tensor | None:
-        """A decode step by a CUDA graph, where there is one for it.
-
-        Args:
-            step: As in `run`, with the logits of each chunk's last token wanted.
-            manager: As in `run`.
-            kv_cache: As in `run`.
-            tokens: As in `run`.
-        """
-        if self._config.cuda_graphs is False or tokens.embedded is not None:
+    def _replay(self, batch: Batch, kv_cache: KVCache, chosen: Tensor | None) -> Tensor | None:
+        """A decode step by a CUDA graph, where there is one for it; arguments as in `run`."""
+        if self._config.cuda_graphs is False or batch.embedded:
             return None
-        if tokens.input_ids.shape[0] != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
+        if torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
-        graphs = self.graphs(manager, kv_cache)
+        graphs = self.graphs(kv_cache)
         if isinstance(graphs, str):
             return None
-        return graphs.run(step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy(), tokens.chosen)
+        return graphs.run(batch, batch.tables[0], chosen)
 
-    def graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+    def graphs(self, kv_cache: KVCache) -> DecodeGraphs | str:
         """The graphs of decode steps over this pool and the weights as they are, or why there can be none.
 
         Raises:
@@ -449,10 +456,10 @@ class ModelRunner:
                 if self._config.compile_decode:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return f"CUDA graphs {record}"
-            self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
+            self._graphs = num_moves, self._make_graphs(kv_cache, record)
         return self._graphs[1]
 
-    def record_graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+    def record_graphs(self, kv_cache: KVCache) -> DecodeGraphs | str:
         """Records now what the first decode step would, over rows in the null block; or why there are no graphs.
 
         Raises:
@@ -460,7 +467,7 @@ class ModelRunner:
         """
         if not self._may_infer():
             return "code of a user's own runs in the model"
-        graphs = self.graphs(manager, kv_cache)
+        graphs = self.graphs(kv_cache)
         if isinstance(graphs, str):
             return graphs
         if not graphs.sizes and graphs.reason is None:
@@ -482,24 +489,19 @@ class ModelRunner:
             lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
         """
         device = kv_cache.tensor.device
-        query_lens, seq_lens = [new for new, _ in lens], [length for _, length in lens]
+        query_lens, seq_lens = np.array(lens, dtype=np.int64).T
+        num_blocks = -(-seq_lens // kv_cache.block_size)
+        blocks = np.full(num_blocks.sum(), kv_cache.null_block)
         metadata = AttentionMetadata.build(
-            [[kv_cache.null_block] * -(-length // kv_cache.block_size) for length in seq_lens],
-            query_lens,
-            seq_lens,
-            kv_cache.block_size,
-            kv_cache.null_block,
-            device,
+            blocks, num_blocks, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
         )
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._vocab_size, device), to_device(positions, device))
         rows = to_device(np.cumsum(query_lens) - 1, device)
         self._run_model(tokens, metadata, kv_cache, rows, self._may_infer())
 
-    def _make_graphs(
-        self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]
-    ) -> DecodeGraphs:
-        max_blocks = min(manager.pool.num_blocks, -(-self.max_context // manager.block_size))
+    def _make_graphs(self, kv_cache: KVCache, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
+        max_blocks = min(kv_cache.num_blocks, -(-self.max_context // kv_cache.block_size))
         runner, pool = weakref.ref(self), weakref.ref(kv_cache)
 
         def forward(ids: Tensor, positions: Tensor, metadata: DecodeMetadata) -> Tensor:
@@ -508,7 +510,7 @@ class ModelRunner:
             tokens = TokenInputs(ids, positions)
             return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
 
-        max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)
+        max_num_seqs = min(self._config.max_num_seqs, kv_cache.num_blocks)
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)
 
     def reserved_bytes(self, num_tokens: int, block_size: int) -> int:

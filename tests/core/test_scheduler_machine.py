@@ -11,9 +11,10 @@ Two drivers share it: hypothesis, which shrinks what it finds, and a seeded rand
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,9 +23,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hf_paged.core.batch import Batch, BlockMoves, Chunk
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
-from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 NUM_RANDOM_STEPS = 300_000
@@ -102,11 +104,11 @@ class WatchedScheduler(Scheduler):
         return is_deferred
 
     def _run_part(self, step, group):  # type: ignore[no-untyped-def]
-        num_before = len(step.output.chunks)
+        num_before = len(step.chunks)
         self.split.add(group)
         is_running = super()._run_part(step, group)
         num_rows, num_wanted = (
-            len(step.output.chunks) - num_before,
+            len(step.chunks) - num_before,
             sum(s.num_wanted_tokens > 0 for s in group.sequences),
         )
         self.events["one row of a group"] += 1 == num_rows < num_wanted
@@ -137,15 +139,14 @@ class World:
         num_swap_blocks: int = 0,
         caching: bool = True,
         overlaps: bool = False,
+        scheduler: Callable[..., WatchedScheduler] = WatchedScheduler,
     ) -> None:
         self.rng = rng
         self.overlaps = overlaps
         # Of each step in flight: rows with tokens that the device has chosen, and with what (None: it was the last).
         self.expected: list[list[tuple[Row, int | None]]] = []
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
-        self.scheduler = WatchedScheduler(
-            self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
-        )
+        self.scheduler = scheduler(self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5)
         self.events = self.scheduler.events = Counter()
         self.ledger = Ledger()
         self.pool = self.manager.pool
@@ -309,7 +310,7 @@ class World:
         self.events["forward interrupted"] += 1
 
     def reset_prefix_cache(self) -> None:
-        self.manager.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def make_room(self, num_blocks: int) -> None:
         """Somebody needs blocks outside of a step."""
@@ -317,7 +318,7 @@ class World:
         kept = [request for request in self.requests if request.is_thinking][:1]
         protected = [group for request in kept for group in request.groups]
         before = {row: self._table(row) for request in kept for row in request.rows}
-        self._execute_copies(SchedulerOutput(swap_outs=self.scheduler.make_room(num_blocks, protected)))
+        self._execute_copies(BlockMoves(swap_outs=self.scheduler.make_room(num_blocks, protected)))
         assert before == {row: self._table(row) for row in before}, "a protected group was preempted"
         if self.pool.num_free < num_blocks:
             assert not self._preemptible(protected), "some could have been preempted"
@@ -333,7 +334,7 @@ class World:
             step = self.scheduler.swap_in_now(group)
         except OutOfBlocksError as error:
             assert error.group is group and group.status is SWAPPED
-            self._execute_copies(SchedulerOutput(swap_outs=error.swap_outs))
+            self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
         else:
             assert group.status is RUNNING
             self.events["swapped in at once"] += 1
@@ -353,13 +354,13 @@ class World:
         requests = [(row.sequence.seq_id, num_tokens) for row in request.rows]
         need = self.manager.append_need(requests)
         swap_outs = self.scheduler.make_room(need, request.groups)
-        self._execute_copies(SchedulerOutput(swap_outs=swap_outs))
+        self._execute_copies(BlockMoves(swap_outs=swap_outs))
         try:
-            copies = self.manager.append(requests)
+            moves = self.scheduler.append([row.sequence for row in request.rows], [num_tokens] * len(request.rows))
         except OutOfBlocksError:
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
-        self._execute_copies(SchedulerOutput(block_copies=copies))
+        self._execute_copies(moves)
         for row in request.rows:
             sequence, start = row.sequence, len(row.inputs)
             self._extend(row, [0] * num_tokens, is_opaque=True)
@@ -379,7 +380,7 @@ class World:
         assert (self.pool.num_in_use, self.manager.num_swapped_blocks) == (before if fixed else (0, 0))
         if not fixed:
             self.events["release of a filled pool"] += bool(holders)
-            self.manager.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
             self.slots = [[None] * self.block_size for _ in self.slots]
 
     # A step
@@ -394,7 +395,7 @@ class World:
         step = self._schedule(max_tokens=max_tokens)
         if step is None:
             return True
-        if not step.chunks:
+        if not step.num_seqs:
             if self.settle():
                 return True
             if not self.scheduler.has_work:
@@ -403,7 +404,7 @@ class World:
             step = self._schedule(forced=True, max_tokens=max_tokens)
             if step is None:
                 return True
-            assert step.chunks, "nothing runs although everybody may be preempted"
+            assert step.num_seqs, "nothing runs although everybody may be preempted"
             self.events["forced"] += 1
         if failing:
             self._fail(step)
@@ -433,7 +434,7 @@ class World:
 
     def _schedule(
         self, forced: bool = False, only: Request | None = None, max_tokens: int | None = None
-    ) -> SchedulerOutput | None:
+    ) -> Batch | None:
         """The next step, its copies executed; `None`: somebody does not fit and was failed."""
         before, self.scheduler.split = self._before(), set()
         preemptions, swapped_out = self.scheduler.num_preemptions, self.scheduler.num_swapped_out
@@ -448,12 +449,12 @@ class World:
         assert step.num_preempted == self.scheduler.num_preemptions - preemptions
         self.events["preemption by swap"] += swapped
         self.events["preemption by recomputation"] += step.num_preempted - swapped
-        self.events["group rescheduled"] += bool(step.num_preempted and step.chunks)
+        self.events["group rescheduled"] += bool(step.num_preempted and step.num_seqs)
         self._check_step(step, before, forced, only, max_tokens)
         self._execute_copies(step)
         return step
 
-    def _execute_copies(self, step: SchedulerOutput) -> None:
+    def _execute_copies(self, step: BlockMoves) -> None:
         slots, cpu_slots = self.slots, self.cpu_slots
         for source, destination in step.swap_outs:
             cpu_slots[destination] = slots[source].copy()
@@ -470,20 +471,51 @@ class World:
         for block_id in step.new_blocks:
             slots[block_id] = [0] * self.block_size
 
-    def _run(self, step: SchedulerOutput, nested: bool = False) -> None:
-        self._write(step)
+    def _run(self, step: Batch, nested: bool = False) -> None:
+        chunks = self._chunks(step)
+        self._write(chunks)
         if nested and not self.in_flight:
             self._step_inside(step)
-        self._check_written(step)
+        for sequence, start, num_tokens in chunks:
+            row, end = self.rows[sequence], start + num_tokens
+            assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
         self.scheduler.update(step)
-        for chunk in step.chunks:
-            assert chunk.sequence.num_computed_tokens == chunk.start + chunk.num_tokens
-            assert not self.scheduler.is_in_flight(chunk.sequence.group)
-        self._deliver(step)
+        for sequence, start, num_tokens in chunks:
+            assert sequence.num_computed_tokens == start + num_tokens
+            assert not self.scheduler.is_in_flight(sequence.group)
+        self._deliver(chunks)
 
-    def _write(self, step: SchedulerOutput) -> None:
+    def _chunks(self, step: Batch) -> list[Chunk]:
+        """What runs in a step, whose data says so, too."""
+        chunks = self.scheduler.chunks(step) if step.num_seqs else []
+        assert step.chunks == [(sequence.seq_id, start, n) for sequence, start, n in chunks]
+        return chunks
+
+    def _check_data(self, step: Batch, chunks: list[Chunk]) -> None:
+        """The step's own copies say what sequences and tables do."""
+        (tables,) = step.tables
+        ids, blocks, logit_rows = [], [], []
+        for row, (sequence, start, num_tokens) in enumerate(chunks):
+            known, end = sequence.token_ids, start + num_tokens
+            if known is None:
+                ids += [0] * num_tokens
+            else:
+                ids += known[start:end] if end <= len(known) else [0]
+                place = len(ids) - 1
+                assert list(step.positions[place + 1 - num_tokens : place + 1]) == list(range(start, end))
+                if end > len(known):
+                    assert step.placeholders is not None and step.placeholders[place] == sequence.placeholder >= 0
+            blocks += self.manager.block_table(sequence.seq_id)
+            if end == sequence.num_tokens:
+                logit_rows.append(len(ids) - 1)
+            assert step.logit_starts[row + 1] == len(logit_rows)
+        assert step.token_ids.tolist() == ids and step.num_tokens == len(ids)
+        assert (tables.blocks.tolist(), step.logit_rows.tolist()) == (blocks, logit_rows)
+        assert pickle.loads(pickle.dumps(step)).digest() == step.digest()
+
+    def _write(self, chunks: list[Chunk]) -> None:
         """Runs the model: all of a chunk's context is read from the memory."""
-        for sequence, start, num_tokens in step.chunks:
+        for sequence, start, num_tokens in chunks:
             row = self.rows[sequence]
             assert self._stored(row, start) == row.values[:start], "the context of a chunk is wrong"
             self._write_tokens(row, start, num_tokens)
@@ -498,14 +530,9 @@ class World:
             token = row.inputs[index] if known is None or index >= len(known) else known[index]
             previous = slots[block_id][index % size] = _value(previous, token, index, row.request.key)
 
-    def _check_written(self, step: SchedulerOutput) -> None:
-        for sequence, start, num_tokens in step.chunks:
-            row, end = self.rows[sequence], start + num_tokens
-            assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
-
-    def _step_inside(self, outer: SchedulerOutput) -> None:
+    def _step_inside(self, outer: Batch) -> None:
         """A hook inside the model's forward runs steps of its own, which must take nothing from the running one."""
-        groups = {chunk.sequence.group.arrival: chunk.sequence.group for chunk in outer.chunks}.values()
+        groups = {sequence.group.arrival: sequence.group for sequence, _, _ in self._chunks(outer)}.values()
         rows = [self.rows[sequence] for group in groups for sequence in group.sequences]
         self.in_flight = {row: self._table(row) for row in rows}
         computed = {row: row.sequence.num_computed_tokens for row in rows}
@@ -522,33 +549,33 @@ class World:
             assert row.sequence.num_computed_tokens == computed[row]
         self.in_flight = {}
 
-    def _fail(self, step: SchedulerOutput) -> None:
+    def _fail(self, step: Batch) -> None:
         """A step raises after its copies and some of its writes; then its owners run by themselves."""
-        for chunk in step.chunks[::2]:
-            self._write(SchedulerOutput(chunks=[chunk]))
+        chunks = self._chunks(step)
+        self._write(chunks[::2])
         self.scheduler.undo(step)
         self.events["undo"] += 1
         self.settle()
-        for chunk in step.chunks:
-            assert not self.scheduler.is_in_flight(chunk.sequence.group)
-            if chunk.sequence in self.rows:
-                assert self.manager.num_tokens(chunk.sequence.seq_id) == chunk.start
-                assert chunk.sequence.num_computed_tokens == chunk.start
+        for sequence, start, _ in chunks:
+            assert not self.scheduler.is_in_flight(sequence.group)
+            if sequence in self.rows:
+                assert self.manager.num_tokens(sequence.seq_id) == start
+                assert sequence.num_computed_tokens == start
         self.check()
-        if len(step.chunks) < 2:
+        if len(chunks) < 2:
             return
-        for owner in {id(c.sequence.group.owner): c.sequence.group.owner for c in step.chunks}.values():
+        for owner in {id(sequence.group.owner): sequence.group.owner for sequence, _, _ in chunks}.values():
             assert isinstance(owner, Request)
             again = self._schedule(only=owner)
-            if again is not None and again.chunks:
+            if again is not None and again.num_seqs:
                 self.events["step of one owner"] += 1
                 self._run(again)
                 self.settle()
 
-    def _deliver(self, step: SchedulerOutput) -> None:
+    def _deliver(self, chunks: list[Chunk]) -> None:
         """Hands out logits, and the tokens that follow from them."""
         delivered: dict[Request, list[Row]] = {}
-        for sequence, _, _ in step.chunks:
+        for sequence, _, _ in chunks:
             row = self.rows[sequence]
             if sequence.num_computed_tokens == sequence.num_tokens and not row.has_logits:
                 row.has_logits = True
@@ -591,7 +618,7 @@ class World:
         row.values.append(_value(row.values[-1], token, len(row.inputs), row.request.key))
         row.inputs.append(token)
         row.has_logits = False
-        self.scheduler.expect_token(sequence)
+        self.scheduler.expect_token(sequence, len(self.expected[-1]))
         self.expected[-1].append((row, token))
 
     def _grow_beams(self, request: Request) -> None:
@@ -656,13 +683,15 @@ class World:
         )
 
     def _check_step(
-        self, step: SchedulerOutput, before: Before, forced: bool, only: Request | None, max_tokens: int | None
+        self, step: Batch, before: Before, forced: bool, only: Request | None, max_tokens: int | None
     ) -> None:
-        chunks = step.chunks
+        chunks = self._chunks(step)
+        if chunks:
+            self._check_data(step, chunks)
         assert len(chunks) <= self.max_num_seqs
-        assert sum(chunk.num_tokens for chunk in chunks) <= min(self.budget, max_tokens or self.budget)
-        running = {chunk.sequence.group for chunk in chunks}
-        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
+        assert step.num_tokens <= min(self.budget, max_tokens or self.budget)
+        running = {sequence.group for sequence, _, _ in chunks}
+        assert len({sequence for sequence, _, _ in chunks}) == len(chunks)
         assert len({group.batch_key for group in running}) <= 1
         assert only is None or all(group.owner is only for group in running)
         assert chunks or not step.swap_ins, "swapped in for nothing"
@@ -686,19 +715,19 @@ class World:
             assert self._table(row) == table, "a group of a running step was preempted"
         preempted = self._check_preempted(before, running)
         self.events["preemption of an idle group"] += any(group.is_idle for group in preempted)
-        self.events["chunked prefill"] += any(c.start + c.num_tokens < c.sequence.num_tokens for c in chunks)
+        self.events["chunked prefill"] += any(start + n < sequence.num_tokens for sequence, start, n in chunks)
         if only is None:
             self._check_admitted(before, running, preempted, forced)
         # All rows of a group are scheduled unless the budget or the number of rows is spent.
         if chunks:
-            is_spent = len(chunks) == self.max_num_seqs or sum(c.num_tokens for c in chunks) == min(
+            is_spent = len(chunks) == self.max_num_seqs or step.num_tokens == min(
                 self.budget, max_tokens or self.budget
             )
-            chosen = {chunk.sequence for chunk in chunks}
+            chosen = {sequence for sequence, _, _ in chunks}
             for group in running - self.scheduler.split if not is_spent else ():
                 left_out = [s for s in group.sequences if s.num_wanted_tokens and s not in chosen]
                 assert not any(s.num_computed_tokens for s in left_out), "a row was left out"
-                is_prefilling = any(c.num_tokens > 1 and c.sequence.group is group for c in chunks)
+                is_prefilling = any(n > 1 and sequence.group is group for sequence, _, n in chunks)
                 assert is_prefilling or not left_out, "a row without computed tokens was left out"
 
     def _check_preempted(self, before: Before, running: set[SequenceGroup]) -> set[SequenceGroup]:
@@ -749,7 +778,7 @@ class World:
         self.events["out of blocks"] += 1
         group = error.group
         assert group in before.status and not self.scheduler.is_in_flight(group)
-        self._execute_copies(SchedulerOutput(swap_outs=error.swap_outs))
+        self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
         for row, table in [*before.fixed.items(), *self.in_flight.items()]:
             assert self._table(row) == table, "a group to keep was preempted"
         assert not self._preemptible([group]), "something could have been preempted"
@@ -1114,7 +1143,7 @@ def random_call(world: World, rng: random.Random) -> None:
             world.reset_prefix_cache()
 
 
-def random_world(episode: int) -> World:
+def random_world(episode: int, scheduler: Callable[..., WatchedScheduler] = WatchedScheduler) -> World:
     rng = random.Random(episode)
     num_blocks = rng.choice((rng.randint(1, 8), rng.randint(6, 20), rng.randint(6, 20), rng.randint(20, 40)))
     return World(
@@ -1126,6 +1155,7 @@ def random_world(episode: int) -> World:
         num_swap_blocks=num_blocks * rng.choice((0, 1, 2, 2)) // 2,
         caching=episode % 10 != 9,
         overlaps=episode % 2 == 1,
+        scheduler=scheduler,
     )
 
 

@@ -339,8 +339,8 @@ def test_a_forward_that_raises_with_a_step_in_flight(at: int, monkeypatch: pytes
     run, victim = own.run, requests[1].request_id
 
     def failing(step: Any, *args: Any) -> Any:
-        for chunk in step.chunks:
-            if chunk.sequence.group.request_id == victim and chunk.start >= 5 + at:
+        for sequence, start, _ in model.paged.scheduler.chunks(step):
+            if sequence.group.request_id == victim and start >= 5 + at:
                 raise FloatingPointError("burnt")
         return run(step, *args)
 
@@ -531,7 +531,7 @@ def test_no_step_beyond_the_models_context(name: str, monkeypatch: pytest.Monkey
     run = runner.ModelRunner.run
 
     def watched_run(self: Any, step: Any, *args: Any) -> Any:
-        longest.extend(chunk.start + chunk.num_tokens for chunk in step.chunks)
+        longest.extend(start + num_tokens for _, start, num_tokens in step.chunks)
         return run(self, step, *args)
 
     monkeypatch.setattr(runner.ModelRunner, "run", watched_run)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import Pair, assert_same
-from kernel_cases import random_tensor, repaired_interpreter
+from kernel_cases import random_tensor, repaired_interpreter, step_metadata
 from models import MODELS, build, random_ids
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
@@ -228,7 +228,7 @@ def test_evenly_spaced_rows() -> None:
 
 
 def pool_inputs(dtype: torch.dtype = F32) -> dict[str, Any]:
-    metadata = AttentionMetadata.build([[2], [0, 1]], [1, 1], [4, 9], 8, 3, CPU)
+    metadata = step_metadata([[2], [0, 1]], [1, 1], [4, 9], 8, 3, CPU)
     return {
         "key": exact(2, 2, 16, dtype=dtype),
         "value": exact(2, 2, 16, dtype=dtype),
@@ -253,7 +253,7 @@ def run_decode(kernels: cpu.CPUKernels, i: dict[str, Any]) -> None:
 
 
 def metadata_of(**attributes: Any) -> AttentionMetadata:
-    metadata = AttentionMetadata.build([[2], [0, 1]], [1, 1], [4, 9], 8, 3, CPU)
+    metadata = step_metadata([[2], [0, 1]], [1, 1], [4, 9], 8, 3, CPU)
     vars(metadata).update(attributes)
     return metadata
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import logged_messages
-from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
+from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, step_metadata, strided
 from models import build, random_ids
 from torch import Tensor
 
@@ -182,12 +182,8 @@ class Batch:
 
     def metadata(self, only_decodes: bool = False) -> AttentionMetadata:
         shapes = self.shapes[: self.num_decodes] if only_decodes else self.shapes
-        # A table may hold more blocks than this step reads.
-        tables = [[*table, *([self.null_block - 1] if row % 2 else [])] for row, table in enumerate(self.tables)]
-        tables = tables[: len(shapes)]
-        return AttentionMetadata.build(
-            tables, [q for q, _ in shapes], [n for _, n in shapes], self.size, self.null_block, CPU
-        )
+        tables = self.tables[: len(shapes)]
+        return step_metadata(tables, [q for q, _ in shapes], [n for _, n in shapes], self.size, self.null_block, CPU)
 
     def params(self, layer: int) -> AttentionParams:
         return AttentionParams(layer, self.scale, self.window, self.softcap, self.sinks)
@@ -310,7 +306,7 @@ def test_sequences_do_not_depend_on_their_neighbours() -> None:
     batch = Batch(mix="lengths", block_size=3)
     together = batch.decode(batch.clean)
     for row, (table, (_, length)) in enumerate(zip(batch.tables, batch.shapes)):
-        metadata = AttentionMetadata.build([table], [1], [length], 3, batch.null_block, CPU)
+        metadata = step_metadata([table], [1], [length], 3, batch.null_block, CPU)
         output = torch.empty(1, *batch.query.shape[1:])
         query = batch.query[row : row + 1]
         kernels_for(F32, 16).paged_decode(query, output, batch.clean, 1, *decodes_of(metadata), batch.scale)
@@ -328,9 +324,7 @@ def decode_pairs(scores: Tensor, **arguments: Any) -> Tensor:
     pool[:-1, 0, 1, 0] = torch.eye(length, 16)
     query = torch.zeros(num_seqs, 1, 16)
     query[:, 0, 0] = 1
-    metadata = AttentionMetadata.build(
-        [[i] for i in range(num_seqs)], [1] * num_seqs, [length] * num_seqs, length, num_seqs, CPU
-    )
+    metadata = step_metadata([[i] for i in range(num_seqs)], [1] * num_seqs, [length] * num_seqs, length, num_seqs, CPU)
     output = torch.full_like(query, 77.0)
     kernels_for(F32, 16).paged_decode(query, output, pool, 0, *decodes_of(metadata), 1.0, **arguments)
     return output[:, 0, :length]
@@ -355,7 +349,7 @@ def test_rounding_to_bfloat16() -> None:
     pool = torch.zeros(len(first) + 1, 1, 2, 1, 2, 16, dtype=BF16)
     pool[:-1, 0, 1, 0] = torch.stack([one, other], dim=1)[..., None]
     num = len(first)
-    metadata = AttentionMetadata.build([[i] for i in range(num)], [1] * num, [2] * num, 2, num, CPU)
+    metadata = step_metadata([[i] for i in range(num)], [1] * num, [2] * num, 2, num, CPU)
     output = torch.empty(num, 1, 16, dtype=BF16)
     kernels_for(BF16, 16).paged_decode(torch.ones_like(output), output, pool, 0, *decodes_of(metadata), 1.0)
     expected = ((one.double() + other.double()) / 2).float().bfloat16()
@@ -393,7 +387,7 @@ def test_a_score_of_minus_infinity_is_no_weight(block_size: int) -> None:
         query = torch.ones(1, 1, 16)
         for index in masked:
             pool[index // block_size, 0, 0, 0, index % block_size] = -3e38  # finite; the sum of sixteen is not
-        metadata = AttentionMetadata.build([list(range(length))], [1], [length], block_size, 0, CPU)
+        metadata = step_metadata([list(range(length))], [1], [length], block_size, 0, CPU)
         results = []
         for step in (
             TorchBackend(pool).step(metadata),

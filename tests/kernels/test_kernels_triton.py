@@ -35,6 +35,7 @@ from kernel_cases import (
     random_tensor,
     repaired_interpreter,
     same_bits,
+    step_metadata,
     strided,
 )
 from models import build, ragged_batch
@@ -317,11 +318,9 @@ class Batch:
         self.slopes = slopes.to(device) if case.has_alibi else None
 
     def metadata(self, device: torch.device | None = None) -> AttentionMetadata:
-        # A table may hold more blocks than this step reads.
-        tables = [[*table, *([self.spare_block] if row % 2 else [])] for row, table in enumerate(self.tables)]
         query_lens, seq_lens = zip(*self.shapes)
-        return AttentionMetadata.build(
-            tables, query_lens, seq_lens, self.case.block_size, self.null_block, device or self.device
+        return step_metadata(
+            self.tables, query_lens, seq_lens, self.case.block_size, self.null_block, device or self.device
         )
 
     def params(self) -> AttentionParams:
@@ -619,7 +618,7 @@ def shared_out(
     """Items of each sequence that a step gives the decode kernel."""
     query_lens, seq_lens = zip(*shapes)
     tables = [[0] * -(-seq_len // 16) for seq_len in seq_lens]
-    metadata = AttentionMetadata.build(tables, query_lens, seq_lens, 16, 1, device)
+    metadata = step_metadata(tables, query_lens, seq_lens, 16, 1, device)
     query = torch.zeros(sum(query_lens), 1, 16, device=device)
     pool = torch.zeros(2, 1, 2, 1, 16, 16, device=device)
     with mock.patch.object(decode, "paged_decode") as spy, mock.patch.object(prefill, "paged_prefill"):
@@ -907,7 +906,7 @@ def test_what_fp8_costs(stored: torch.dtype, has_scales: bool, device: torch.dev
     metadata = batch.metadata()
     pool = nan_pool(batch.pool.shape, stored).to(device)
     for table, (_, seq_len) in zip(batch.tables, batch.shapes):
-        whole = AttentionMetadata.build([table], [seq_len], [seq_len], 16, batch.null_block, CPU).slot_mapping
+        whole = step_metadata([table], [seq_len], [seq_len], 16, batch.null_block, CPU).slot_mapping
         states = batch.exact[:, 1].permute(0, 3, 1, 2, 4).flatten(0, 1)[whole].float().to(device)  # [T, 2, heads, dim]
         scales = None if batch.scales is None else batch.scales.to(device)
         ops.reshape_and_cache(states[:, 0], states[:, 1], pool, 1, whole.to(device), scales)

@@ -51,6 +51,7 @@ class TinyModel:
     Attributes:
         config: Makes the config.
         runs_flat: Whether its prompts are computed without their padding, straight over the pool.
+        is_batched: Whether rows of several calls share its forwards.
         generation: Changes to its generation config.
         attention: Attention implementation; the model's default if not given.
         seed: Seed of the weights; another one is chosen where this one generates boring text or near ties.
@@ -58,6 +59,7 @@ class TinyModel:
 
     config: Callable[[], PreTrainedConfig]
     runs_flat: bool = True
+    is_batched: bool = True
     generation: dict[str, Any] = field(default_factory=dict)
     attention: str | None = None
     seed: int = 0
@@ -88,6 +90,7 @@ MODELS: dict[str, TinyModel] = {
             },
         ),
         runs_flat=False,
+        is_batched=False,
     ),
     "phi3": TinyModel(lambda: hf.Phi3Config(**_GQA), seed=1),
     "gpt2": TinyModel(lambda: hf.GPT2Config(**_GPT2_NAMES), seed=1),
@@ -147,6 +150,7 @@ MODELS: dict[str, TinyModel] = {
             rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
         ),
         runs_flat=False,
+        is_batched=False,
     ),
     "phi3_longrope": TinyModel(
         lambda: hf.Phi3Config(
@@ -161,6 +165,7 @@ MODELS: dict[str, TinyModel] = {
             },
         ),
         runs_flat=False,
+        is_batched=False,
         seed=3,
     ),
 }

@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +19,10 @@ from hf_paged.api.generation import attach, base_class, detach
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.memory.spec import AttentionSpec
-from hf_paged.model.model_state import why_not_whole
+from hf_paged.model.model_state import is_batch_dependent, why_not_whole
 from hf_paged.model.runner import ModelTraits
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Rotary embeddings that depend on the longest row of the batch (they rewrite their frequencies beyond a length).
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
 _PROBE_LENGTHS = (11, 3, 1, 6)
 _MAX_ELEMENTS = 5 * 10**8  # of a shrunken copy
@@ -169,24 +168,34 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     tiny_layers = _real_layers(tiny.config, tiny.config, stock)
     if isinstance(layers, str) or isinstance(tiny_layers, str):
         return SupportReport(False, (str(layers),))
-    rows_independent = not _rope_types(getattr(model.config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
+    rope_types = _rope_types(getattr(model.config, "rope_parameters", None))
+    rows_independent = not any(map(is_batch_dependent, rope_types))
     # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
     may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
-    # The windows that the config states, unless a layer turns out to attend to more than that.
-    ways = [(True, True, True), (True, True, False), (True, False, True), (True, False, False)] if may_run_flat else []
-    for runs_flat, in_inference_mode, has_windows in [*ways, (False, False, False)]:
-        if has_windows and not any(_stated_windows(tiny.config)):
-            continue
-        modes = (runs_flat, rows_independent, in_inference_mode)
+    own = ModelTraits(tiny_layers, runs_flat=False, rows_independent=rows_independent)
+    ways: list[tuple[ModelTraits, bool]] = []
+    if may_run_flat:
+        # The windows that the config states, unless a layer turns out to attend to more than that.
+        for has_windows in (True, False) if any(_stated_windows(tiny.config)) else (False,):
+            layers_tried = _with_windows(tiny_layers, tiny) if has_windows else tiny_layers
+            flat = replace(own, layers=layers_tried, runs_flat=True)
+            ways += [(replace(flat, allows_inference_mode=may_infer), has_windows) for may_infer in (True, False)]
+    if rows_independent:
+        ways += [
+            (replace(own, runs_padded=True, allows_inference_mode=may_infer), False) for may_infer in (True, False)
+        ]
+    else:
+        ways.append((replace(own, regime_length=_regime_length(model.config)), False))
+    for traits, has_windows in [*ways, (own, False)]:
+        keeps_tokens = traits.is_batched or traits.regime_length is not None
         try:
-            tried = _with_windows(tiny_layers, tiny) if has_windows else tiny_layers
-            attach(tiny, PagedConfig(num_blocks=128, block_size=2, cuda_graphs=False), ModelTraits(tried, *modes))
+            attach(tiny, PagedConfig(num_blocks=128, block_size=2, cuda_graphs=False), traits)
             cache = PagedCache(tiny)
             found = _probe_logits(tiny, cache)
             error_size = float((found - expected).abs().max() / expected.abs().max())
-            if error_size < _TOLERANCE and cache.is_opaque is not runs_flat and not _keeps_inference_tensors(tiny):
+            if error_size < _TOLERANCE and cache.is_opaque is not keeps_tokens and not _keeps_inference_tensors(tiny):
                 layers = _with_windows(layers, model) if has_windows else layers
-                return SupportReport(True, (), ModelTraits(layers, *modes))
+                return SupportReport(True, (), replace(traits, layers=layers))
             failure = f"logits differ by {error_size:.1%}"
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
@@ -225,6 +234,20 @@ def _rope_types(parameters: Any) -> set[str]:
         return set()
     own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
     return own.union(*(_rope_types(value) for value in parameters.values()))
+
+
+def _regime_length(config: PreTrainedConfig) -> int:
+    """Tokens below which a rotary embedding that depends on the longest row is as of its first day."""
+
+    def lengths(parameters: Any) -> Iterator[int]:
+        if isinstance(parameters, dict):
+            own = parameters.get("original_max_position_embeddings")
+            if isinstance(own, int):
+                yield own
+            for value in parameters.values():
+                yield from lengths(value)
+
+    return min([config.max_position_embeddings, *lengths(config.rope_parameters)])
 
 
 def _stated_windows(config: PreTrainedConfig) -> list[int | None]:

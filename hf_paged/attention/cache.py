@@ -194,9 +194,10 @@ class PagedCache(Cache):
         if self._records_past:
             self.activate_past_recording()
 
-    def set_padding(self, padding: list[int]) -> None:
-        """Declares the left padding of a cache that holds no token yet."""
-        self._padding[:] = padding
+    def set_padding(self, padding: list[int], rows: list[int]) -> None:
+        """Declares the left padding of some stored rows, from their first token on."""
+        for row, columns in zip(rows, padding, strict=True):
+            self._padding[row] = columns
 
     def advance(self, num_columns: int) -> None:
         """Books columns whose tokens a flat forward stored in all layers."""

@@ -14,7 +14,7 @@ from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
 from hf_paged.core.recorder import WARNING
 from hf_paged.core.scheduler import Scheduler
-from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
 
 
 class Key(str):
@@ -92,6 +92,8 @@ class Replay:
             self._groups.setdefault(result.group.arrival, result.group)
         elif name == "update":
             self._offers[args[0].number] = result
+        elif name == "book_computed":
+            self._offers[-args[0][0].seq_id] = result
         elif name == "free":
             del self._sequences[args[0].seq_id]
         if not isinstance(result, Batch):
@@ -111,7 +113,7 @@ class Replay:
         for name, value in values.items():
             if name == "more":
                 assert sequence.token_ids is not None
-                sequence.token_ids += value
+                sequence.token_ids += _tokens(value)
             else:
                 setattr(sequence, name, _key(name, value))
 
@@ -139,7 +141,21 @@ class Replay:
 def _key(name: str, value: Any) -> Any:
     if name == "batch_key":
         return Key(value)
+    if name == "token_ids" and value is not None:
+        return _tokens(value)
     return (Key(value),) if name == "extra_key" else value
+
+
+def _tokens(written: list[Any]) -> list[int]:
+    """As the recorder writes them."""
+    tokens: list[int] = []
+    for token in written:
+        if isinstance(token, int):
+            tokens.append(token)
+        else:
+            number, token_id, position, is_embedded = token
+            tokens.append(GivenToken.make(-number, token_id, position, () if is_embedded else None, 0))
+    return tokens
 
 
 def _compare(expected: dict[str, str], batch: Batch) -> str | None:

@@ -228,6 +228,7 @@ class Scheduler:
         if sequence.token_ids is not None:
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
+        sequence.given_end = min(sequence.given_end, num_tokens)
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
             if num_tokens <= self._manager.num_tokens(sequence.seq_id):
@@ -261,8 +262,8 @@ class Scheduler:
         """From now on nothing of the sequence is given back, but by a `crop`."""
         self._manager.keep_past(sequence.seq_id)
 
-    def append(self, sequences: list[Sequence], num_tokens: int) -> BlockMoves:
-        """Gives sequences slots outside of any step; see `extend_computed`.
+    def append(self, sequences: list[Sequence], counts: list[int]) -> BlockMoves:
+        """Gives each sequence slots for so many tokens, outside of any step; see `extend_computed`, `book_computed`.
 
         Returns:
             Copies and new blocks, to execute.
@@ -272,7 +273,7 @@ class Scheduler:
         """
         manager = self._manager
         held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
-        copies = manager.append([(sequence.seq_id, num_tokens) for sequence in sequences])
+        copies = manager.append([(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count])
         new_blocks = [
             block
             for sequence, count in zip(sequences, held, strict=True)
@@ -290,6 +291,26 @@ class Scheduler:
         sequence.num_computed_tokens += num_tokens
         sequence.group.status = SequenceStatus.RUNNING
         self._file(sequence.group)
+
+    def book_computed(self, sequences: list[Sequence]) -> list[Offer]:
+        """Books that all tokens of sequences are computed, in slots appended outside of any step.
+
+        Returns:
+            What is to be checked, for `settle`.
+        """
+        offers: list[Offer] = []
+        for sequence in sequences:
+            start, end = sequence.num_computed_tokens, sequence.num_tokens
+            sequence.num_computed_tokens = end
+            sequence.group.status = SequenceStatus.RUNNING
+            self._file(sequence.group)
+            if end // self._manager.block_size > start // self._manager.block_size and sequence.is_reproducible:
+                assert sequence.token_ids is not None
+                offers += self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+            if sequence.is_reproducible:
+                self.slide(sequence)
+        self._offered.update(offer.block_hash for offer in offers)
+        return offers
 
     def wake(self, group: SequenceGroup) -> None:
         """Queues a group whose sequences have got pending tokens."""

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.batch import Chunk
+from hf_paged.attention.metadata import padded_tables
+from hf_paged.core.batch import Chunk, group_tables
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.block_table import GONE
 from hf_paged.core.config import PagedConfig
@@ -46,7 +47,7 @@ from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
-from hf_paged.model.flat_forward import FlatForward, flat_padding
+from hf_paged.model.flat_forward import FlatForward, plain_padding, sees_padding
 from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.model_state import ModelState
@@ -91,7 +92,7 @@ class Engine:
             forward,
             model._supports_logits_to_keep(),
             self._layers,
-            traits.allows_inference_mode,
+            traits,
             is_plain=lambda: state.is_plain,
             num_moves=lambda: state.num_moves,
             config=config,
@@ -179,7 +180,7 @@ class Engine:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
 
         Raises:
-            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self._worker.exclusive(), self.transaction():
             self._collect_abandoned()
@@ -257,7 +258,8 @@ class Engine:
             `PagedCache`), `status` ("waiting", "running", "swapped"), `is_idle`, `priority`, and its `sequences` with
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
             found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
-            `num_tokens`, whose id is still on its way), `tail` (the last token ids, [] if unknown) and
+            `num_tokens`, whose id is still on its way), `tail` (the last token ids, -1 of a token given as an embedding
+            or at a position of its own, [] if unknown) and
             `block_table` (indices of CPU blocks while swapped). A model some of whose layers see a window only has
             several tables a sequence, one for each group of layers: `block_tables`, the first of which is
             `block_table`; -1 in them is a block behind the window, which was given back. `waiting`, `running` and
@@ -310,7 +312,7 @@ class Engine:
         """
         with self.transaction():
             self._model_state.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(self._pool, self._runner, self._worker, self.runs_flat())
+        return warm_up(self._pool, self._runner, self._worker, self.traits.runs_flat and self.is_batched())
 
     # Step by step
 
@@ -457,26 +459,34 @@ class Engine:
         if caller is not None and caller.is_cancelled:
             raise CallCancelledError  # the model was unpatched, whose forward comes here now
         with self._resident(sequences), self.transaction():
-            self._pool.log.step = self._executor.num_steps + 1
-            manager, scheduler = self.manager, self.scheduler
-            requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
-            for sequence in sequences:
-                scheduler.slide(sequence)
-            groups = [sequence.group for sequence in sequences]
-            self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
-            try:
-                moves = scheduler.append(sequences, num_tokens)
-            except OutOfBlocksError as error:
-                blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
-                if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
-                    error.needed += len(blocks)
-                raise self._pool.out_of_blocks(error) from None
-            self._pool.execute_moves(moves)
+            self._append(sequences, [num_tokens] * len(sequences))
             for sequence in sequences:
                 sequence.token_ids = None
-                scheduler.extend_computed(sequence, num_tokens)
+                self.scheduler.extend_computed(sequence, num_tokens)
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
+
+    def _append(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """Gives each sequence slots for so many tokens more; all are in the pool. The pool's lock is held.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them.
+        """
+        self._pool.log.step = self._executor.num_steps + 1
+        manager, scheduler = self.manager, self.scheduler
+        requests = [(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count]
+        for sequence in sequences:
+            scheduler.slide(sequence)
+        groups = [sequence.group for sequence in sequences]
+        self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
+        try:
+            moves = scheduler.append(sequences, counts)
+        except OutOfBlocksError as error:
+            blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
+            if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
+                error.needed += len(blocks)
+            raise self._pool.out_of_blocks(error) from None
+        self._pool.execute_moves(moves)
 
     @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
@@ -592,8 +602,8 @@ class Engine:
                 item.cancel()
             raise
 
-    def _batch_key(self, marker: Hashable = None) -> Hashable:
-        return autocast_state(self._runner.placement[1]), marker
+    def _batch_key(self) -> Hashable:
+        return autocast_state(self._runner.placement[1])
 
     # Forwards
 
@@ -643,11 +653,14 @@ class Engine:
             for sequence in live:
                 if not sequence.is_reproducible:  # kept so far, should a forward fail; from here on it goes back to now
                     self.scheduler.slide(sequence)
-            padding = flat_padding(cache, call, active) if self.runs_flat() else None
+            takes_positions = self._runner.takes_positions
+            padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
             self.hold(live, is_idle=False)
         try:
             if padding is None:
                 output = self._forward_gathered(cache, call, active if is_partial else None)
+            elif not self.is_batched() or sees_padding(call, padding, width):
+                output = self._forward_called(cache, call, active, padding)
             else:
                 output = self._forward_flat(cache, call, active, padding)
         except BaseException:
@@ -667,14 +680,18 @@ class Engine:
         output["past_key_values"] = cache
         return output
 
-    def runs_flat(self) -> bool:
-        """Whether forwards of the model as it is now can run in the flat batch."""
+    def is_batched(self) -> bool:
+        """Whether forwards of the model as it is now can share steps with others."""
+        return self.traits.is_batched and self._is_own() and not self._model_state.needs_rows
+
+    def _is_own(self) -> bool:
+        """Whether what the model stores of a token follows from the row's tokens and positions, at least at first."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
         model = self._runner.model
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
         is_own = config.num_hidden_layers == self.traits.num_layers and not (model.training and is_stochastic(model))
-        return self.traits.runs_flat and is_own and not self._model_state.needs_rows
+        return is_own and (self.traits.is_batched or self.traits.regime_length is not None)
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""
@@ -701,17 +718,57 @@ class Engine:
             )
         return True
 
+    def _forward_called(
+        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
+    ) -> ModelOutput:
+        """A forward by itself in the caller's shape, whose padding is seen; what is stored is that of any forward."""
+        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
+        width = cache.get_seq_length()
+        cache.set_padding(padding, active)
+        flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
+        device = self._pool.kv_device
+        with self._resident(sequences, has_forward=True), among_steps(device):
+            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
+            with self.transaction():
+                self._extend(cache, flat, width)
+                new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
+                self._append(sequences, new)
+                kv_cache = self.kv_cache
+                tables = padded_tables(
+                    group_tables(self.manager.tables([sequence.seq_id for sequence in sequences])),
+                    kv_cache.groups.windows,
+                    kv_cache.null_block,
+                    np.int64,
+                )
+            output: ModelOutput = self._runner.run_called(
+                tables,
+                np.array(new),
+                np.array([sequence.num_tokens for sequence in sequences]),
+                kv_cache,
+                (width + flat.length, flat.length),
+                call.arguments(),
+            )
+            with self.transaction():
+                limit = self.traits.regime_length
+                if limit is not None and flat.longest >= limit:  # from here on, frequencies are those of the moment
+                    for sequence in sequences:
+                        sequence.is_stale = True
+                offers = self.scheduler.book_computed(sequences)
+                sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
+                self.scheduler.settle(offers, sums.isfinite().tolist())
+                self._book_forward(sequences, lengths, started)
+        cache.advance(flat.length)
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
+        return output
+
+    def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
+        """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
+        chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths, strict=True)]
+        number = self._executor.count_step(len(chunks), sum(n for _, _, n in chunks))
+        self._executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
+
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""
-        others = {name: value for name, value in call.others.items() if name != "return_dict"}
-        arguments = {
-            "input_ids": call.input_ids,
-            "inputs_embeds": call.inputs_embeds,
-            "attention_mask": call.attention_mask,
-            "position_ids": call.position_ids,
-        }
-        if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
-            arguments["logits_to_keep"] = call.logits_to_keep
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
         with self._resident(sequences, has_forward=True), among_steps(self._pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
@@ -720,14 +777,11 @@ class Engine:
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
-                **{name: value for name, value in arguments.items() if value is not None},
-                **others,
+                **call.arguments(),
             )
             cache.select_active(None)
             with self.transaction():
-                chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
-                number = self._executor.count_step(len(chunks), sum(n for _, _, n in chunks))
-                self._executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
+                self._book_forward(sequences, lengths, started)
         hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 
@@ -737,15 +791,12 @@ class Engine:
         """The call's real tokens, in the next steps' flat batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
-        if width == 0:
-            cache.set_padding(padding)
-        flat = FlatForward.make(call, sequences, padding, width)
-        becoming_opaque = flat.becoming_opaque()
+        cache.set_padding(padding, active)
+        flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
         item: ForwardItem | None = None
         try:
             with self._worker.leading():
-                with self._resident(becoming_opaque) if becoming_opaque else nullcontext():
-                    item = self._enqueue(cache, flat, width)
+                item = self._enqueue(cache, flat, width)
                 logits = item.wait()
         except BaseException:
             if item is not None:
@@ -760,23 +811,27 @@ class Engine:
         try:
             with self.transaction():
                 caller = cache.caller
-                salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
-                # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-                flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
+                self._extend(cache, flat, width)
                 longest = max(sequence.num_tokens for sequence in flat.sequences)
                 self.check_fits(longest, longest, 0)
-                # Embeddings and ids don't mix in one forward of the model.
-                batch_key = self._batch_key(None if flat.call.input_ids is not None else flat.sequences[0].seq_id)
-                for sequence in flat.sequences:
-                    sequence.group.batch_key = batch_key
-                inputs = None if all(s.is_reproducible for s in flat.sequences) else flat.lay_out_tokens()
-                let_caller_first(self._pool.kv_device)
-                item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), inputs, caller)
+                item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), caller)
             return item
         except BaseException:
             if item is not None:
                 item.cancel()  # Ctrl-C, held back until the end of the transaction
             raise
+
+    def _extend(self, cache: PagedCache, flat: FlatForward, width: int) -> None:
+        """Adds a call's tokens to its sequences. The pool's lock is held."""
+        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+        device = self._pool.kv_device
+        let_caller_first(device)
+        with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
+            # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+            flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
+        batch_key = self._batch_key()
+        for sequence in flat.sequences:
+            sequence.group.batch_key = batch_key
 
     # Calls
 
@@ -1041,14 +1096,12 @@ class _Mark:
 
     sequence: Sequence
     num_tokens: int
-    position_offset: int | None
 
     @classmethod
     def of(cls, sequence: Sequence) -> _Mark:
-        return cls(sequence, sequence.num_tokens, sequence.position_offset)
+        return cls(sequence, sequence.num_tokens)
 
     def restore(self, engine: Engine) -> None:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
         with engine.transaction():
             engine.scheduler.crop(self.sequence, min(self.num_tokens, self.sequence.num_tokens))
-        self.sequence.position_offset = self.position_offset

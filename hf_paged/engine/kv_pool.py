@@ -228,7 +228,7 @@ class KVPool:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
 
         Raises:
-            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self.lock:
             if self._manager is None or self._kv_cache is None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same, assert_same_cache, new_cache
-from models import MODELS, build, name_of, ragged_batch, random_ids
+from models import build, name_of, ragged_batch, random_ids
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -117,8 +117,6 @@ def test_conversation_with_candidates(pair: Pair, only_new: bool) -> None:
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["kept", "evicted"])
 def test_conversation_with_holes(make_pair: MakePair, name: str, is_evicted: bool) -> None:
     """Would break: later turns of different lengths, and answers that ended early, padded in the middle of a row."""
-    if is_evicted and not MODELS[name].runs_flat:
-        is_evicted = False  # its cache can't be computed again and so is never evicted
     scarce = 18 if name == "mistral" else 26  # its windows hold less
     pair = make_pair(name, block_size=2, num_blocks=scarce if is_evicted else 64)
     with both_caches(pair) as caches:
@@ -528,6 +526,10 @@ EVICTORS: dict[str, dict[str, Any]] = {
 }
 
 
+# With a hole in its mask: what the pool holds of it is no function of tokens and positions.
+UNKNOWN = {"input_ids": random_ids(1, 14), "attention_mask": torch.tensor([[1, 1, 0] + 11 * [1]])}
+
+
 def turn_of(pair: Pair, caches: dict[int, Cache], ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """One turn of a conversation over both caches; returns the tokens so far."""
     return pair.both(
@@ -595,14 +597,49 @@ def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> No
         turn_of(pair, caches, ids)
 
 
+@pytest.mark.parametrize("name", ["llama", "falcon_rotary"])
+def test_a_call_whose_padding_is_seen_is_stored_like_any_other(make_pair: MakePair, name: str) -> None:
+    """Would break: its padding takes slots, and its rows are neither found by others nor computed again."""
+    pair = make_pair(name, block_size=2, num_blocks=26, preemption="recompute")
+    details = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 3, "eos_token_id": None}
+    with both_caches(pair) as caches:
+        ids, mask = ragged_batch().values()
+        first, _ = pair.both(
+            lambda model: model.generate(ids, attention_mask=mask, past_key_values=caches[id(model)], **details)
+        )
+        assert pair.engine.stats().kv_tokens_stored == 11 + 7 + 2 + 3 * 2
+        pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=2))
+        assert pair.delta["prefix_cache_hit_tokens"] == 10 + 6
+        pair.both(lambda model: model.generate(random_ids(1, 44), max_new_tokens=3))
+        assert pair.delta["num_preemptions"] > 0
+        ids = torch.cat([first.sequences, random_ids(3, 2)], dim=1)
+        turn_of(pair, caches, ids, nn.functional.pad(mask, (0, 5), value=1))
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic_rope", "gemma3_dynamic_rope"])
+def test_rows_that_depend_on_others_are_computed_again_below_the_original_length(
+    make_pair: MakePair, name: str
+) -> None:
+    """Would break: keys of one frequency computed again at another, or a short conversation that can't be preempted."""
+    pair = make_pair(name, block_size=2, num_blocks=16, preemption="recompute")
+    with both_caches(pair) as caches:
+        ids = turn_of(pair, caches, random_ids(1, 8))
+        pair.both(lambda model: model.generate(random_ids(1, 26, seed=1), max_new_tokens=2))
+        assert pair.delta["num_preemptions"] == 1
+        ids = turn_of(pair, caches, torch.cat([ids, random_ids(1, 8)], dim=1))
+        with pytest.raises(hf_paged.OutOfBlocksError, match="can't be computed again"):
+            pair.paged.generate(random_ids(1, 26, seed=1), max_new_tokens=2)
+        turn_of(pair, caches, torch.cat([ids, random_ids(1, 2)], dim=1))
+
+
 @pytest.mark.core
 def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
-    """Would break: evicting a cache that was filled from embeddings, which could not be computed again."""
+    """Would break: evicting a cache that a forward of its own filled, which could not be computed again."""
     pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
     with both_caches(pair) as caches:
         pair.both(
             lambda model: model.generate(
-                **EVICTORS["embeds"], past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
+                **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
             )
         )
         with pytest.raises(hf_paged.OutOfBlocksError, match="of 15 are free"):
@@ -620,7 +657,7 @@ def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preempti
     with both_caches(pair) as caches:
         pair.both(
             lambda model: model.generate(
-                **EVICTORS["embeds"], past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
+                **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
             )
         )
         pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=8))

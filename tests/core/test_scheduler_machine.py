@@ -387,7 +387,7 @@ class World:
         swap_outs = self.scheduler.make_room(need, request.groups)
         self._execute_copies(BlockMoves(swap_outs=swap_outs))
         try:
-            moves = self.scheduler.append([row.sequence for row in request.rows], num_tokens)
+            moves = self.scheduler.append([row.sequence for row in request.rows], [num_tokens] * len(request.rows))
         except OutOfBlocksError:
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
@@ -528,11 +528,9 @@ class World:
         blocks: list[list[int]] = [[] for _ in step.tables]
         for row, (sequence, start, num_tokens) in enumerate(chunks):
             known, end = sequence.token_ids, start + num_tokens
-            if known is None or sequence.position_offset is None:
-                assert row in step.given
+            if known is None:
                 ids += [0] * num_tokens
             else:
-                assert row not in step.given
                 ids += known[start:end] if end <= len(known) else [0]
                 place = len(ids) - 1
                 assert list(step.positions[place + 1 - num_tokens : place + 1]) == list(range(start, end))
@@ -901,7 +899,7 @@ class World:
         return thinking[pick % len(thinking)]
 
     def _extend(self, row: Row, tokens: list[int], is_opaque: bool = False) -> None:
-        """New tokens of a sequence that somebody waits for; opaque ones without ids, or at positions of their own."""
+        """New tokens of a sequence that is waited for; opaque ones without ids, or behind keys of other weights."""
         sequence = row.sequence
         if is_opaque:
             self.next_unknown += 100
@@ -909,7 +907,7 @@ class World:
             if self.next_unknown % 200:
                 sequence.token_ids = None
             else:
-                sequence.position_offset = None
+                sequence.is_stale = True
         if sequence.token_ids is not None:
             sequence.token_ids += tokens
         for token in tokens:

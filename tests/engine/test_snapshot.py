@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -421,14 +420,3 @@ def test_a_picture_is_its_owners(pair: Pair) -> None:
                 if isinstance(value[0], list):
                     value[0].clear()
     assert pair.engine.snapshot() == kept
-
-
-def test_looking_changes_nothing(make_pair: MakePair) -> None:
-    """Would break: counters or tokens that depend on whether they are watched."""
-    found = []
-    for is_watched in (False, True):
-        pair = make_pair(num_blocks=24, block_size=4)
-        busy_run(pair, (lambda pair=pair: pair.engine.snapshot()) if is_watched else (lambda: None))
-        stats = asdict(pair.engine.stats())
-        found.append({name: stats[name] for name in ("num_generated_tokens", "num_free_blocks", "num_running")})
-    assert found[0]["num_free_blocks"] == found[1]["num_free_blocks"] == 24

@@ -1464,9 +1464,8 @@ def prompts(device: torch.device, *lengths: int) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in ragged_batch(lengths or (11, 7, 2)).items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_chunked_prefill(name: str, make_triton_pair: MakePair, device: torch.device) -> None:
+def test_chunked_prefill(make_triton_pair: MakePair, device: torch.device) -> None:
     """Breaks if a chunk does not see the chunks before it, or a step of both kinds mixes its rows up."""
-    pair = make_triton_pair(name, max_num_batched_tokens=5)
+    pair = make_triton_pair("gemma2", max_num_batched_tokens=5)
     pair.generate(**prompts(device), **NEW)
     assert max(pair.seen) <= 5

@@ -498,15 +498,6 @@ def test_weights(change: Callable[[Any], None], is_moved: bool, recorder: Record
     assert len(recorder.sizes) == num_recorded * (1 + is_moved)
 
 
-def test_another_dtype(recorder: Recorder) -> None:
-    ids = random_ids(2, 6)
-    stock, model = build("llama"), patch()
-    for one in (stock, model):
-        one.generate(ids, **GREEDY)
-        one.double()
-    assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
-
-
 def test_release(recorder: Recorder) -> None:
     """Memory goes back, the recordings' too; the next call records again."""
     ids = random_ids(2, 6)

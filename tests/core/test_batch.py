@@ -21,7 +21,7 @@ def sequence(seq_id: int, tokens: list[int] | None, num_tokens: int | None = Non
 def batch_of(*chunks: Chunk, tables: list[list[int]] | None = None, **facts: Any) -> Batch:
     tables = tables or [[row] for row, _ in enumerate(chunks)]
     facts = {"number": 1, "batch_key": None, "num_preempted": 0, "is_stalled": False} | facts
-    return lay_out(list(chunks), [array("i", table) for table in tables], BlockMoves(new_blocks=[3]), **facts)
+    return lay_out(list(chunks), [[array("i", table) for table in tables]], BlockMoves(new_blocks=[3]), **facts)
 
 
 def test_rows_lie_side_by_side() -> None:
@@ -85,7 +85,7 @@ def test_which_logits_are_wanted() -> None:
 
 def test_it_stays_what_it_was() -> None:
     own, table = sequence(1, [1, 2]), array("i", [5])
-    batch = lay_out([(own, 1, 1)], [table], BlockMoves(), number=1, batch_key="k", num_preempted=0, is_stalled=False)
+    batch = lay_out([(own, 1, 1)], [[table]], BlockMoves(), number=1, batch_key="k", num_preempted=0, is_stalled=False)
     digest = batch.digest()
     assert own.token_ids is not None
     own.token_ids[1], table[0] = 70, 71

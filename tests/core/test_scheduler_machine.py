@@ -1165,7 +1165,7 @@ def random_call(world: World, rng: random.Random) -> None:
                 grows=rng.randint(1, 14),
                 key=rng.random() < 0.1,
                 priority=rng.choice((0,) * 8 + (-1, 1)),
-                batch_key=rng.random() < 0.15,
+                batch_key=int(rng.random() < 0.15),  # a recording tells keys apart by their looks
                 is_opaque=rng.random() < 0.3,
                 keeps_logits=rng.random() < 0.9,
             )

@@ -145,9 +145,8 @@ def test_crop(make_pair: MakePair, name: str) -> None:
         assert cache.get_seq_length() == 11
         before = model(ids[:, 11:13], past_key_values=cache).logits
         cache.activate_past_recording()
-        model(ids[:, 13:17], past_key_values=cache)
-        model(ids[:, :3], past_key_values=cache)
-        cache.crop(-7)  # to what it was when the recording began
+        model(torch.cat([ids[:, 13:17], ids[:, :5]], dim=1), past_key_values=cache)
+        cache.crop(-9)  # to what it was when the recording began
         again = model(ids[:, 13:16], past_key_values=cache).logits
         cache.crop(0)
         kept = [(layer.keys, layer.values) for layer in cache.layers]

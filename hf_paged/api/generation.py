@@ -383,7 +383,7 @@ def engine_call(
     """
     engine: Engine = model.paged
     if not (
-        engine.runs_flat()
+        engine.is_batched()
         and _rows_may_leave(engine, cache, processors, criteria, generation_config)
         and (pads_finished(criteria) or ends_together(criteria))
         and not cache.sequences
@@ -555,8 +555,8 @@ def _run_loop(
     if isinstance(cache, PagedCache):
         longest = _check_prompt(engine, cache, input_ids, generation_config, kwargs, spare_tokens)
         per_step = generation_config.output_hidden_states and generation_config.return_dict_in_generate
-        if not engine.runs_flat() or cache.is_opaque or per_step:
-            num_blocks = input_ids.shape[0] * -(-longest // engine.config.block_size)
+        if not engine.is_batched() or cache.is_opaque or per_step:
+            num_blocks = input_ids.shape[0] * engine.manager.most_blocks(longest, longest)
 
     def run(**more: Any) -> Any:
         # By name but for the ids, as transformers does it: a model may have a loop of its own.
@@ -640,7 +640,7 @@ def _check_prompt(
     # The mask is as long as the whole sequence where only the tokens that a kept cache lacks were given.
     mask_length = getattr(generation_config, "_mask_length", prompt) if mask is None else mask.shape[-1]
     longest = prompt = max(prompt, mask_length)
-    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.runs_flat() and not cache.is_opaque:
+    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.is_batched() and not cache.is_opaque:
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
     growth = max(new_tokens - 1, 0) + spare_tokens  # the last token's keys are never needed

@@ -22,9 +22,14 @@ class Admission(GroupRows):
     """
 
     def __init__(
-        self, manager: BlockManager, prefers_swap: Callable[[SequenceGroup], bool], policy: Policy | None = None
+        self,
+        manager: BlockManager,
+        max_num_batched_tokens: int,
+        prefers_swap: Callable[[SequenceGroup], bool],
+        policy: Policy | None = None,
     ) -> None:
         super().__init__(manager, prefers_swap, policy)
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._offered: set[bytes] = set()  # hashes of blocks that are computed and not checked yet
         self._refused: tuple[int, int] | None = None  # the first waiting group, and the blocks free when it didn't fit
         self._num_refusals = 0
@@ -114,9 +119,9 @@ class Admission(GroupRows):
 
     def _start_need(self, group: SequenceGroup, first: Sequence) -> int:
         """Blocks that a waiting group takes: what `first` needs, and of the others what they don't share with it."""
-        size = self._manager.block_size
-        return self._manager.blocks_needed(first.seq_id, first.num_wanted_tokens) + sum(
-            -(-s.num_tokens // size) - min(common_prefix(s, first), s.logits_from, s.num_tokens - 1) // size
+        manager, chunk = self._manager, self._max_num_batched_tokens
+        return manager.blocks_needed(first.seq_id, first.num_wanted_tokens, chunk) + sum(
+            manager.most_blocks(s.num_tokens, chunk, min(common_prefix(s, first), s.logits_from, s.num_tokens - 1))
             for s in group.sequences
             if s is not first and s.num_wanted_tokens
         )

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from operator import add, attrgetter, getitem, sub
 
-from hf_paged.core.sequence import Sequence
+from hf_paged.core.sequence import GivenToken, Sequence
 
 Chunk = tuple[Sequence, int, int]
 """A sequence, the first of its tokens that run in a step, and how many do."""
@@ -41,7 +41,8 @@ class GroupTables:
     """The block tables of a batch's rows, for layers that cache alike.
 
     Attributes:
-        blocks: int32, the rows' blocks one row after another: copies, as they are for this step.
+        blocks: int32, the rows' blocks one row after another: copies, as they are for this step. Below 0: given back,
+            since no query of this or a later step sees it.
         counts: int64 `[S]`, how many of them each row has.
     """
 
@@ -61,10 +62,10 @@ class Batch(BlockMoves):
         starts: `[S]`, index in its sequence of each row's first token.
         query_lens: `[S]`, tokens of each row, at least 1.
         token_ids: `[T]`, 0 where it is not known here.
-        positions: `[T]` position ids, 0 in the rows of `given`.
+        positions: `[T]` position ids.
         placeholders: `[T]`, for tokens that only the device knows their place among the tokens that the step before
             has chosen, else -1; `None`: there are none.
-        given: Rows whose ids or positions only their caller knows, who gives them as tensors.
+        embedded: `[E]`, the tokens of the batch that were given as embeddings, which come beside it as a tensor.
         logit_rows: `[K]`, the tokens of the batch whose logits are wanted, row after row.
         logit_starts: `[S + 1]`, the first of each row's in `logit_rows`.
         tables: One for each group of layers that cache alike.
@@ -80,7 +81,7 @@ class Batch(BlockMoves):
     token_ids: array[int] = field(default_factory=_int64)
     positions: array[int] = field(default_factory=_int64)
     placeholders: array[int] | None = None
-    given: tuple[int, ...] = ()
+    embedded: array[int] = field(default_factory=_int64)
     logit_rows: array[int] = field(default_factory=_int64)
     logit_starts: array[int] = field(default_factory=lambda: array("q", [0]))
     tables: tuple[GroupTables, ...] = ()
@@ -122,13 +123,25 @@ class Batch(BlockMoves):
         return _digest(self.digests())
 
 
+def group_tables(tables: list[list[array[int]]]) -> tuple[GroupTables, ...]:
+    """Copies of some rows' block tables in each group of layers."""
+    counts = array("q", map(len, tables[0]))  # the same in all groups
+    return tuple([GroupTables(_joined(own), counts) for own in tables])
+
+
+def _joined(tables: list[array[int]]) -> array[int]:
+    blocks = array("i")
+    blocks.frombytes(b"".join(tables))
+    return blocks
+
+
 def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()
 
 
 def lay_out(
     chunks: list[Chunk],
-    tables: list[array[int]],
+    tables: list[list[array[int]]],
     moves: BlockMoves,
     *,
     number: int,
@@ -140,7 +153,7 @@ def lay_out(
 
     Args:
         chunks: What runs, in order, at least one.
-        tables: The block table of each, as it is now; copied here.
+        tables: Of each group of layers the chunks' block tables, as they are now; copied here.
         moves: Before the step.
         number: See `Batch`, as for the others.
         batch_key: Of all of them.
@@ -156,8 +169,6 @@ def lay_out(
     # Decodes come first; most steps are nothing else.
     is_done = num_decodes > 0 and tokens.add_decodes(known, offsets, starts, lengths, wanted, num_decodes)
     tokens.add(chunks, num_decodes if is_done else 0)
-    blocks = array("i")
-    blocks.frombytes(b"".join(tables))
     return Batch(
         swap_outs=moves.swap_outs,
         swap_ins=moves.swap_ins,
@@ -170,10 +181,10 @@ def lay_out(
         token_ids=tokens.ids,
         positions=tokens.positions,
         placeholders=tokens.placeholders(),
-        given=tuple(tokens.given),
+        embedded=tokens.embedded,
         logit_rows=tokens.logit_rows,
         logit_starts=tokens.logit_starts,
-        tables=(GroupTables(blocks, array("q", map(len, tables))),),
+        tables=group_tables(tables),
         batch_key=batch_key,
         num_preempted=num_preempted,
         is_stalled=is_stalled,
@@ -188,13 +199,13 @@ class _Tokens:
 
     def __init__(self) -> None:
         self.ids, self.positions, self.logit_rows, self.logit_starts = _int64(), _int64(), _int64(), array("q", [0])
-        self.given: list[int] = []
+        self.embedded = _int64()
         self.places: dict[int, int] = {}
 
     def add_decodes(
         self,
         known: tuple[list[int] | None, ...],
-        offsets: tuple[int | None, ...],
+        offsets: tuple[int, ...],
         starts: tuple[int, ...],
         lengths: tuple[int, ...],
         wanted: tuple[list[int] | None, ...],
@@ -206,8 +217,11 @@ class _Tokens:
         try:
             self.ids = array("q", map(getitem, known[:num], starts))  # type: ignore[arg-type]
             self.positions = array("q", map(add, offsets[:num], starts))
-        except (IndexError, TypeError):  # of some the host knows no id or no position
+        except (IndexError, TypeError):  # of some the host knows no id
             self.ids = _int64()
+            return False
+        if min(self.ids) < 0:  # a `GivenToken`
+            self.ids, self.positions = _int64(), _int64()
             return False
         self.logit_rows, self.logit_starts = array("q", range(num)), array("q", range(num + 1))
         return True
@@ -218,10 +232,11 @@ class _Tokens:
             sequence, start, num_tokens = chunks[row]
             known, offset = sequence.token_ids, sequence.position_offset
             first, end = len(self.ids), start + num_tokens
-            if known is None or offset is None:
-                self.given.append(row)
+            if known is None:
+                self.positions.extend(range(offset + start, offset + end))
                 self.ids.frombytes(bytes(8 * num_tokens))
-                self.positions.frombytes(bytes(8 * num_tokens))
+            elif start < sequence.given_end:
+                self._add_given(known[start:end], offset + start)
             else:
                 self.positions.extend(range(offset + start, offset + end))
                 if end <= len(known):
@@ -235,6 +250,17 @@ class _Tokens:
             elif end == sequence.num_tokens:
                 self.logit_rows.append(first + num_tokens - 1)
             self.logit_starts.append(len(self.logit_rows))
+
+    def _add_given(self, tokens: list[int], first_position: int) -> None:
+        for position, token in enumerate(tokens, first_position):
+            if not isinstance(token, GivenToken):
+                self.ids.append(token)
+                self.positions.append(position)
+                continue
+            if token.embeddings is not None:
+                self.embedded.append(len(self.ids))
+            self.ids.append(token.token_id)
+            self.positions.append(token.position)
 
     def placeholders(self) -> array[int] | None:
         """See `Batch`."""

@@ -33,7 +33,9 @@ class PagedConfig:
     Attributes:
         block_size: Tokens in one KV block.
         num_blocks: Blocks in the pool. `None`: as many as fit into `memory_fraction` of the memory that is free at
-            first use, and never more than `max_num_seqs` sequences of the model's full context could fill.
+            first use, and never more than `max_num_seqs` sequences of the model's full context could fill. In a model
+            whose layers differ in what they keep (sliding windows), a block is of one group of layers: a sequence
+            takes some for each.
         memory_fraction: Share of the free memory (of the model's device) that `num_blocks=None` may take. Modest by
             default, since the pool lives inside somebody's process. On CPU the pages are only touched when used.
         max_num_seqs: Sequences in one model step at most.

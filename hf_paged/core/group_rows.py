@@ -55,7 +55,7 @@ class GroupRows(Preemption):
         held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
         step.moves.block_copies.extend(manager.append(appends))
         for (sequence, num_tokens), count in zip(requests, held):
-            step.moves.new_blocks.extend(manager.blocks(sequence.seq_id)[count:])
+            step.moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
             step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
             if num_tokens > 1 and sequence.is_reproducible and (self._waiting or self._swapped):
                 assert sequence.token_ids is not None
@@ -122,7 +122,7 @@ class GroupRows(Preemption):
         held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
         step.moves.block_copies.extend(manager.append(appends))
         for (sequence, num_tokens), count in zip(requests, held):
-            step.moves.new_blocks.extend(manager.blocks(sequence.seq_id)[count:])
+            step.moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
             step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
         self._note(step, group, step.budget - budget, len(requests))
         if group.status is SequenceStatus.WAITING:
@@ -149,8 +149,8 @@ class GroupRows(Preemption):
                 if not is_all:
                     return False
                 continue
-            table = self._manager.blocks(victim.seq_id)
-            if not is_all and all(pool.ref_count(block) > 1 for block in table):
+            held = self._manager.held_blocks(victim.seq_id)
+            if not is_all and all(pool.ref_count(block) > 1 for block in held):
                 continue
             if victim.expects_tokens:
                 step.needs_tokens = True
@@ -189,7 +189,7 @@ class GroupRows(Preemption):
         for sibling in sequence.group.sequences:
             if sibling.num_computed_tokens > shared:
                 common = min(common_prefix(sequence, sibling), limit, sibling.num_computed_tokens)
-                if common > shared:
+                if common > shared and manager.can_share(sibling.seq_id, common):
                     best, shared = sibling, common
         if best is not None:
             manager.share_prefix(sequence.seq_id, best.seq_id, shared)

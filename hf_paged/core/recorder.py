@@ -17,7 +17,7 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler
-from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
 
 WARNING = "this file holds prompts and generated tokens"
 
@@ -28,8 +28,11 @@ COMMANDS = (
     "fork",
     "free",
     "crop",
+    "slide",
+    "keep_past",
     "append",
     "extend_computed",
+    "book_computed",
     "wake",
     "expect_token",
     "reveal_token",
@@ -42,7 +45,16 @@ COMMANDS = (
 DECIDING = ("schedule", "make_room", "swap_in_now", "preempt_all")
 
 GROUP_FACTS = ("is_idle", "num_pins")
-SEQUENCE_FACTS = ("num_tokens", "num_prompt_tokens", "logits_from", "is_wanted", "position_offset", "wanted")
+SEQUENCE_FACTS = (
+    "num_tokens",
+    "num_prompt_tokens",
+    "logits_from",
+    "is_wanted",
+    "position_offset",
+    "wanted",
+    "given_end",
+    "is_stale",
+)
 
 
 def new_file(path: str) -> TextIO:
@@ -96,6 +108,7 @@ class RecordingScheduler(Scheduler):
                 "block_size": manager.block_size,
                 "enable_prefix_caching": manager.enable_prefix_caching,
                 "num_swap_blocks": swap_pool.num_blocks if swap_pool is not None else 0,
+                "windows": manager.windows,
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "max_num_seqs": max_num_seqs,
             }
@@ -121,7 +134,7 @@ class RecordingScheduler(Scheduler):
         self._is_inside, result = True, None
         try:
             result = method(self, *args, **options)
-        except OutOfBlocksError:
+        except (OutOfBlocksError, ValueError):  # which have changed nothing
             line["raises"] = True
             raise
         finally:
@@ -146,6 +159,8 @@ class RecordingScheduler(Scheduler):
             line["digests"] = result.digests()
         elif name == "update":
             self._offers[id(result)] = args[0].number
+        elif name == "book_computed":
+            self._offers[id(result)] = -args[0][0].seq_id  # no step's
         elif name == "free":
             sequence = args[0]
             self._known.pop(sequence.seq_id, None)
@@ -158,6 +173,7 @@ class RecordingScheduler(Scheduler):
         if name in DECIDING:
             return list(self._groups.values())
         found = [*args, *options.values()]
+        found += [item for value in found if isinstance(value, list) for item in value]
         groups = [value.group if isinstance(value, Sequence) else value for value in found]
         return [group for group in groups if isinstance(group, SequenceGroup)]
 
@@ -175,7 +191,9 @@ class RecordingScheduler(Scheduler):
             new = {key: value for key, value in own.items() if key not in old or old[key] != value}
             tokens, before = own["token_ids"], old.get("token_ids")
             if "token_ids" in new and tokens and before and tokens[: len(before)] == before:
-                new["more"] = new.pop("token_ids")[len(before) :]
+                new["more"] = _tokens(new.pop("token_ids")[len(before) :])
+            elif new.get("token_ids"):
+                new["token_ids"] = _tokens(new["token_ids"])
             changes.append(["sequence", sequence.seq_id, new])
         return changes
 
@@ -216,6 +234,16 @@ class RecordingScheduler(Scheduler):
         if isinstance(value, Iterable) and not isinstance(value, str):
             return [self._encode(name, item) for item in value]
         return value
+
+
+def _tokens(tokens: list[int]) -> list[Any]:
+    """As they are written: of a `GivenToken` all but its embedding."""
+    return [
+        [int(token), token.token_id, token.position, token.embeddings is not None]
+        if isinstance(token, GivenToken)
+        else token
+        for token in tokens
+    ]
 
 
 def _facts(sequence: Sequence) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_paged.core.batch import Batch
-from hf_paged.core.block_manager import BlockManager, Offer
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.block_table import Offer
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
 from hf_paged.core.recorder import WARNING
 from hf_paged.core.scheduler import Scheduler
-from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
 
 
 class Key(str):
@@ -58,7 +59,7 @@ class Replay:
         self._answers: list[bool] = []
         sizes = {name: header[name] for name in ("num_blocks", "block_size", "enable_prefix_caching")}
         log = EventLog(now=lambda: self._now)
-        manager = BlockManager(**sizes, num_swap_blocks=header["num_swap_blocks"], log=log)
+        manager = BlockManager(**sizes, num_swap_blocks=header["num_swap_blocks"], log=log, windows=header["windows"])
         limits = header["max_num_batched_tokens"], header["max_num_seqs"]
         # A call that asks more often than it did takes another way, which its step will show.
         self.scheduler = Scheduler(manager, *limits, lambda group: bool(self._answers) and self._answers.pop(0))
@@ -80,10 +81,10 @@ class Replay:
         options = {key: self._decode(value) for key, value in line.get("options", {}).items()}
         try:
             result = getattr(self.scheduler, name)(*args, **options)
-        except OutOfBlocksError as error:
+        except (OutOfBlocksError, ValueError) as error:
             return None if line.get("raises") else f"it raises: {error}"
         if line.get("raises"):
-            return "it raised OutOfBlocksError, and now does not"
+            return "it raised an error, and now does not"
         if isinstance(result, SequenceGroup):
             self._groups[result.arrival] = result
         elif isinstance(result, Sequence):
@@ -91,6 +92,8 @@ class Replay:
             self._groups.setdefault(result.group.arrival, result.group)
         elif name == "update":
             self._offers[args[0].number] = result
+        elif name == "book_computed":
+            self._offers[-args[0][0].seq_id] = result
         elif name == "free":
             del self._sequences[args[0].seq_id]
         if not isinstance(result, Batch):
@@ -110,7 +113,7 @@ class Replay:
         for name, value in values.items():
             if name == "more":
                 assert sequence.token_ids is not None
-                sequence.token_ids += value
+                sequence.token_ids += _tokens(value)
             else:
                 setattr(sequence, name, _key(name, value))
 
@@ -138,7 +141,21 @@ class Replay:
 def _key(name: str, value: Any) -> Any:
     if name == "batch_key":
         return Key(value)
+    if name == "token_ids" and value is not None:
+        return _tokens(value)
     return (Key(value),) if name == "extra_key" else value
+
+
+def _tokens(written: list[Any]) -> list[int]:
+    """As the recorder writes them."""
+    tokens: list[int] = []
+    for token in written:
+        if isinstance(token, int):
+            tokens.append(token)
+        else:
+            number, token_id, position, is_embedded = token
+            tokens.append(GivenToken.make(-number, token_id, position, () if is_embedded else None, 0))
+    return tokens
 
 
 def _compare(expected: dict[str, str], batch: Batch) -> str | None:

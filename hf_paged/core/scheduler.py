@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from hf_paged.core.admission import Admission
 from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
-from hf_paged.core.block_manager import BlockManager, Offer
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.block_table import Offer
 from hf_paged.core.policy import Policy
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.step import Step
@@ -39,10 +40,9 @@ class Scheduler(Admission):
         prefers_swap: Callable[[SequenceGroup], bool] = lambda group: False,
         policy: Policy | None = None,
     ) -> None:
-        super().__init__(manager, prefers_swap, policy)
+        super().__init__(manager, max_num_batched_tokens, prefers_swap, policy)
         if policy is not None:
             manager.choose = policy.blocks
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._num_sequences = 0
         self._steps: dict[int, list[Chunk]] = {}  # that are in flight, by number
@@ -106,22 +106,54 @@ class Scheduler(Admission):
         self._file(group)
 
     def crop(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cuts a sequence to its first `num_tokens` tokens."""
+        """Cuts a sequence to its first `num_tokens` tokens.
+
+        What lies behind the windows of so few tokens may be gone: then all of it is to be computed again.
+
+        Raises:
+            ValueError: That can't be; nothing has changed.
+        """
+        if not self.can_crop(sequence, num_tokens):
+            raise ValueError(f"what sequence {sequence.seq_id} needs behind {num_tokens} tokens was given back")
         if sequence.token_ids is not None:
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
+        sequence.given_end = min(sequence.given_end, num_tokens)
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
-            if num_tokens < self._manager.num_tokens(sequence.seq_id):
-                self._manager.crop(sequence.seq_id, num_tokens)
+            if num_tokens <= self._manager.num_tokens(sequence.seq_id):
+                if self._manager.can_crop(sequence.seq_id, num_tokens):
+                    self._manager.crop(sequence.seq_id, num_tokens)
+                else:
+                    self._drop(sequence)
             self._manager.forget_hashes(sequence.seq_id, num_tokens)
         else:
-            self._manager.free(sequence.seq_id)
-            self._manager.add(sequence.seq_id)
+            self._manager.restart(sequence.seq_id)
         self._file(sequence.group)
 
-    def append(self, sequences: list[Sequence], num_tokens: int) -> BlockMoves:
-        """Gives sequences slots outside of any step; see `extend_computed`.
+    def can_crop(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether what the sequence needs behind its first `num_tokens` tokens is there, or can be computed again."""
+        return (
+            sequence.is_reproducible
+            or num_tokens == 0
+            or num_tokens >= self._manager.num_tokens(sequence.seq_id)
+            or self._manager.can_crop(sequence.seq_id, num_tokens)
+        )
+
+    def slide(self, sequence: Sequence) -> None:
+        """Gives back what lies behind the windows of all tokens that are not computed yet.
+
+        Steps do so by themselves, but for a sequence that can't be computed again: should a forward of its caller's
+        fail, it goes back to what it was before.
+        """
+        self._manager.slide(sequence.seq_id, sequence.num_computed_tokens)
+
+    def keep_past(self, sequence: Sequence) -> None:
+        """From now on nothing of the sequence is given back, but by a `crop`."""
+        self._manager.keep_past(sequence.seq_id)
+
+    def append(self, sequences: list[Sequence], counts: list[int]) -> BlockMoves:
+        """Gives each sequence slots for so many tokens, outside of any step; see `extend_computed`, `book_computed`.
 
         Returns:
             Copies and new blocks, to execute.
@@ -131,11 +163,11 @@ class Scheduler(Admission):
         """
         manager = self._manager
         held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
-        copies = manager.append([(sequence.seq_id, num_tokens) for sequence in sequences])
+        copies = manager.append([(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count])
         new_blocks = [
             block
             for sequence, count in zip(sequences, held, strict=True)
-            for block in manager.blocks(sequence.seq_id)[count:]
+            for block in manager.held_blocks(sequence.seq_id, count)
         ]
         return BlockMoves(block_copies=copies, new_blocks=new_blocks)
 
@@ -149,6 +181,26 @@ class Scheduler(Admission):
         sequence.num_computed_tokens += num_tokens
         sequence.group.status = SequenceStatus.RUNNING
         self._file(sequence.group)
+
+    def book_computed(self, sequences: list[Sequence]) -> list[Offer]:
+        """Books that all tokens of sequences are computed, in slots appended outside of any step.
+
+        Returns:
+            What is to be checked, for `settle`.
+        """
+        offers: list[Offer] = []
+        for sequence in sequences:
+            start, end = sequence.num_computed_tokens, sequence.num_tokens
+            sequence.num_computed_tokens = end
+            sequence.group.status = SequenceStatus.RUNNING
+            self._file(sequence.group)
+            if end // self._manager.block_size > start // self._manager.block_size and sequence.is_reproducible:
+                assert sequence.token_ids is not None
+                offers += self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+            if sequence.is_reproducible:
+                self.slide(sequence)
+        self._offered.update(offer.block_hash for offer in offers)
+        return offers
 
     def expect_token(self, sequence: Sequence, placeholder: int) -> None:
         """Books a token that is being chosen: it can be scheduled, though nobody here knows which one it is.
@@ -300,8 +352,10 @@ class Scheduler(Admission):
             What is to be checked, for `settle`.
         """
         block_size, in_flight = self._manager.block_size, self._in_flight
+        slides_at = self._manager.slides_at
         offers: list[Offer] = []
-        for sequence, start, num_tokens in self._take(batch):
+        chunks = self._take(batch)
+        for sequence, start, num_tokens in chunks:
             sequence.num_computed_tokens = end = start + num_tokens
             in_flight.discard(sequence.group.arrival)
             # A block whose last token is still expected follows when that is known.
@@ -312,6 +366,11 @@ class Scheduler(Admission):
                     self._manager.publish(own)
                 else:
                     offers += own
+        if slides_at:
+            for sequence, start, num_tokens in chunks:
+                end = start + num_tokens
+                if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_reproducible:
+                    self._manager.slide(sequence.seq_id, end)
         self._offered.update(offer.block_hash for offer in offers)
         return offers
 

@@ -10,8 +10,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.batch import Chunk
+from hf_paged.attention.metadata import padded_tables
+from hf_paged.core.batch import Chunk, group_tables
 from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.block_table import GONE
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, UnsupportedCallError
 from hf_paged.core.event_log import StepRows
@@ -46,7 +50,7 @@ from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
-from hf_paged.model.flat_forward import FlatForward, flat_padding
+from hf_paged.model.flat_forward import FlatForward, plain_padding, sees_padding
 from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.model_state import ModelState
@@ -91,14 +95,19 @@ class Engine:
             forward,
             model._supports_logits_to_keep(),
             self._layers,
-            traits.allows_inference_mode,
+            traits,
             is_plain=lambda: state.is_plain,
             num_moves=lambda: state.num_moves,
             config=config,
         )
         runner = self._runner
+        groups = CacheGroups.of(traits.layers)
         self._pool = KVPool(
-            config, traits.geometry, lambda: runner.placement, lambda: find_size(config, traits, runner)
+            config,
+            groups,
+            partial(traits.geometry, groups),
+            lambda: runner.placement,
+            lambda: find_size(config, traits, groups, runner),
         )
         self._abandoned: deque[Sequence] = deque()  # filled by finalizers, without the lock
         self._executor = StepExecutor(self._pool, self._runner)
@@ -182,7 +191,7 @@ class Engine:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
 
         Raises:
-            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self._worker.exclusive(), self.transaction():
             self._collect_abandoned()
@@ -251,8 +260,8 @@ class Engine:
             since: Only events with an id above this one: whoever looks again and again gives the last id it has seen.
 
         Returns:
-            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of all
-            layers; 0 when the model is gone), `num_swap_blocks`;
+            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of the layers
+            of a group: all layers, where none has a window; 0 when the model is gone), `num_swap_blocks`;
             `is_paused`, `num_steps`; `blocks`: ref count of each one, -1 for a free one that is cached; `hashes`: the
             first 8 hex digits of each one's content hash, or "".
 
@@ -260,8 +269,12 @@ class Engine:
             `PagedCache`), `status` ("waiting", "running", "swapped"), `is_idle`, `priority`, and its `sequences` with
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
             found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
-            `num_tokens`, whose id is still on its way), `tail` (the last token ids, [] if unknown) and
-            `block_table` (indices of CPU blocks while swapped). `waiting`, `running` and `swapped`: ids of groups.
+            `num_tokens`, whose id is still on its way), `tail` (the last token ids, -1 of a token given as an embedding
+            or at a position of its own, [] if unknown) and
+            `block_table` (indices of CPU blocks while swapped). A model some of whose layers see a window only has
+            several tables a sequence, one for each group of layers: `block_tables`, the first of which is
+            `block_table`; -1 in them is a block behind the window, which was given back. `waiting`, `running` and
+            `swapped`: ids of groups.
 
             `events`, oldest first, of the last 2,048: each has an `id` (rising by one), `time` (of `time.time()`),
             `step` (number of the step it belongs to), `kind`, and where it applies `group`, `sequence`, `request_id`:
@@ -310,7 +323,7 @@ class Engine:
         """
         with self.transaction():
             self._model_state.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(self._pool, self._runner, self._worker, self.runs_flat())
+        return warm_up(self._pool, self._runner, self._worker, self.traits.runs_flat and self.is_batched())
 
     # Step by step
 
@@ -420,10 +433,31 @@ class Engine:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
         self._abandoned.extend(sequences)
 
-    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cuts a sequence to its first `num_tokens` tokens."""
+    def crop_sequences(self, cuts: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Cuts sequences to so many of their first tokens, all or none.
+
+        Raises:
+            RuntimeError: What is behind the windows of so few tokens has been given back.
+        """
         with self.transaction():
-            self.scheduler.crop(sequence, num_tokens)
+            for sequence, num_tokens in cuts:
+                if sequence.num_computed_tokens > num_tokens and not self.manager.can_crop(sequence.seq_id, num_tokens):
+                    raise RuntimeError(
+                        f"the cache can't be cropped to {num_tokens} tokens: layers with a sliding window have given "
+                        "back what lies behind it; call activate_past_recording() before the forwards to be undone"
+                    )
+            for sequence, num_tokens in cuts:
+                self.scheduler.crop(sequence, num_tokens)
+
+    def keep_past(self, sequences: Iterable[Sequence]) -> None:
+        """From now on layers with a window keep what lies behind it, until the next crop."""
+        with self.transaction():
+            for sequence in sequences:
+                self.scheduler.keep_past(sequence)
+
+    def windows(self) -> list[int | None]:
+        """Of each layer, the last tokens that it keeps and a query sees, itself included; `None`: all."""
+        return [layer.window for layer in self.traits.layers]
 
     @deferred_interrupt()
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
@@ -436,39 +470,53 @@ class Engine:
         if caller is not None and caller.is_cancelled:
             raise CallCancelledError  # the model was unpatched, whose forward comes here now
         with self._resident(sequences), self.transaction():
-            self._pool.log.step = self._executor.num_steps + 1
-            manager, scheduler = self.manager, self.scheduler
-            requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
-            groups = [sequence.group for sequence in sequences]
-            self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
-            try:
-                moves = scheduler.append(sequences, num_tokens)
-            except OutOfBlocksError as error:
-                blocks = {block for sequence in sequences for block in manager.blocks(sequence.seq_id)}
-                if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
-                    error.needed += len(blocks)
-                raise self._pool.out_of_blocks(error) from None
-            self._pool.execute_moves(moves)
+            self._append(sequences, [num_tokens] * len(sequences))
             for sequence in sequences:
                 sequence.token_ids = None
-                scheduler.extend_computed(sequence, num_tokens)
+                self.scheduler.extend_computed(sequence, num_tokens)
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
+
+    def _append(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """Gives each sequence slots for so many tokens more; all are in the pool. The pool's lock is held.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them.
+        """
+        self._pool.log.step = self._executor.num_steps + 1
+        manager, scheduler = self.manager, self.scheduler
+        requests = [(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count]
+        for sequence in sequences:
+            scheduler.slide(sequence)
+        groups = [sequence.group for sequence in sequences]
+        self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
+        try:
+            moves = scheduler.append(sequences, counts)
+        except OutOfBlocksError as error:
+            blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
+            if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
+                error.needed += len(blocks)
+            raise self._pool.out_of_blocks(error) from None
+        self._pool.execute_moves(moves)
 
     @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
         with among_steps(key.device), self.transaction():
             length = key.shape[2]
+            group, index = self.kv_cache.groups.places[layer]
             slots = np.stack(
-                [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
+                [
+                    self._slots(sequence, group, np.arange(first, first + length))
+                    for sequence, first in zip(sequences, start, strict=True)
+                ]
             )
             kv_cache = self.kv_cache.tensor
             reference.reshape_and_cache(
                 key.detach().transpose(1, 2).flatten(0, 1),
                 value.detach().transpose(1, 2).flatten(0, 1),
                 kv_cache,
-                layer,
+                index,
                 to_device(slots.reshape(-1), kv_cache.device),
             )
 
@@ -476,24 +524,29 @@ class Engine:
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
+        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`.
+
+        Zeros in the padding, for `None`, and where a layer with a window has given tokens back.
+        """
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self._resident(held), self.transaction():
+            group, index = self.kv_cache.groups.places[layer]
             slots = np.full((len(sequences), width), self.kv_cache.null_block * self.config.block_size, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
-                    slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
+                    slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
             kv_cache = self.kv_cache.tensor
             self._pool.flush_copies()
-            key, value = reference.gather_slots(kv_cache, layer, to_device(slots, kv_cache.device))
+            key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device))
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self.model.dtype
                 key, value = key.to(dtype), value.to(dtype)
         hand_out((key, value))
         return key, value
 
-    def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
-        table = np.array(self.manager.blocks(sequence.seq_id), dtype=np.int64)
+    def _slots(self, sequence: Sequence, group: int, token_index: np.ndarray) -> np.ndarray:
+        table = np.array(self.manager.blocks(sequence.seq_id, group), dtype=np.int64)
+        table[table == GONE] = self.kv_cache.null_block
         block_size = self.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size
 
@@ -560,8 +613,8 @@ class Engine:
                 item.cancel()
             raise
 
-    def _batch_key(self, marker: Hashable = None) -> Hashable:
-        return autocast_state(self._runner.placement[1]), marker
+    def _batch_key(self) -> Hashable:
+        return autocast_state(self._runner.placement[1])
 
     # Forwards
 
@@ -608,11 +661,17 @@ class Engine:
             width = cache.get_seq_length()
             live = [sequence for sequence in cache.sequences if sequence is not None]
             before = [_Mark.of(sequence) for sequence in live]
-            padding = flat_padding(cache, call, active) if self.runs_flat() else None
+            for sequence in live:
+                if not sequence.is_reproducible:  # kept so far, should a forward fail; from here on it goes back to now
+                    self.scheduler.slide(sequence)
+            takes_positions = self._runner.takes_positions
+            padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
             self.hold(live, is_idle=False)
         try:
             if padding is None:
                 output = self._forward_gathered(cache, call, active if is_partial else None)
+            elif not self.is_batched() or sees_padding(call, padding, width):
+                output = self._forward_called(cache, call, active, padding)
             else:
                 output = self._forward_flat(cache, call, active, padding)
         except BaseException:
@@ -632,14 +691,18 @@ class Engine:
         output["past_key_values"] = cache
         return output
 
-    def runs_flat(self) -> bool:
-        """Whether forwards of the model as it is now can run in the flat batch."""
+    def is_batched(self) -> bool:
+        """Whether forwards of the model as it is now can share steps with others."""
+        return self.traits.is_batched and self._is_own() and not self._model_state.needs_rows
+
+    def _is_own(self) -> bool:
+        """Whether what the model stores of a token follows from the row's tokens and positions, at least at first."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
         model = self._runner.model
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
         is_own = config.num_hidden_layers == self.traits.num_layers and not (model.training and is_stochastic(model))
-        return self.traits.runs_flat and is_own and not self._model_state.needs_rows
+        return is_own and (self.traits.is_batched or self.traits.regime_length is not None)
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""
@@ -666,17 +729,57 @@ class Engine:
             )
         return True
 
+    def _forward_called(
+        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
+    ) -> ModelOutput:
+        """A forward by itself in the caller's shape, whose padding is seen; what is stored is that of any forward."""
+        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
+        width = cache.get_seq_length()
+        cache.set_padding(padding, active)
+        flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
+        device = self._pool.kv_device
+        with self._resident(sequences, has_forward=True), among_steps(device):
+            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
+            with self.transaction():
+                self._extend(cache, flat, width)
+                new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
+                self._append(sequences, new)
+                kv_cache = self.kv_cache
+                tables = padded_tables(
+                    group_tables(self.manager.tables([sequence.seq_id for sequence in sequences])),
+                    kv_cache.groups.windows,
+                    kv_cache.null_block,
+                    np.int64,
+                )
+            output: ModelOutput = self._runner.run_called(
+                tables,
+                np.array(new),
+                np.array([sequence.num_tokens for sequence in sequences]),
+                kv_cache,
+                (width + flat.length, flat.length),
+                call.arguments(),
+            )
+            with self.transaction():
+                limit = self.traits.regime_length
+                if limit is not None and flat.longest >= limit:  # from here on, frequencies are those of the moment
+                    for sequence in sequences:
+                        sequence.is_stale = True
+                offers = self.scheduler.book_computed(sequences)
+                sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
+                self.scheduler.settle(offers, sums.isfinite().tolist())
+                self._book_forward(sequences, lengths, started)
+        cache.advance(flat.length)
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
+        return output
+
+    def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
+        """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
+        chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths, strict=True)]
+        number = self._executor.count_step(len(chunks), sum(n for _, _, n in chunks))
+        self._executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
+
     def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""
-        others = {name: value for name, value in call.others.items() if name != "return_dict"}
-        arguments = {
-            "input_ids": call.input_ids,
-            "inputs_embeds": call.inputs_embeds,
-            "attention_mask": call.attention_mask,
-            "position_ids": call.position_ids,
-        }
-        if isinstance(call.logits_to_keep, Tensor) or call.logits_to_keep:
-            arguments["logits_to_keep"] = call.logits_to_keep
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
         with self._resident(sequences, has_forward=True), among_steps(self._pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
@@ -685,14 +788,11 @@ class Engine:
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
-                **{name: value for name, value in arguments.items() if value is not None},
-                **others,
+                **call.arguments(),
             )
             cache.select_active(None)
             with self.transaction():
-                chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths)]
-                number = self._executor.count_step(len(chunks), sum(n for _, _, n in chunks))
-                self._executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
+                self._book_forward(sequences, lengths, started)
         hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 
@@ -702,15 +802,12 @@ class Engine:
         """The call's real tokens, in the next steps' flat batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
-        if width == 0:
-            cache.set_padding(padding)
-        flat = FlatForward.make(call, sequences, padding, width)
-        becoming_opaque = flat.becoming_opaque()
+        cache.set_padding(padding, active)
+        flat = FlatForward.make(call, sequences, padding, width, self._runner.takes_positions)
         item: ForwardItem | None = None
         try:
             with self._worker.leading():
-                with self._resident(becoming_opaque) if becoming_opaque else nullcontext():
-                    item = self._enqueue(cache, flat, width)
+                item = self._enqueue(cache, flat, width)
                 logits = item.wait()
         except BaseException:
             if item is not None:
@@ -725,23 +822,27 @@ class Engine:
         try:
             with self.transaction():
                 caller = cache.caller
-                salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
-                # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-                flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
+                self._extend(cache, flat, width)
                 longest = max(sequence.num_tokens for sequence in flat.sequences)
                 self.check_fits(longest, longest, 0)
-                # Embeddings and ids don't mix in one forward of the model.
-                batch_key = self._batch_key(None if flat.call.input_ids is not None else flat.sequences[0].seq_id)
-                for sequence in flat.sequences:
-                    sequence.group.batch_key = batch_key
-                inputs = None if all(s.is_reproducible for s in flat.sequences) else flat.lay_out_tokens()
-                let_caller_first(self._pool.kv_device)
-                item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), inputs, caller)
+                item = ForwardItem(self._pool, self._worker, flat.sequences, flat.wanted_logits(), caller)
             return item
         except BaseException:
             if item is not None:
                 item.cancel()  # Ctrl-C, held back until the end of the transaction
             raise
+
+    def _extend(self, cache: PagedCache, flat: FlatForward, width: int) -> None:
+        """Adds a call's tokens to its sequences. The pool's lock is held."""
+        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+        device = self._pool.kv_device
+        let_caller_first(device)
+        with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
+            # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+            flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._model_state, salt)
+        batch_key = self._batch_key()
+        for sequence in flat.sequences:
+            sequence.group.batch_key = batch_key
 
     # Calls
 
@@ -1006,13 +1107,12 @@ class _Mark:
 
     sequence: Sequence
     num_tokens: int
-    position_offset: int | None
 
     @classmethod
     def of(cls, sequence: Sequence) -> _Mark:
-        return cls(sequence, sequence.num_tokens, sequence.position_offset)
+        return cls(sequence, sequence.num_tokens)
 
     def restore(self, engine: Engine) -> None:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
-        engine.crop_sequence(self.sequence, min(self.num_tokens, self.sequence.num_tokens))
-        self.sequence.position_offset = self.position_offset
+        with engine.transaction():
+            engine.scheduler.crop(self.sequence, min(self.num_tokens, self.sequence.num_tokens))

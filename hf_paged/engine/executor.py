@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 
 from hf_paged.core.batch import Batch
-from hf_paged.core.block_manager import Offer
+from hf_paged.core.block_table import Offer
 from hf_paged.core.event_log import StepRows
+from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
-from hf_paged.model.runner import ModelRunner, TokenInputs
+from hf_paged.model.runner import ModelRunner
 from hf_paged.sampling.sampler import Choice, ChosenTokens, Outcome, choose_tokens
 from hf_paged.sampling.token_table import TokenTable
 
 
 class LogitsSink(Protocol):
     """Who waits for the pending tokens of sequences: a caller's forward, or rows that the engine samples."""
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        """The tokens as tensors, where the sequence itself doesn't know them; else `None`."""
 
     def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
         """Receives what it wanted. The pool's lock is held.
@@ -144,7 +142,7 @@ class StepExecutor:
             with on_steps_stream(device), _autocast(batch.batch_key):
                 kv_cache = pool.execute_moves(batch)
                 timer = DeviceTimer(device)
-                logits = self._runner.run(batch, kv_cache, self._given(batch), self._chosen_before(batch))
+                logits = self._runner.run(batch, kv_cache, self._embeddings(batch), self._chosen_before(batch))
         except BaseException:
             with pool.lock:
                 self.running.remove(batch)
@@ -199,16 +197,26 @@ class StepExecutor:
             offers = self._in_flight.popleft().offers
             self._pool.scheduler.settle(offers, [False] * len(offers))
 
-    def _given(self, batch: Batch) -> dict[int, TokenInputs]:
-        """The tokens of rows that only their callers know, by sequence."""
-        given: dict[int, TokenInputs] = {}
-        for place in batch.given:
-            seq_id = batch.seq_ids[place]
-            sink, row = self.sinks[seq_id]
-            tokens = sink.tokens(row, batch.starts[place], batch.query_lens[place])
-            assert tokens is not None, "tokens that neither the sequence nor its caller knows"
-            given[seq_id] = tokens
-        return given
+    def _embeddings(self, batch: Batch) -> Tensor | None:
+        """`[E, hidden_size]`, what the batch's tokens of `embedded` were given as; in slices, as it was given."""
+        if not batch.embedded:
+            return None
+        parts: list[Tensor] = []
+        first: GivenToken | None = None
+        count = 0
+        for sequence, start, num_tokens in self._pool.scheduler.chunks(batch):
+            assert sequence.token_ids is not None
+            for token in sequence.token_ids[start : start + num_tokens]:
+                if not isinstance(token, GivenToken) or token.embeddings is None:
+                    continue
+                if first is None or token.embeddings is not first.embeddings or token.index != first.index + count:
+                    if first is not None:
+                        parts.append(first.embeddings[first.index : first.index + count])
+                    first, count = token, 0
+                count += 1
+        assert first is not None
+        parts.append(first.embeddings[first.index : first.index + count])
+        return torch.cat(parts)
 
     def _chosen_before(self, batch: Batch) -> Tensor | None:
         """The tokens that the step before has chosen, if the batch has any of them."""
@@ -297,7 +305,7 @@ def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
 
 def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
     """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
-    device_type, enabled, dtype = batch_key[0]
+    device_type, enabled, dtype = batch_key
     if not enabled and not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, dtype=dtype, enabled=enabled)

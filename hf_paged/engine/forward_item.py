@@ -14,7 +14,6 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import CallCancelledError, Caller, StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import Handover, hand_out
-from hf_paged.model.runner import TokenInputs
 from hf_paged.sampling.sampler import Choice, Outcome
 
 
@@ -31,7 +30,6 @@ class ForwardItem:
         worker: StepWorker,
         sequences: list[Sequence],
         wanted: np.ndarray,
-        inputs: tuple[TokenInputs, list[int]] | None = None,
         caller: Caller | None = None,
     ) -> None:
         """Queues the sequences. The pool's lock is held.
@@ -41,14 +39,12 @@ class ForwardItem:
             worker: Runs them.
             sequences: What to compute.
             wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
-            inputs: Their tokens, for those that don't know them, and where each sequence's token 0 would lie in them.
             caller: The loop that this is a forward of.
         """
         self._pool = pool
         self._worker = worker
         self._sequences = sequences
         self._wanted = wanted
-        self._inputs = inputs
         self._caller = caller
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -114,12 +110,6 @@ class ForwardItem:
             self.fail(CallCancelledError())
 
     # LogitsSink
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        if self._inputs is None:
-            return None
-        tensors, bases = self._inputs
-        return tensors.part(bases[row] + start, num_tokens)
 
     @torch.no_grad()
     def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:

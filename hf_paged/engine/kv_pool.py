@@ -15,6 +15,7 @@ import torch
 from hf_paged.attention.backends.registry import choose
 from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
@@ -54,6 +55,7 @@ class KVPool:
     def __init__(
         self,
         config: PagedConfig,
+        groups: CacheGroups,
         geometry: Callable[[torch.dtype], KVGeometry],
         placement: Callable[[], tuple[torch.dtype, torch.device]],
         find_size: Callable[[], PoolSize],
@@ -62,11 +64,13 @@ class KVPool:
 
         Args:
             config: The settings.
+            groups: Which of the model's layers share pages.
             geometry: Shape of a token's keys and values, in a pool of this dtype.
             placement: The model's dtype and device, which the tensor follows.
             find_size: Called at the first use.
         """
         self.config = config
+        self._groups = groups
         self._geometry_in = geometry
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
@@ -100,7 +104,7 @@ class KVPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        """Bytes of one block: keys and values of `block_size` tokens in the layers of a group."""
         return self._geometry.bytes_per_block(self.config.block_size)
 
     @property
@@ -119,6 +123,7 @@ class KVPool:
                     self.config.enable_prefix_caching,
                     self._num_swap_blocks(num_blocks),
                     self.log,
+                    self._groups.windows,
                 )
                 self._scheduler = self._make_scheduler(self._manager)
             return self._manager
@@ -207,6 +212,7 @@ class KVPool:
                     device,
                     partial(choose, self.config.attention_backend),
                     dtype,
+                    self._groups,
                 )
             return self._kv_cache
 
@@ -222,7 +228,7 @@ class KVPool:
             ValueError: With both sizes, and the setting that would help.
         """
         manager = self.manager
-        needed = -(-num_tokens // manager.block_size)
+        needed = manager.most_blocks(num_tokens, self.config.max_num_batched_tokens)
         if needed > manager.pool.num_blocks:
             raise ValueError(
                 f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "
@@ -234,7 +240,7 @@ class KVPool:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
 
         Raises:
-            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self.lock:
             if self._manager is None or self._kv_cache is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.engine.kv_pool import KV_DTYPES, PoolSize
 from hf_paged.memory.kv_cache import check_size, num_blocks_for_memory
@@ -9,20 +10,21 @@ from hf_paged.memory.streams import among_steps
 from hf_paged.model.runner import ModelRunner, ModelTraits
 
 
-def find_size(config: PagedConfig, traits: ModelTraits, runner: ModelRunner) -> PoolSize:
+def find_size(config: PagedConfig, traits: ModelTraits, groups: CacheGroups, runner: ModelRunner) -> PoolSize:
     """The size of a pool for this model, where it is now; runs a trial step where that takes memory (on a GPU).
 
     Raises:
         ValueError: The blocks asked for are more than there is memory.
     """
     max_context, device, block_size = runner.max_context, runner.model.device, config.block_size
-    geometry = traits.geometry(KV_DTYPES.get(config.kv_cache_dtype, runner.placement[0]))
+    num_groups = len(groups.windows)
+    geometry = traits.geometry(groups, KV_DTYPES.get(config.kv_cache_dtype, runner.placement[0]))
     num_blocks = config.num_blocks
     if num_blocks is None:
         with among_steps(device):  # a trial step, whose memory is then theirs
-            reserved = runner.reserved_bytes(min(config.max_num_batched_tokens, max_context), block_size)
+            reserved = runner.reserved_bytes(min(config.max_num_batched_tokens, max_context), block_size, num_groups)
             null_block = geometry.bytes_per_block(block_size)
-            most = config.max_num_seqs * max_context
+            most = config.max_num_seqs * max_context * num_groups
             num_blocks = num_blocks_for_memory(
                 geometry, block_size, config.memory_fraction, most, device, null_block + reserved
             )

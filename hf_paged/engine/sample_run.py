@@ -18,7 +18,6 @@ from hf_paged.core.sequence import Sequence
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import CACHE_SALT, StepWorker
 from hf_paged.kernels.transfers import to_device
-from hf_paged.model.runner import TokenInputs
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import StepNoise
 from hf_paged.sampling.sampler import Choice, Outcome, RowSampler
@@ -201,9 +200,6 @@ class SampleRun:
             self._end(row, "cancelled")
 
     # LogitsSink
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        return None  # the sequence knows them
 
     def fail(self, error: BaseException) -> None:
         if not self.is_done:

@@ -158,15 +158,6 @@ def test_step(mix: str, block_size: int) -> None:
     Batch(MIXES[mix], block_size).check()
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("window", [None, 1, 2, 5, 33, 1000])
-def test_view(mix: str, block_size: int, window: int | None) -> None:
-    batch = Batch([(min(query, 9), length) for query, length in MIXES[mix]][:9], block_size)
-    for group in batch.metadata.groups:
-        batch.check_view(group, window)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=8),

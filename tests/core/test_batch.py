@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
-from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
 
 
 def sequence(seq_id: int, tokens: list[int] | None, num_tokens: int | None = None, **facts: Any) -> Sequence:
@@ -21,7 +21,7 @@ def sequence(seq_id: int, tokens: list[int] | None, num_tokens: int | None = Non
 def batch_of(*chunks: Chunk, tables: list[list[int]] | None = None, **facts: Any) -> Batch:
     tables = tables or [[row] for row, _ in enumerate(chunks)]
     facts = {"number": 1, "batch_key": None, "num_preempted": 0, "is_stalled": False} | facts
-    return lay_out(list(chunks), [array("i", table) for table in tables], BlockMoves(new_blocks=[3]), **facts)
+    return lay_out(list(chunks), [[array("i", table) for table in tables]], BlockMoves(new_blocks=[3]), **facts)
 
 
 def test_rows_lie_side_by_side() -> None:
@@ -37,7 +37,7 @@ def test_rows_lie_side_by_side() -> None:
     assert (tables.blocks.tolist(), tables.counts.tolist()) == ([4, 5, 9], [2, 1])
     assert memoryview(tables.blocks).itemsize == 4 and memoryview(batch.token_ids).itemsize == 8
     assert (batch.logit_rows.tolist(), batch.logit_starts.tolist()) == ([0], [0, 1, 1]), "the prompt goes on"
-    assert batch.placeholders is None and batch.given == ()
+    assert batch.placeholders is None and not batch.embedded
 
 
 @pytest.mark.parametrize("has_prompt", [False, True])
@@ -50,11 +50,29 @@ def test_tokens_that_only_the_device_knows(has_prompt: bool) -> None:
     assert batch.is_decode is not has_prompt
 
 
-@pytest.mark.parametrize("facts", [{"tokens": None}, {"tokens": [1, 2], "position_offset": None}])
-def test_rows_that_only_their_caller_knows(facts: dict[str, Any]) -> None:
-    batch = batch_of((sequence(1, [5]), 0, 1), (sequence(2, num_tokens=2, **facts), 0, 2), (sequence(3, [9]), 0, 1))
-    assert batch.given == (1,) and batch.token_ids.tolist() == [5, 0, 0, 9] and batch.positions.tolist() == [0] * 4
-    assert batch.logit_rows.tolist() == [0, 2, 3]
+def test_tokens_given_as_embeddings_or_at_positions_of_their_own() -> None:
+    given = [3, GivenToken.at(9, 20), GivenToken.embedded(7, "states", 0), GivenToken.embedded(8, "states", 1), 6]
+    row = sequence(2, given, given_end=4, position_offset=1)
+    batch = batch_of((sequence(1, [5]), 0, 1), (row, 0, 5), (row, 1, 1), (row, 4, 1))
+    assert batch.token_ids.tolist() == [5, 3, 20, 0, 0, 6, 20, 6]
+    assert batch.positions.tolist() == [0, 1, 9, 7, 8, 5, 9, 5]
+    assert batch.embedded.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_decode_at_a_position_of_its_own(at: int) -> None:
+    """Would break: its number taken for an id, where rows of one token are laid out all at once."""
+    rows = [(sequence(1, [5, 6]), 1, 1), (sequence(2, [GivenToken.at(9, 20)], given_end=1), 0, 1)]
+    batch = batch_of(*(rows if at else rows[::-1]))
+    assert batch.token_ids[at] == 20 and batch.positions[at] == 9 and batch.is_decode
+
+
+def test_given_tokens_are_told_apart() -> None:
+    """Would break: a prefix hit between tokens of other ids, positions or embeddings; none between equal ones."""
+    tokens = [GivenToken.at(p, i) for p in (0, 1, 2**31 - 1) for i in (0, 1, 5)]
+    tokens += [GivenToken.embedded(0, "states", 0), GivenToken.embedded(0, "states", 0)]
+    assert len(set(tokens)) == len(tokens) and max(tokens) < 0 and min(tokens) >= -(2**63)
+    assert GivenToken.at(7, 5) == GivenToken.at(7, 5)
 
 
 def test_which_logits_are_wanted() -> None:
@@ -67,7 +85,7 @@ def test_which_logits_are_wanted() -> None:
 
 def test_it_stays_what_it_was() -> None:
     own, table = sequence(1, [1, 2]), array("i", [5])
-    batch = lay_out([(own, 1, 1)], [table], BlockMoves(), number=1, batch_key="k", num_preempted=0, is_stalled=False)
+    batch = lay_out([(own, 1, 1)], [[table]], BlockMoves(), number=1, batch_key="k", num_preempted=0, is_stalled=False)
     digest = batch.digest()
     assert own.token_ids is not None
     own.token_ids[1], table[0] = 70, 71

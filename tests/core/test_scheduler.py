@@ -368,15 +368,15 @@ def test_the_extra_key_is_part_of_what_is_shared() -> None:
     assert other.num_pending_tokens == 0
 
 
-def test_unknown_tokens_and_irregular_positions_are_neither_shared_nor_found() -> None:
+def test_unknown_tokens_and_those_of_older_weights_are_neither_shared_nor_found() -> None:
     setup = Setup()
     setup.add(4, is_known=False)
-    setup.add([1, 2, 3, 4]).position_offset = None
+    setup.add([1, 2, 3, 4]).is_stale = True
     setup.run()
     assert all(setup.pool.block_hash(block_id) is None for block_id in range(16))
     setup.computed([1, 2, 3, 4])
     again = setup.add([1, 2, 3, 4])
-    again.position_offset = None
+    again.is_stale = True
     assert setup.step().chunks == [(again.seq_id, 0, 4)]
 
 
@@ -428,11 +428,12 @@ def test_forks_copy_the_block_they_write() -> None:
 def test_a_fork_is_equal_to_its_parent() -> None:
     setup = Setup()
     parent = setup.computed([1, 2, 3], owner="me")
-    parent.extra_key, parent.position_offset = (4,), 2
+    parent.extra_key, parent.position_offset, parent.given_end, parent.is_stale = (4,), 2, 3, True
     child = setup.scheduler.fork(parent)
     assert child.group is parent.group and child.seq_id != parent.seq_id
     assert child.token_ids == parent.token_ids and child.token_ids is not parent.token_ids
-    fields = ("num_tokens", "num_computed_tokens", "logits_from", "is_wanted", "position_offset", "extra_key")
+    names = "num_tokens num_computed_tokens logits_from is_wanted position_offset extra_key given_end is_stale"
+    fields = names.split()
     assert [getattr(child, name) for name in fields] == [getattr(parent, name) for name in fields]
     opaque = setup.scheduler.fork(setup.computed(3, is_known=False))
     assert opaque.token_ids is None and not opaque.is_reproducible
@@ -572,14 +573,14 @@ def test_blocks_that_others_share_are_not_freed_by_preemption() -> None:
 
 def test_what_cannot_be_computed_again_is_never_dropped() -> None:
     setup = Setup(num_blocks=4)
-    a, unknown, irregular = setup.computed(2), setup.computed(2, is_known=False), setup.computed(2)
-    irregular.position_offset = None
+    a, unknown, stale = setup.computed(2), setup.computed(2, is_known=False), setup.computed(2)
+    stale.is_stale = True
     setup.extend(a, num_tokens=4)
     with pytest.raises(OutOfBlocksError) as caught:
         setup.step(forced=True)
     assert (caught.value.needed, caught.value.free) == (2, 1)
     assert caught.value.group is a.group and caught.value.swap_outs == []
-    assert status(unknown, irregular) == [RUNNING, RUNNING] and setup.scheduler.num_preemptions == 0
+    assert status(unknown, stale) == [RUNNING, RUNNING] and setup.scheduler.num_preemptions == 0
 
 
 # Swap

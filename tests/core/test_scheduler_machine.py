@@ -38,6 +38,16 @@ MAX_LENGTH = 28
 WAITING, RUNNING, SWAPPED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED
 
 
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,),
+    (3,),
+    (None,),
+    (None, 4),
+    (None,),
+    (2, 6, None),
+]  # of groups of layers
+
+
 @dataclass(eq=False)
 class Row:
     """A sequence and what must become of it.
@@ -139,13 +149,15 @@ class World:
         num_swap_blocks: int = 0,
         caching: bool = True,
         overlaps: bool = False,
+        windows: tuple[int | None, ...] = (None,),
         scheduler: Callable[..., WatchedScheduler] = WatchedScheduler,
     ) -> None:
         self.rng = rng
         self.overlaps = overlaps
         # Of each step in flight: rows with tokens that the device has chosen, and with what (None: it was the last).
         self.expected: list[list[tuple[Row, int | None]]] = []
-        self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
+        num_blocks, num_swap_blocks = num_blocks * len(windows), num_swap_blocks * len(windows)
+        self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks, windows=windows)
         self.scheduler = scheduler(self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5)
         self.events = self.scheduler.events = Counter()
         self.ledger = Ledger()
@@ -153,7 +165,7 @@ class World:
         self.block_size = block_size
         self.budget = budget
         self.max_num_seqs = max_num_seqs
-        self.max_length = min(MAX_LENGTH, num_blocks * block_size)
+        self.max_length = min(MAX_LENGTH, num_blocks // len(windows) * block_size)
         self.requests: list[Request] = []
         self.rows: dict[Sequence, Row] = {}
         self.pinned: list[SequenceGroup] = []
@@ -225,6 +237,8 @@ class World:
             if len(row.inputs) + len(added) > self.max_length:
                 self._end(request)
                 return
+            if not row.sequence.is_reproducible:
+                self._slide(row)
         if is_opaque and any(row.sequence.num_pending_tokens for row in request.rows):
             is_opaque = False  # the engine would have to bring them back first
         request.forwards -= 1
@@ -245,8 +259,23 @@ class World:
         row = request.rows[cut % len(request.rows)]
         num_tokens = max(0, len(row.inputs) - cut)
         self.events[f"crop while {row.sequence.group.status}"] += num_tokens < len(row.inputs)
+        if not self.scheduler.can_crop(row.sequence, num_tokens):
+            self.events["crop refused"] += 1
+            assert not row.sequence.is_reproducible
+            with pytest.raises(ValueError, match="given back"):
+                self.scheduler.crop(row.sequence, num_tokens)
+            return
+        is_kept = self.manager.can_crop(row.sequence.seq_id, num_tokens)
         self.scheduler.crop(row.sequence, num_tokens)
+        assert is_kept or not row.sequence.num_computed_tokens
+        self.events["crop beyond a window"] += not is_kept
         del row.inputs[num_tokens:], row.values[num_tokens:]
+
+    def keep_past(self, pick: int) -> None:
+        """A caller is to cut its rows back to where they are now."""
+        request = self._pick_thinking(pick)
+        for row in request.rows if request is not None else ():
+            self.scheduler.keep_past(row.sequence)
 
     def fork(self, pick: int) -> None:
         """A copy of a cache: its rows share the blocks and go their own ways."""
@@ -351,12 +380,14 @@ class World:
             for row in request.rows
         ):
             return
+        for row in request.rows:
+            self._slide(row)
         requests = [(row.sequence.seq_id, num_tokens) for row in request.rows]
         need = self.manager.append_need(requests)
         swap_outs = self.scheduler.make_room(need, request.groups)
         self._execute_copies(BlockMoves(swap_outs=swap_outs))
         try:
-            moves = self.scheduler.append([row.sequence for row in request.rows], num_tokens)
+            moves = self.scheduler.append([row.sequence for row in request.rows], [num_tokens] * len(request.rows))
         except OutOfBlocksError:
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
@@ -493,26 +524,28 @@ class World:
 
     def _check_data(self, step: Batch, chunks: list[Chunk]) -> None:
         """The step's own copies say what sequences and tables do."""
-        (tables,) = step.tables
-        ids, blocks, logit_rows = [], [], []
+        ids, logit_rows = [], []
+        blocks: list[list[int]] = [[] for _ in step.tables]
         for row, (sequence, start, num_tokens) in enumerate(chunks):
             known, end = sequence.token_ids, start + num_tokens
-            if known is None or sequence.position_offset is None:
-                assert row in step.given
+            if known is None:
                 ids += [0] * num_tokens
             else:
-                assert row not in step.given
                 ids += known[start:end] if end <= len(known) else [0]
                 place = len(ids) - 1
                 assert list(step.positions[place + 1 - num_tokens : place + 1]) == list(range(start, end))
                 if end > len(known):
                     assert step.placeholders is not None and step.placeholders[place] == sequence.placeholder >= 0
-            blocks += self.manager.block_table(sequence.seq_id)
+            tables = self.manager.block_tables(sequence.seq_id)
+            for own, table in zip(blocks, tables, strict=True):
+                own += table
+            assert all(group.counts[row] == len(tables[0]) for group in step.tables)
             if end == sequence.num_tokens:
                 logit_rows.append(len(ids) - 1)
             assert step.logit_starts[row + 1] == len(logit_rows)
         assert step.token_ids.tolist() == ids and step.num_tokens == len(ids)
-        assert (tables.blocks.tolist(), step.logit_rows.tolist()) == (blocks, logit_rows)
+        assert step.logit_rows.tolist() == logit_rows
+        assert [group.blocks.tolist() for group in step.tables] == blocks
         assert pickle.loads(pickle.dumps(step)).digest() == step.digest()
 
     def _write(self, chunks: list[Chunk]) -> None:
@@ -520,17 +553,20 @@ class World:
         for sequence, start, num_tokens in chunks:
             row = self.rows[sequence]
             assert self._stored(row, start) == row.values[:start], "the context of a chunk is wrong"
+            assert self.manager.can_crop(sequence.seq_id, start), "what the chunk sees was given back"
             self._write_tokens(row, start, num_tokens)
 
     def _write_tokens(self, row: Row, start: int, num_tokens: int) -> None:
         size, slots, known = self.block_size, self.slots, row.sequence.token_ids
-        table = self.manager.block_table(row.sequence.seq_id)
+        tables = self.manager.block_tables(row.sequence.seq_id)
         previous = row.values[start - 1] if start else None
         for index in range(start, start + num_tokens):
-            block_id = table[index // size]
-            assert self.pool.is_plain(block_id), "a block that is shared or findable is written"
             token = row.inputs[index] if known is None or index >= len(known) else known[index]
-            previous = slots[block_id][index % size] = _value(previous, token, index, row.request.key)
+            previous = _value(previous, token, index, row.request.key)
+            for table in tables:
+                block_id = table[index // size]
+                assert self.pool.is_plain(block_id), "a block that is shared or findable is written"
+                slots[block_id][index % size] = previous
 
     def _step_inside(self, outer: Batch) -> None:
         """A hook inside the model's forward runs steps of its own, which must take nothing from the running one."""
@@ -785,7 +821,8 @@ class World:
             assert self._table(row) == table, "a group to keep was preempted"
         assert not self._preemptible([group]), "something could have been preempted"
         assert error.needed > error.free == self.pool.num_free
-        if group.is_reproducible and not group.num_pins:
+        is_cut = any(self.manager._tables[s.seq_id].keeps_from is not None for s in group.sequences)
+        if group.is_reproducible and not group.num_pins and not is_cut:
             # Not even its first row fits, by itself, beside what can't be preempted.
             blocks = {
                 block
@@ -796,7 +833,8 @@ class World:
             first = next(s for s in group.sequences if s.num_wanted_tokens)
             budget = self.budget if first.num_computed_tokens else MAX_LENGTH
             length = first.num_computed_tokens + min(first.num_wanted_tokens, budget)
-            assert self.pool.num_blocks - len(blocks) < -(-length // self.block_size) + 1, "one row alone would fit"
+            needed = self.manager.most_blocks(length, self.budget) + len(self.manager.block_tables(first.seq_id))
+            assert self.pool.num_blocks - len(blocks) < needed, "one row alone would fit"
         before.status.pop(group)  # its rows may have lost their blocks to each other, in vain
         before.computed = {row: n for row, n in before.computed.items() if row.sequence.group is not group}
         self._check_preempted(before, {group})
@@ -819,7 +857,7 @@ class World:
         swap_pool = self.manager.swap_pool
         found = []
         for group in self.scheduler.groups:
-            blocks = {block for s in group.sequences for block in self.manager.block_table(s.seq_id)}
+            blocks = {block for s in group.sequences for block in self.manager.held_blocks(s.seq_id)}
             if group.status is RUNNING and blocks and group not in kept and not group.num_pins:
                 can_swap = swap_pool is not None and len(blocks) <= swap_pool.num_free
                 if group.is_reproducible or can_swap:
@@ -861,7 +899,7 @@ class World:
         return thinking[pick % len(thinking)]
 
     def _extend(self, row: Row, tokens: list[int], is_opaque: bool = False) -> None:
-        """New tokens of a sequence that somebody waits for; opaque ones without ids, or at positions of their own."""
+        """New tokens of a sequence that is waited for; opaque ones without ids, or behind keys of other weights."""
         sequence = row.sequence
         if is_opaque:
             self.next_unknown += 100
@@ -869,7 +907,7 @@ class World:
             if self.next_unknown % 200:
                 sequence.token_ids = None
             else:
-                sequence.position_offset = None
+                sequence.is_stale = True
         if sequence.token_ids is not None:
             sequence.token_ids += tokens
         for token in tokens:
@@ -911,16 +949,26 @@ class World:
             self._free(row)
         self.requests.remove(request)
 
+    def _slide(self, row: Row) -> None:
+        if not row.sequence.num_pending_tokens and row.sequence.group.status is RUNNING:
+            self.scheduler.slide(row.sequence)
+
     def _table(self, row: Row) -> list[int]:
-        return self.manager.block_table(row.sequence.seq_id).copy()
+        return self.manager.held_blocks(row.sequence.seq_id)
 
     def _stored(self, row: Row, num_tokens: int) -> list[int | None]:
+        """What the blocks of the first group hold that is wrong, or of the last; behind the windows it was right."""
         table = self.manager._tables[row.sequence.seq_id]
         slots = self.cpu_slots if table.is_swapped else self.slots
         content: list[int | None] = []
-        for block_id in table.blocks[: -(-num_tokens // self.block_size)]:
-            content += slots[block_id]
-        return content[:num_tokens]
+        for blocks, num_gone in zip(table.groups, table.num_gone, strict=True):
+            content = [*row.values[: num_gone * self.block_size]]
+            for block_id in blocks[num_gone : -(-num_tokens // self.block_size)]:
+                content += slots[block_id]
+            del content[num_tokens:]
+            if content != row.values[:num_tokens]:
+                break
+        return content
 
 
 def _value(before: int | None, token: int, position: int, key: int) -> int:
@@ -943,6 +991,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap_share=st.sampled_from([0, 1, 2]),
         caching=st.sampled_from([True] * 5 + [False]),
         overlaps=st.booleans(),
+        windows=st.sampled_from(WINDOWS),
         seed=st.integers(0, 3),
     )
     def begin(
@@ -954,6 +1003,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap_share: int,
         caching: bool,
         overlaps: bool,
+        windows: tuple[int | None, ...],
         seed: int,
     ) -> None:
         self.world = World(
@@ -965,6 +1015,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks * swap_share // 2,
             caching,
             overlaps,
+            windows,
         )
 
     @rule(
@@ -1003,6 +1054,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=small, cut=st.integers(0, 12))
     def crop(self, pick: int, cut: int) -> None:
         self.world.crop(pick, cut)
+
+    @rule(pick=small)
+    def keep_past(self, pick: int) -> None:
+        self.world.keep_past(pick)
 
     @rule(pick=small)
     def fork(self, pick: int) -> None:
@@ -1079,6 +1134,7 @@ WEIGHTS = {
     "give_up": 1,
     "lay_aside": 4,
     "crop": 2,
+    "keep_past": 0.3,
     "fork": 1,
     "reorder": 0.7,
     "pin": 0.8,
@@ -1109,7 +1165,7 @@ def random_call(world: World, rng: random.Random) -> None:
                 grows=rng.randint(1, 14),
                 key=rng.random() < 0.1,
                 priority=rng.choice((0,) * 8 + (-1, 1)),
-                batch_key=rng.random() < 0.15,
+                batch_key=int(rng.random() < 0.15),  # a recording tells keys apart by their looks
                 is_opaque=rng.random() < 0.3,
                 keeps_logits=rng.random() < 0.9,
             )
@@ -1125,6 +1181,8 @@ def random_call(world: World, rng: random.Random) -> None:
             world.lay_aside(pick)
         case "crop":
             world.crop(pick, rng.choice((1, 1, 2, 3, 6, 100)))
+        case "keep_past":
+            world.keep_past(pick)
         case "fork":
             world.fork(pick)
         case "reorder":
@@ -1157,6 +1215,7 @@ def random_world(episode: int, scheduler: Callable[..., WatchedScheduler] = Watc
         num_swap_blocks=num_blocks * rng.choice((0, 1, 2, 2)) // 2,
         caching=episode % 10 != 9,
         overlaps=episode % 2 == 1,
+        windows=WINDOWS[episode // 2 % len(WINDOWS)],
         scheduler=scheduler,
     )
 
@@ -1179,6 +1238,8 @@ EVENTS = (
     "fork while waiting",
     "fork while running",
     "fork while swapped",
+    "crop beyond a window",
+    "crop refused",
     "crop while waiting",
     "crop while running",
     "crop while swapped",

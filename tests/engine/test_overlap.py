@@ -37,7 +37,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SAMPLING = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
 ENDS = {"eos_token_id": [EOS, *range(40, 80)], "pad_token_id": 0}  # rows end all the time
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FLAT = [name for name, model in MODELS.items() if model.runs_flat]
+BATCHED = [name for name, row in MODELS.items() if row.is_batched]
 
 
 def patch(name: str = "llama", device: str = "cpu", **settings: Any) -> Any:
@@ -164,7 +164,7 @@ def test_a_caller_that_needs_the_pool_finds_no_step_in_flight() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("name", BATCHED)
 def test_every_model(name: str, device: str) -> None:
     model, stock = patch(name, device), build(name).to(device)
     ids = random_ids(3, 7).to(device)

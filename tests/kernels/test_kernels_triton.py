@@ -460,6 +460,19 @@ def test_tiles_wholly_behind_the_window_are_not_read(dtype: torch.dtype, num_spl
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("block_size", "window"), [(4, 33), (16, 1), (16, 64), (64, 33)])
+def test_blocks_behind_the_window_may_be_gone(block_size: int, window: int, device: torch.device) -> None:
+    """Breaks if a tile that begins before the window counts what the null block has there."""
+    shapes = [(1, 300), (1, 97), (5, 140), (40, 200)]
+    batch = Batch(Case(torch.float16, block_size=block_size, window=window), device, shapes)
+    expected = batch.expected()
+    reference.elements(batch.pool)[batch.null_block] = 0
+    for table, (query_len, seq_len) in zip(batch.tables, shapes):
+        behind = max(0, seq_len - query_len - window + 1) // block_size
+        table[:behind] = [batch.null_block] * behind
+    assert batch.error(batch.attend(), expected) <= TOLERANCE[torch.float16]
+
+
 @pytest.mark.parametrize("window", [None, 33])
 def test_tiles_wholly_ahead_are_not_read(window: int | None, device: torch.device) -> None:
     """Breaks if all of a chunk's programs read as far as its last token sees: twice the work of a prompt."""
@@ -732,7 +745,7 @@ def test_decoding_is_compiled_once(window: int | None, device: torch.device) -> 
         for rows in (1, 3, 31):  # in the shape of a CUDA graph
             inputs = DecodeInputs(31, 60, 16, batches[-1].null_block, device)
             inputs.hold([WorkKind(plan_of(batches[-1])[0].tokens, plan_of(batches[-1])[1], window or 0)])
-            metadata = inputs.views(rows)[-1]
+            (metadata,) = inputs.views(rows)[-1]
             batches[-1].attend(query=batches[-1].query[:rows], metadata=metadata, num_splits=None)
     assert [len(kernel.found) for kernel in kernels.values()] == [1, 1]
 
@@ -1451,9 +1464,8 @@ def prompts(device: torch.device, *lengths: int) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in ragged_batch(lengths or (11, 7, 2)).items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_chunked_prefill(name: str, make_triton_pair: MakePair, device: torch.device) -> None:
+def test_chunked_prefill(make_triton_pair: MakePair, device: torch.device) -> None:
     """Breaks if a chunk does not see the chunks before it, or a step of both kinds mixes its rows up."""
-    pair = make_triton_pair(name, max_num_batched_tokens=5)
+    pair = make_triton_pair("gemma2", max_num_batched_tokens=5)
     pair.generate(**prompts(device), **NEW)
     assert max(pair.seen) <= 5

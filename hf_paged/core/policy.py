@@ -36,7 +36,8 @@ class Policy(Protocol):
             requests: Sequences, and by how many tokens.
 
         Returns:
-            The blocks, in the order of the requests, each sequence's by position; `None`: as the pool has them.
+            The blocks in the order of the requests, each sequence's by position, group of layers by group of layers;
+            `None`: as the pool has them.
         """
 
     def victim(self, groups: Sequence[SequenceGroup]) -> SequenceGroup | None:

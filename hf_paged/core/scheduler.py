@@ -57,7 +57,6 @@ class _Step:
     num_seqs: int
     only: object
     forced: bool
-    known_only: bool = False
     batch_key: Hashable = None
     has_key: bool = False
     skipped_key: tuple[Hashable] | None = None
@@ -72,8 +71,6 @@ class _Step:
     def admits(self, group: SequenceGroup) -> bool:
         """Whether the group may share this step."""
         if self.only is not None and group.owner is not self.only:
-            return False
-        if self.known_only and group.expects_tokens:
             return False
         if self.has_key and group.batch_key != self.batch_key:
             self.skipped_key = self.skipped_key or (group.batch_key,)
@@ -330,15 +327,12 @@ class Scheduler:
 
     # A step
 
-    def schedule(
-        self, *, forced: bool = False, only: object = None, known_only: bool = False, max_tokens: int | None = None
-    ) -> SchedulerOutput:
+    def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> SchedulerOutput:
         """Chooses the next step and allocates its blocks. Its sequences are in flight until `update` or `undo`.
 
         Args:
             forced: Nothing is running or will come back by itself: the first group in line may preempt any other.
             only: Groups of this owner only.
-            known_only: Groups without expected tokens only.
             max_tokens: A smaller token budget than usual.
 
         Returns:
@@ -349,7 +343,7 @@ class Scheduler:
                 `group` says which. Nothing is in flight, but its `swap_outs` are to be executed.
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
-        step = _Step(SchedulerOutput(), budget, self._max_num_seqs, only, forced, known_only)
+        step = _Step(SchedulerOutput(), budget, self._max_num_seqs, only, forced)
         num_preemptions, num_stalls = self.num_preemptions, self.num_admission_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.core.sequence import Sequence
+from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.engine.worker import CACHE_SALT, StepWorker
+from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.runner import TokenInputs
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
@@ -213,9 +214,6 @@ class SampleRun:
             for row in self.rows:
                 self._end(row, "error")
 
-    def renew_locks(self) -> None:
-        self._done = threading.Event()
-
     def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
         oldest = self._oldest_step()
         return [
@@ -309,7 +307,7 @@ class SampleRun:
             return
         row.finish_reason = reason
         if row.sequence is not None:
-            self._worker.remove(row.sequence)
+            self._worker.loop.remove(row.sequence)
             self._pool.scheduler.free(row.sequence, reason)
             row.sequence = None
         self._num_open -= 1

@@ -156,7 +156,7 @@ class World:
         self.requests: list[Request] = []
         self.rows: dict[Sequence, Row] = {}
         self.pinned: list[SequenceGroup] = []
-        self.in_flight: dict[Row, list[int]] = {}  # rows of the steps that are running, with their tables
+        self.in_flight: dict[Row, list[int]] = {}  # rows of the step that is running, with their tables
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.cpu_slots: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.history: list[list[int]] = [[]]  # tokens of what was freed lately: prompts worth asking for again
@@ -384,13 +384,11 @@ class World:
 
     # A step
 
-    def step(self, failing: bool = False, nested: bool = False, max_tokens: int | None = None) -> bool:
+    def step(self, failing: bool = False, has_company: bool = False, max_tokens: int | None = None) -> bool:
         """What the engine's worker does; False if nothing could run.
 
-        `failing`: it raises in the model; `nested`: a hook in the model runs steps of its own.
+        `failing`: it raises in the model; `has_company`: callers come and go while it runs.
         """
-        if nested:
-            self.settle()
         step = self._schedule(max_tokens=max_tokens)
         if step is None:
             return True
@@ -408,7 +406,7 @@ class World:
         if failing:
             self._fail(step)
         else:
-            self._run(step, nested)
+            self._run(step, has_company)
             self.settle(num_kept=1)
         return True
 
@@ -470,10 +468,10 @@ class World:
         for block_id in step.new_blocks:
             slots[block_id] = [0] * self.block_size
 
-    def _run(self, step: SchedulerOutput, nested: bool = False) -> None:
+    def _run(self, step: SchedulerOutput, has_company: bool = False) -> None:
         self._write(step)
-        if nested and not self.in_flight:
-            self._step_inside(step)
+        if has_company:
+            self._meanwhile(step)
         self._check_written(step)
         self.scheduler.update(step)
         for chunk in step.chunks:
@@ -503,19 +501,16 @@ class World:
             row, end = self.rows[sequence], start + num_tokens
             assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
 
-    def _step_inside(self, outer: SchedulerOutput) -> None:
-        """A hook inside the model's forward runs steps of its own, which must take nothing from the running one."""
+    def _meanwhile(self, outer: SchedulerOutput) -> None:
+        """While a step runs, callers come and go on other threads, which must take nothing from it."""
         groups = {chunk.sequence.group.arrival: chunk.sequence.group for chunk in outer.chunks}.values()
         rows = [self.rows[sequence] for group in groups for sequence in group.sequences]
         self.in_flight = {row: self._table(row) for row in rows}
         computed = {row: row.sequence.num_computed_tokens for row in rows}
-        request = self.submit("cache", self.rng.randrange(8), 1, [0, 1, 1], batch_key=self.rng.randrange(2))
-        for _ in range(6):
-            if request is None or request not in self.requests or request.is_thinking or not self.step():
-                break
-            self.events["step inside a step"] += 1
-        if request in self.requests and not self._is_in_flight(request):
-            self._end(request)
+        self.submit("cache", self.rng.randrange(8), 1, [0, 1, 1], batch_key=self.rng.randrange(2))
+        for leave in (self.cancel, self.drop_row, self.give_up):
+            leave(self.rng.randrange(8))
+        self.events["callers beside a step"] += 1
         for row in rows:
             assert self.scheduler.is_in_flight(row.sequence.group)
             assert self._table(row) == self.in_flight[row], "a running step lost its blocks"
@@ -952,9 +947,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, **request: object) -> None:
         self.world.submit(**request)  # type: ignore[arg-type]
 
-    @rule(failing=rarely, nested=rarely, max_tokens=st.sampled_from([None, None, None, 1, 3]))
-    def step(self, failing: bool, nested: bool, max_tokens: int | None) -> None:
-        self.world.step(failing, nested, max_tokens)
+    @rule(failing=rarely, has_company=rarely, max_tokens=st.sampled_from([None, None, None, 1, 3]))
+    def step(self, failing: bool, has_company: bool, max_tokens: int | None) -> None:
+        self.world.step(failing, has_company, max_tokens)
 
     @rule(count=st.integers(2, 9))
     def steps(self, count: int) -> None:
@@ -1163,7 +1158,7 @@ EVENTS = (
     "release of a filled pool",
     "undo",
     "step of one owner",
-    "step inside a step",
+    "callers beside a step",
     "left out until tokens are known",
     "ended while it ran",
 )

@@ -329,7 +329,7 @@ def test_a_refused_prompt_leaves_no_events(make_pair: MakePair) -> None:
 
 def test_a_step_that_failed_is_undone_in_the_events(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: events that claim blocks of a step that never was."""
-    ledger, runner = Ledger(), pair.engine._runner
+    ledger, runner = Ledger(), pair.engine.core.runner
     run = runner.run
     pair.engine.submit(random_ids(1, 3), max_new_tokens=1).result(PATIENCE)
     pair.engine.pause()

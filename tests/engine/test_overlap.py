@@ -333,7 +333,7 @@ def test_a_forward_that_raises_with_a_step_in_flight(at: int, monkeypatch: pytes
     run, victim = own.run, requests[1].request_id
 
     def failing(step: Any, *args: Any) -> Any:
-        for sequence, start, _ in model.paged.scheduler.chunks(step):
+        for sequence, start, _ in model.paged.core.scheduler.chunks(step):
             if sequence.group.request_id == victim and start >= 5 + at:
                 raise FloatingPointError("burnt")
         return run(step, *args)

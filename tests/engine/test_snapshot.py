@@ -336,7 +336,7 @@ def test_a_step_that_failed_is_undone_in_the_events(pair: Pair, monkeypatch: pyt
     good, bad = (pair.engine.submit(random_ids(1, 9, seed=n), max_new_tokens=3, **ENDLESS) for n in range(2))
 
     def failing(step: Any, *args: Any) -> Any:
-        if any(s.group.request_id == bad.request_id for s, _, _ in pair.engine.scheduler.chunks(step)):
+        if any(s.group.request_id == bad.request_id for s, _, _ in pair.engine.core.scheduler.chunks(step)):
             raise FloatingPointError("burnt")
         return run(step, *args)
 

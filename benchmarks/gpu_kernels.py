@@ -194,9 +194,9 @@ class Step:
         self.kv_bytes = sum(seq_lens) * self.memory.token_bytes
         num_sets = min(-(-scale.cold // (self.layers * self.kv_bytes)), (capacity - 1) // needed)
         shuffled = np.random.default_rng(0).permutation(capacity)
-        ends = np.cumsum([-(-n // block_size) for n in seq_lens])[:-1]
+        lens = np.array(query_lens), np.array(seq_lens)
         self._sets = [
-            AttentionMetadata.build(np.split(own, ends), query_lens, seq_lens, block_size, shuffled[-1], bench.device)
+            AttentionMetadata.build(own, -(-lens[1] // block_size), *lens, block_size, shuffled[-1], bench.device)
             for own in shuffled[: num_sets * needed].reshape(num_sets, needed)
         ]
         self.query = bench.random(sum(query_lens), scale.heads, scale.head_dim)
@@ -255,14 +255,13 @@ class Step:
         """
         bounds = np.cumsum([0, *self.query_lens])
         rows = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in picked]).to(self._bench.device)
-        query_lens, seq_lens = ([lens[i] for i in picked] for lens in (self.query_lens, self.seq_lens))
-        sizes = [-(-n // self.block_size) for n in seq_lens]
+        query_lens, seq_lens = (np.array(lens)[picked] for lens in (self.query_lens, self.seq_lens))
+        sizes = -(-seq_lens // self.block_size)
         blocks = torch.cat([self._sets[0].block_tables[i, :size].long() for i, size in zip(picked, sizes)])
         states = reference.elements(self.pool)[blocks, 0].view(self.memory.dtype).double().unsqueeze(1)
         states = torch.cat([states, torch.zeros_like(states[:1])])  # and a null block
-        tables = np.split(np.arange(len(blocks)), np.cumsum(sizes)[:-1])
-        layout = (tables, query_lens, seq_lens, self.block_size, len(blocks), self._bench.device)
-        metadata = AttentionMetadata.build(*layout)
+        layout = (np.arange(len(blocks)), sizes, query_lens, seq_lens, self.block_size, len(blocks))
+        metadata = AttentionMetadata.build(*layout, self._bench.device)
         options = {name: v.double() if isinstance(v, Tensor) else v for name, v in self._options.items()}
         expected = reference.paged_attention(self.query[rows].double(), states, 0, metadata.groups, **options)
         return require(common.rms_ratio(self(0, num_splits)[rows], expected))

@@ -54,9 +54,10 @@ import command
 from common import versions
 from tqdm import tqdm
 
+from hf_paged.core.batch import Batch
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
-from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 QUANTILES = Path(__file__).parent / "length_quantiles.json"
@@ -78,7 +79,7 @@ class CostModel:
     swap_token: float = 2.6e-6
     copy_token: float = 0.1e-6
 
-    def seconds(self, output: SchedulerOutput, block_size: int) -> float:
+    def seconds(self, output: Batch, block_size: int) -> float:
         """How long the step takes."""
         kv = decodes = prompt = pairs = 0
         for _, start, n in output.chunks:
@@ -357,16 +358,16 @@ class Replay:
                 blocks[hash_id] = random.Random(hash_id).randbytes(TRACE_BLOCK)
         return list(b"".join([blocks[hash_id] for hash_id in request.hash_ids])[: request.num_prompt])
 
-    def _schedule(self) -> SchedulerOutput | None:
+    def _schedule(self) -> Batch | None:
         """The next step; `None` if there is nothing to do, or if the first group in line had to be given up."""
         scheduler = self.scheduler
         start = time.perf_counter()
         try:
             output = scheduler.schedule()
-            if not output.chunks and scheduler.has_work:
+            if not output.num_seqs and scheduler.has_work:
                 output = scheduler.schedule(forced=True)
             self.scheduler_seconds += time.perf_counter() - start
-            return output if output.chunks else None
+            return output if output.num_seqs else None
         except OutOfBlocksError as error:
             group = error.group
             assert group is not None
@@ -377,17 +378,18 @@ class Replay:
             self.num_failed += 1
             return None
 
-    def _finish_step(self, output: SchedulerOutput) -> None:
+    def _finish_step(self, output: Batch) -> None:
         """Books the step; every sequence without pending tokens gets its next one, or has had its last."""
         scheduler, ends, unstarted = self.scheduler, self.ends, self.unstarted
+        chunks = scheduler.chunks(output)
         start = time.perf_counter()
         scheduler.update(output)
         self.scheduler_seconds += time.perf_counter() - start
         self.num_steps += 1
-        self.num_batched += len(output.chunks)
+        self.num_batched += output.num_seqs
         if self.check_every and self.num_steps % self.check_every == 0:
             self.manager.check_invariants()
-        for sequence, first, num_tokens in output.chunks:
+        for sequence, first, num_tokens in chunks:
             if unstarted and sequence.seq_id in unstarted:
                 unstarted.discard(sequence.seq_id)
                 self.first_hit_tokens += first
@@ -433,7 +435,7 @@ class Replay:
                 seconds = self.now - job.first_token_at
                 self.times_a_token.append(seconds / (job.request.num_output - 1))
 
-    def _look(self, output: SchedulerOutput, seconds: float) -> None:
+    def _look(self, output: Batch, seconds: float) -> None:
         """Notes the state of the pool and the queues during this step, every `sample_every` steps."""
         self.unseen += seconds
         if self.num_steps % self.sample_every:
@@ -448,7 +450,7 @@ class Replay:
         own = blocks = oracle = pow2 = 0
         for sequence in running:
             own += manager.num_tokens(sequence.seq_id)
-            blocks += len(manager.block_table(sequence.seq_id))
+            blocks += len(manager.blocks(sequence.seq_id))
             end = self.ends[sequence.seq_id]
             num_prompt = self.jobs[sequence.group.arrival].request.num_prompt
             oracle += end
@@ -463,8 +465,8 @@ class Replay:
             waste=1 - stored / allocated,
             sharing=1 - manager.pool.num_in_use / blocks,
             shared_blocks=blocks - manager.pool.num_in_use,
-            batch=len(output.chunks),
-            prompt_tokens=sum(n for _, _, n in output.chunks if n > 1),
+            batch=output.num_seqs,
+            prompt_tokens=sum(n for n in output.query_lens if n > 1),
             running=len(running),
             waiting=scheduler.num_waiting,
             swapped=scheduler.num_swapped,

@@ -117,7 +117,7 @@ class Case:
             scheduler.update(output)
             times.append(1e6 * (time.perf_counter() - start))
             expected = self.num_decodes + self.mixed
-            assert len(output.chunks) == expected, f"{len(output.chunks)} chunks in a step of {expected}"
+            assert output.num_seqs == expected, f"{output.num_seqs} rows in a step of {expected}"
         return times
 
 

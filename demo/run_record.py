@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from demo.hub import Hub, Ticket
+from demo.sharing import held_blocks
 from hf_paged import RequestOutput
 
 
@@ -96,10 +97,11 @@ def held_rows(snapshot: dict[str, Any], labels: set[str]) -> list[Row]:
         if group.get("request_id") not in labels or group["status"] == "swapped":
             continue
         for number, sequence in enumerate(group["sequences"], start=1):
-            table = sequence["block_table"]
-            stored = min(max(sequence["num_computed_tokens"], sequence["num_tokens"] - 1), len(table) * block_size)
-            own = [index for index, block in enumerate(table) if block not in seen]
-            seen.update(table)
+            held = held_blocks(sequence)
+            room = block_size * max((index + 1 for index, _ in held), default=0)
+            stored = min(max(sequence["num_computed_tokens"], sequence["num_tokens"] - 1), room)
+            own = [index for index, block in held if block not in seen]
+            seen.update(block for _, block in held)
             used = sum(min(block_size, max(0, stored - index * block_size)) for index in own)
             if own:
                 name = group["request_id"] + (f" · {number}" if len(group["sequences"]) > 1 else "")

@@ -29,10 +29,16 @@ class Sharing:
         return self.tables - self.held
 
 
+def held_blocks(sequence: dict[str, Any]) -> list[tuple[int, int]]:
+    """The blocks of a sequence in a snapshot, each behind its position in its table; of all groups of layers."""
+    return [(index, block) for table in sequence["block_tables"] for index, block in enumerate(table) if block >= 0]
+
+
 def group_sharing(group: dict[str, Any]) -> Sharing:
     """What the sequences of a group hold and share."""
-    tables = [sequence["block_table"] for sequence in group["sequences"] if sequence["block_table"]]
-    return Sharing(len({block for table in tables for block in table}), sum(map(len, tables)), len(tables))
+    tables = [held_blocks(sequence) for sequence in group["sequences"]]
+    held = {block for table in tables for _, block in table}
+    return Sharing(len(held), sum(map(len, tables)), sum(map(bool, tables)))
 
 
 class SharingMeter:

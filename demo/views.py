@@ -79,7 +79,7 @@ def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[st
     Returns:
         Sizes; `refs`: a character a block, "." free, "," free and cached, the ref count in base 36, "+" for more;
         `hashes`: 4 bytes a block, zeros without a hash, in base64; `groups` (JSON) with their `sequences`, each
-        `[id, num_tokens, num_computed_tokens, blocks]`.
+        `[id, num_tokens, num_computed_tokens, blocks]`, the tables of several groups of layers apart by "|".
     """
     return {
         "num_blocks": snapshot["num_blocks"],
@@ -96,7 +96,12 @@ def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[st
                 "label": _label(group["id"], names, group.get("request_id")),
                 "status": group["status"],
                 "sequences": [
-                    [each["id"], each["num_tokens"], each["num_computed_tokens"], encode_blocks(each["block_table"])]
+                    [
+                        each["id"],
+                        each["num_tokens"],
+                        each["num_computed_tokens"],
+                        "|".join(map(encode_blocks, each["block_tables"])),
+                    ]
                     for each in group["sequences"]
                 ],
             }
@@ -217,7 +222,7 @@ def memory_maps_value(maps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def encode_blocks(blocks: Iterable[int]) -> str:
-    """Blocks as text: `[17, 18, 19, 20, 5]` is `"17+3 5"`. Their order is kept."""
+    """Blocks as text: `[17, 18, 19, 20, 5]` is `"17+3 5"`. Their order is kept, and -1 (given back) is a block, too."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][0] + runs[-1][1] + 1:

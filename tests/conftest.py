@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,6 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_paged
 from hf_paged import PagedCache
+from hf_paged.api import support
 from hf_paged.engine.executor import StepExecutor
 
 # The models are tiny: a second thread only waits for the first.
@@ -107,6 +109,24 @@ class OverlappingExecutor(StepExecutor):
     overlaps = True  # type: ignore[assignment]
 
 
+class Probes:
+    """What a trial of an architecture found, once for all pairs of one class and config: it takes as long as a test."""
+
+    def __init__(self) -> None:
+        self._probe = support._probe
+        self._found: dict[Any, Any] = {}
+
+    def __call__(self, model: Any) -> Any:
+        config = model.config
+        key = support.base_class(model), config.to_json_string(use_diff=False), config._attn_implementation
+        if key not in self._found:
+            self._found[key] = self._probe(model)
+        return self._found[key]
+
+
+PROBES = Probes()
+
+
 class Pair:
     """A stock model, and a patched copy of it in every state the stock one is in.
 
@@ -119,7 +139,8 @@ class Pair:
 
     def __init__(self, stock: Any, **settings: Any) -> None:
         self.stock = stock
-        self.paged = hf_paged.patch(copy.deepcopy(stock), **settings)
+        with mock.patch.object(support, "_probe", PROBES):
+            self.paged = hf_paged.patch(copy.deepcopy(stock), **settings)
         if self.engine.config.use_async_batching:
             self.engine.core.executor.__class__ = OverlappingExecutor
         self.delta: dict[str, int] = {}

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hf_paged.attention.metadata import AttentionMetadata
+
+# Steps
+
+
+def step_metadata(
+    tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_size: int,
+    null_block: int,
+    device: torch.device,
+) -> AttentionMetadata:
+    """A step's, of block tables as lists."""
+    sizes, queries, lens = (np.asarray(n, dtype=np.int64) for n in (list(map(len, tables)), query_lens, seq_lens))
+    blocks = np.concatenate([np.asarray(table, dtype=np.int64) for table in tables])
+    return AttentionMetadata.build(blocks, sizes, queries, lens, block_size, null_block, device)
+
 
 # Tensors
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_paged
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.cache_groups import CacheGroups
 
 VOCAB = 97
 PAD, BOS, EOS = 0, 1, 2
@@ -49,6 +51,7 @@ class TinyModel:
     Attributes:
         config: Makes the config.
         runs_flat: Whether its prompts are computed without their padding, straight over the pool.
+        is_batched: Whether rows of several calls share its forwards.
         generation: Changes to its generation config.
         attention: Attention implementation; the model's default if not given.
         seed: Seed of the weights; another one is chosen where this one generates boring text or near ties.
@@ -56,6 +59,7 @@ class TinyModel:
 
     config: Callable[[], PreTrainedConfig]
     runs_flat: bool = True
+    is_batched: bool = True
     generation: dict[str, Any] = field(default_factory=dict)
     attention: str | None = None
     seed: int = 0
@@ -86,6 +90,7 @@ MODELS: dict[str, TinyModel] = {
             },
         ),
         runs_flat=False,
+        is_batched=False,
     ),
     "phi3": TinyModel(lambda: hf.Phi3Config(**_GQA), seed=1),
     "gpt2": TinyModel(lambda: hf.GPT2Config(**_GPT2_NAMES), seed=1),
@@ -145,6 +150,7 @@ MODELS: dict[str, TinyModel] = {
             rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
         ),
         runs_flat=False,
+        is_batched=False,
     ),
     "phi3_longrope": TinyModel(
         lambda: hf.Phi3Config(
@@ -159,6 +165,7 @@ MODELS: dict[str, TinyModel] = {
             },
         ),
         runs_flat=False,
+        is_batched=False,
         seed=3,
     ),
 }
@@ -272,6 +279,12 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
     pads = max(lengths) - torch.tensor(lengths)[:, None]
     mask = (columns >= pads if side == "left" else columns < max(lengths) - pads).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def least_blocks(name: str, num_tokens: int, block_size: int, chunk: int) -> int:
+    """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
+    windows = CacheGroups.of(hf_paged.is_supported(build(name)).traits.layers).windows
+    return BlockManager(1, block_size, windows=windows).most_blocks(num_tokens, chunk)
 
 
 def random_ids(rows: int, length: int, seed: int = 0) -> Tensor:

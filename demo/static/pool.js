@@ -12,9 +12,11 @@ function readPool(value) {
     pool.byId.set(group.id, group);
     const holders = group.status === "swapped" ? pool.swapHolders : pool.holders;
     for (const [id, numTokens, numComputed, text] of group.sequences) {
-      const table = decodeBlocks(text);
-      const sequence = { id, numTokens, numComputed, length: table.length };
-      table.forEach((block, position) => (holders[block] ||= []).push([group, sequence, position]));
+      const tables = text.split("|").map(decodeBlocks); // one for each group of layers
+      const sequence = { id, numTokens, numComputed, length: tables[0].length };
+      for (const table of tables) {
+        table.forEach((block, position) => block >= 0 && (holders[block] ||= []).push([group, sequence, position]));
+      }
     }
   }
   // A fork's blocks are swapped once, however many share them.

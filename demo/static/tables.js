@@ -46,20 +46,22 @@ function makeTable(group) {
 
   function update({ id, numTokens, numComputed, table, status, hasSiblings }) {
     const size = value.block_size;
-    setText(title, `${hasSiblings ? `sequence ${id}: ` : ""}${count(numTokens, "token")}, ${count(table.length, "block")}`);
+    setText(title, `${hasSiblings ? `sequence ${id}: ` : ""}${count(numTokens, "token")}, ${count(table.filter((block) => block >= 0).length, "block")}`);
     while (chips.length > table.length) chips.pop().node.remove();
     table.forEach((block, index) => {
       const entry = (chips[index] ||= chip(index));
-      const share = Math.max(0, Math.min(1, (numComputed - index * size) / size));
+      const isGone = block < 0;
+      const share = isGone ? 0 : Math.max(0, Math.min(1, (numComputed - index * size) / size));
       const isShared = status !== "swapped" && shared.has(block);
       const look = `${block} ${share} ${isShared}`;
       if (look === entry.look) return;
       entry.look = look;
-      entry.physical.data = block;
+      entry.physical.data = isGone ? "–" : block;
       entry.node.className = isShared ? "kv-shared" : "";
       entry.node.style.setProperty("--share", `${100 * share}%`);
-      entry.node.title =
-        `logical block ${index} is ${status === "swapped" ? "CPU" : "physical"} block ${block}: ` +
+      entry.node.title = isGone
+        ? `logical block ${index} lies behind the window, and was given back`
+        : `logical block ${index} is ${status === "swapped" ? "CPU" : "physical"} block ${block}: ` +
         `${Math.round(share * size)} of ${size} tokens${isShared ? ", shared with other tables" : ""}`;
     });
   }

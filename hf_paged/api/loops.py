@@ -145,8 +145,8 @@ def run_loop(
     if cache is not None:
         longest = check_prompt(engine, call, spare_tokens)
         per_step = generation_config.output_hidden_states and generation_config.return_dict_in_generate
-        if not engine.forwards.runs_flat() or cache.is_opaque or per_step:
-            num_blocks = input_ids.shape[0] * -(-longest // engine.config.block_size)
+        if not engine.forwards.is_batched() or cache.is_opaque or per_step:
+            num_blocks = input_ids.shape[0] * engine.core.manager.most_blocks(longest, longest)
 
     def run(**more: Any) -> Any:
         # By name but for the ids, as transformers does it: a model may have a loop of its own.
@@ -219,7 +219,7 @@ def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
         mask is not None
         and mask.ndim == 2
         and mask.shape[1] == prompt
-        and engine.forwards.runs_flat()
+        and engine.forwards.is_batched()
         and not cache.is_opaque
     ):
         longest = int(mask.sum(dim=1).max())  # once a call

@@ -119,7 +119,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
     generation_config, kwargs = call.generation_config, call.others
     if call.cache is None or not (
-        engine.forwards.runs_flat()
+        engine.forwards.is_batched()
         and rows_may_leave(engine, call)
         and (pads_finished(criteria) or ends_together(criteria))
         and not call.cache.sequences

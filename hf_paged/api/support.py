@@ -6,8 +6,9 @@ import copy
 import inspect
 import itertools
 import math
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.routing import base_class
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
-from hf_paged.model.model_state import why_not_whole
+from hf_paged.memory.spec import AttentionSpec
+from hf_paged.model.model_state import is_batch_dependent, why_not_whole
 from hf_paged.model.runner import ModelTraits
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Rotary embeddings that depend on the longest row of the batch (they rewrite their frequencies beyond a length).
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
 _PROBE_LENGTHS = (11, 3, 1, 6)
 _MAX_ELEMENTS = 5 * 10**8  # of a shrunken copy
@@ -45,6 +45,16 @@ class SupportReport:
 
     def __bool__(self) -> bool:
         return self.supported
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer, the tokens that it keeps; `None`: all. Empty if not supported."""
+        return () if self.traits is None else tuple(layer.window for layer in self.traits.layers)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Keys and values of one token in all layers, in a pool of this dtype; 0 if not supported."""
+        layers = () if self.traits is None else self.traits.layers
+        return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
 
 
 def unwrap(model: Any) -> nn.Module:
@@ -155,23 +165,38 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     if tiny is None:
         return SupportReport(False, (f"a shrunken copy of it could not be built and run to try ({failure:.200})",))
 
-    shape = _real_shape(model.config, tiny.config, stock)
-    tiny_shape = _real_shape(tiny.config, tiny.config, stock)
-    if isinstance(shape, str) or isinstance(tiny_shape, str):
-        return SupportReport(False, (str(shape),))
-    rows_independent = not _rope_types(getattr(model.config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
+    layers = _real_layers(model.config, tiny.config, stock)
+    tiny_layers = _real_layers(tiny.config, tiny.config, stock)
+    if isinstance(layers, str) or isinstance(tiny_layers, str):
+        return SupportReport(False, (str(layers),))
+    rope_types = _rope_types(getattr(model.config, "rope_parameters", None))
+    rows_independent = not any(map(is_batch_dependent, rope_types))
     # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
     may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
-    ways = [(True, True), (True, False), (False, False)] if may_run_flat else [(False, False)]
-    for runs_flat, in_inference_mode in ways:
-        modes = (runs_flat, rows_independent, in_inference_mode)
+    own = ModelTraits(tiny_layers, runs_flat=False, rows_independent=rows_independent)
+    ways: list[tuple[ModelTraits, bool]] = []
+    if may_run_flat:
+        # The windows that the config states, unless a layer turns out to attend to more than that.
+        for has_windows in (True, False) if any(_stated_windows(tiny.config)) else (False,):
+            layers_tried = _with_windows(tiny_layers, tiny) if has_windows else tiny_layers
+            flat = replace(own, layers=layers_tried, runs_flat=True)
+            ways += [(replace(flat, allows_inference_mode=may_infer), has_windows) for may_infer in (True, False)]
+    if rows_independent:
+        ways += [
+            (replace(own, runs_padded=True, allows_inference_mode=may_infer), False) for may_infer in (True, False)
+        ]
+    else:
+        ways.append((replace(own, regime_length=_regime_length(model.config)), False))
+    for traits, has_windows in [*ways, (own, False)]:
+        keeps_tokens = traits.is_batched or traits.regime_length is not None
         try:
-            attach(tiny, PagedConfig(num_blocks=64, block_size=4, cuda_graphs=False), ModelTraits(*tiny_shape, *modes))
+            attach(tiny, PagedConfig(num_blocks=128, block_size=2, cuda_graphs=False), traits)
             cache = PagedCache(tiny)
             found = _probe_logits(tiny, cache)
             error_size = float((found - expected).abs().max() / expected.abs().max())
-            if error_size < _TOLERANCE and cache.is_opaque is not runs_flat and not _keeps_inference_tensors(tiny):
-                return SupportReport(True, (), ModelTraits(*shape, *modes))
+            if error_size < _TOLERANCE and cache.is_opaque is not keeps_tokens and not _keeps_inference_tensors(tiny):
+                layers = _with_windows(layers, model) if has_windows else layers
+                return SupportReport(True, (), replace(traits, layers=layers))
             failure = f"logits differ by {error_size:.1%}"
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
@@ -212,10 +237,49 @@ def _rope_types(parameters: Any) -> set[str]:
     return own.union(*(_rope_types(value) for value in parameters.values()))
 
 
-def _real_shape(
+def _regime_length(config: PreTrainedConfig) -> int:
+    """Tokens below which a rotary embedding that depends on the longest row is as of its first day."""
+
+    def lengths(parameters: Any) -> Iterator[int]:
+        if isinstance(parameters, dict):
+            own = parameters.get("original_max_position_embeddings")
+            if isinstance(own, int):
+                yield own
+            for value in parameters.values():
+                yield from lengths(value)
+
+    return min([config.max_position_embeddings, *lengths(config.rope_parameters)])
+
+
+def _stated_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Of each layer the window that the config states."""
+    window, num_layers = getattr(config, "sliding_window", None), config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    if not isinstance(window, int) or window < 1 or len(kinds) != num_layers:
+        return [None] * num_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _with_windows(layers: tuple[AttentionSpec, ...], model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
+    """The layers with the windows that the config states and their modules don't gainsay."""
+    config = model.config
+    windows = _stated_windows(config)
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and 0 <= index < len(windows):
+            own = getattr(module, "sliding_window", windows[index])
+            windows[index] = own if own == windows[index] else None
+    return tuple(
+        replace(layer, window=window if window is not None and window < context else None)
+        for layer, window in zip(layers, windows, strict=True)
+    )
+
+
+def _real_layers(
     config: PreTrainedConfig, tiny_config: PreTrainedConfig, stock: DynamicCache
-) -> tuple[int, int, int] | str:
-    """Layers, key/value heads and head dimension of the model, or why the pool can't hold them.
+) -> tuple[AttentionSpec, ...] | str:
+    """What each layer of the model caches, all of it, or why the pool can't hold that.
 
     Read from its config, and corrected by what the tiny copy was seen to store (Falcon's config counts heads that its
     multi-query attention doesn't have).
@@ -237,7 +301,7 @@ def _real_shape(
     )
     for number, tiny_number in candidates:
         if heads == tiny_number:
-            return stated[0], number, stated[2]
+            return (AttentionSpec(number, stated[2], stated[2]),) * stated[0]
     return f"its number of stored heads ({heads}) isn't one its config states"
 
 

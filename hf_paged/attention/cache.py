@@ -35,7 +35,9 @@ class SequenceStore(Protocol):
     def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence: ...
     def free_sequences(self, sequences: Iterable[Sequence]) -> None: ...
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None: ...
-    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
+    def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None: ...
+    def keep_past(self, sequences: Iterable[Sequence]) -> None: ...
+    def windows(self) -> list[int | None]: ...
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None: ...
     def write_tokens(
         self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
@@ -81,7 +83,10 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """`[batch, num_kv_heads, length, head_dim]`, a copy; left padding and finished rows read as zeros."""
+        """`[batch, num_kv_heads, length, head_dim]`, a copy; left padding and finished rows read as zeros.
+
+        Of a layer with a window, as in a `DynamicCache`, the last columns: all but one of those that a query sees.
+        """
         return self._cache.read_layer(self._layer_idx)[0] if self.is_initialized else None
 
     @property
@@ -149,6 +154,8 @@ class PagedCache(Cache):
         self._padding: list[int] = []
         self._fan_out = 1
         self._width = 0
+        self._windows = store.windows()
+        self._records_past = False
         self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
         super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
@@ -184,10 +191,13 @@ class PagedCache(Cache):
         for _ in range(num_rows):
             self._rows.append(self.store.new_sequence())
             self._padding.append(0)
+        if self._records_past:
+            self.activate_past_recording()
 
-    def set_padding(self, padding: list[int]) -> None:
-        """Declares the left padding of a cache that holds no token yet."""
-        self._padding[:] = padding
+    def set_padding(self, padding: list[int], rows: list[int]) -> None:
+        """Declares the left padding of some stored rows, from their first token on."""
+        for row, columns in zip(rows, padding, strict=True):
+            self._padding[row] = columns
 
     def advance(self, num_columns: int) -> None:
         """Books columns whose tokens a flat forward stored in all layers."""
@@ -273,14 +283,16 @@ class PagedCache(Cache):
         return self.store.read_tokens(layer_idx, list(sequences), padding, start + new)
 
     def read_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer for the whole batch, `[batch, num_kv_heads, length, head_dim]`."""
+        """Keys and values of one layer for the whole batch, as its `keys` and `values`."""
         width = self._lengths[layer_idx]
         # Row by row: a batch larger than the pool is never in it as a whole.
         rows = [
             self.store.read_tokens(layer_idx, [row], [pad], width)
             for row, pad in zip(self._rows, self._padding, strict=True)
         ]
-        keys, values = (torch.cat(states) for states in zip(*rows, strict=True))
+        window = self._windows[layer_idx]
+        first = 0 if window is None else max(0, width - window + 1)
+        keys, values = (torch.cat(states)[:, :, first:] for states in zip(*rows, strict=True))
         return keys.repeat_interleave(self._fan_out, dim=0), values.repeat_interleave(self._fan_out, dim=0)
 
     def __iter__(self) -> Any:
@@ -319,6 +331,8 @@ class PagedCache(Cache):
 
         Raises:
             ValueError: No integer, or a positive one, where transformers refuses it too (after 5.17).
+            RuntimeError: A layer with a sliding window has given back what it would need then, and
+                `activate_past_recording` was not called before.
         """
         tokens_to_remove = _integer("tokens_to_remove", tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
@@ -329,12 +343,19 @@ class PagedCache(Cache):
             tokens_to_remove = min(tokens_to_remove - self._width, 0)
         width = max(self._width + tokens_to_remove, 0)
         with self.store.transaction():
-            for row, sequence in enumerate(self._rows):
-                self._padding[row] = min(self._padding[row], width)
-                if sequence is not None:
-                    self.store.crop_sequence(sequence, width - self._padding[row])
+            padding = [min(own, width) for own in self._padding]
+            self.store.crop_sequences(
+                [(row, width - pad) for row, pad in zip(self._rows, padding, strict=True) if row is not None]
+            )
+            self._padding[:] = padding
             self._width = width
             self._lengths = [width] * len(self._lengths)
+
+    @deferred_interrupt()
+    def activate_past_recording(self) -> None:
+        """From now on layers with a sliding window keep what lies behind it, until a `crop`, which may go so far."""
+        self._records_past = True
+        self.store.keep_past(row for row in self._rows if row is not None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, by sharing its blocks: no key or value is copied here."""
@@ -386,7 +407,7 @@ class PagedCache(Cache):
         with self.store.transaction():
             copy._rows += [None if row is None else self.store.fork_sequence(row, apart=True) for row in self._rows]
         copy._padding += self._padding
-        copy._fan_out, copy.is_opaque = self._fan_out, self.is_opaque
+        copy._fan_out, copy.is_opaque, copy._records_past = self._fan_out, self.is_opaque, self._records_past
         copy.advance(self._width)
         return copy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
+from hf_paged.core.batch import GroupTables
 from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
 
@@ -28,6 +30,8 @@ class AttentionMetadata:
         num_decodes: Sequences with one new token each that the batch begins with.
         max_decode_len: Tokens of the longest of them; 0 if there is none.
         max_query_len: New tokens of the sequence that has most.
+        host_tables: `[S, N]` block tables on the host; `host_query_lens` and `host_seq_lens`: `[S]` int64, new tokens
+            and tokens of each sequence; `host_start_loc`: `[S + 1]` int64.
         is_recorded: Whether its tensors are those of later steps, too.
     """
 
@@ -52,30 +56,44 @@ class AttentionMetadata:
             null_block: Block index used as padding.
             device: Where the model runs.
         """
-        self._tables, self._query_lens, self._seq_lens = tables, query_lens, seq_lens
+        self.host_query_lens, self.host_seq_lens = query_lens, seq_lens
         self._device = device
         self.block_size = block_size
         self.null_block = null_block
         self.max_query_len = int(query_lens.max())
-        if self.max_query_len == 1:  # the usual step
+        if self.max_query_len == 1 and query_lens.all():  # the usual step
             self.num_decodes = len(query_lens)
-            row_of_token, positions = np.arange(len(query_lens)), seq_lens - 1
+            self._token_rows, self._positions = np.arange(len(query_lens)), seq_lens - 1
         else:
             self.num_decodes = int((query_lens > 1).argmax())
-            row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
-            offset_in_query = np.arange(len(row_of_token)) - self._start_loc[row_of_token]
-            positions = (seq_lens - query_lens)[row_of_token] + offset_in_query
-        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
-        self.slot_mapping = self._to_device(slots)
+            self._token_rows = rows = np.repeat(np.arange(len(query_lens)), query_lens)
+            self._positions = (seq_lens - query_lens)[rows] + np.arange(len(rows)) - self.host_start_loc[rows]
         self._query_tiles: dict[int, Tensor] = {}
         self._decode_work: dict[WorkKind, DecodeWork] = {}
+        self._same_lens: AttentionMetadata | None = None
+        self._use(tables)
+
+    def _use(self, tables: np.ndarray) -> None:
+        self.host_tables, size, positions = tables, self.block_size, self._positions
+        slots = tables[self._token_rows, positions // size] * size + positions % size
+        self.slot_mapping = self._to_device(slots)
+
+    def with_tables(self, tables: np.ndarray) -> AttentionMetadata:
+        """The same step over the block tables of another group of layers; what follows from lengths is shared."""
+        other = copy.copy(self)
+        for own in ("block_tables", "groups", "prefill_groups"):
+            vars(other).pop(own, None)
+        other._same_lens = self
+        other._use(tables)
+        return other
 
     @classmethod
     def build(
         cls,
-        block_tables: Sequence[Sequence[int]],
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
+        blocks: np.ndarray,
+        num_blocks: np.ndarray,
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
         block_size: int,
         null_block: int,
         device: torch.device,
@@ -83,21 +101,16 @@ class AttentionMetadata:
         """Metadata of a step.
 
         Args:
-            block_tables: Physical blocks of each sequence, enough for `seq_lens`.
-            query_lens: New tokens of each sequence in this step, at least 1.
-            seq_lens: Tokens of each sequence including the new ones.
+            blocks: Physical blocks of all sequences, one sequence after another.
+            num_blocks: `[S]`, how many of them each sequence has, enough for `seq_lens`.
+            query_lens: `[S]` int64, new tokens of each sequence in this step, at least 1.
+            seq_lens: `[S]` int64, tokens of each sequence including the new ones.
             block_size: Tokens in a block.
             null_block: Block index used as padding.
             device: Where the model runs.
         """
-        q_lens = np.asarray(query_lens, dtype=np.int64)
-        kv_lens = np.asarray(seq_lens, dtype=np.int64)
-        num_blocks = -(-kv_lens // block_size)
-        tables = np.full((len(q_lens), int(num_blocks.max())), null_block, dtype=np.int64)
-        # Python lists become one array a step; the lists themselves are the manager's, which knows no numpy.
-        for row, table in enumerate(block_tables):
-            tables[row, : num_blocks[row]] = table[: num_blocks[row]]
-        return cls(tables, q_lens, kv_lens, block_size, null_block, device)
+        tables = pad_tables(blocks, num_blocks, null_block, np.int64)
+        return cls(tables, query_lens, seq_lens, block_size, null_block, device)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return to_device(array, self._device)
@@ -105,28 +118,33 @@ class AttentionMetadata:
     # Each backend reads its own part of what follows; the rest is never made.
 
     @cached_property
-    def _start_loc(self) -> np.ndarray:
-        return np.concatenate(([0], np.cumsum(self._query_lens)))
+    def host_start_loc(self) -> np.ndarray:
+        """See the class."""
+        return np.concatenate(([0], np.cumsum(self.host_query_lens)))
 
     @cached_property
     def max_decode_len(self) -> int:
         """See the class."""
-        return int(self._seq_lens[: self.num_decodes].max(initial=0))
+        return int(self.host_seq_lens[: self.num_decodes].max(initial=0))
 
     @cached_property
     def block_tables(self) -> Tensor:
         """See the class."""
-        return self._to_device(self._tables.astype(np.int32))
+        return self._to_device(self.host_tables.astype(np.int32))
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """See the class."""
-        return self._to_device(self._seq_lens.astype(np.int32))
+        if self._same_lens is not None:
+            return self._same_lens.seq_lens
+        return self._to_device(self.host_seq_lens.astype(np.int32))
 
     @cached_property
     def query_start_loc(self) -> Tensor:
         """See the class."""
-        return self._to_device(self._start_loc.astype(np.int32))
+        if self._same_lens is not None:
+            return self._same_lens.query_start_loc
+        return self._to_device(self.host_start_loc.astype(np.int32))
 
     @property
     def work_kinds(self) -> list[WorkKind]:
@@ -136,7 +154,7 @@ class AttentionMetadata:
     def decode_work(self, kind: WorkKind) -> DecodeWork:
         """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them."""
         if kind not in self._decode_work:
-            items, split = share_out(self._seq_lens[: self.num_decodes], kind)
+            items, split = share_out(self.host_seq_lens[: self.num_decodes], kind)
             both = self._to_device(np.concatenate([items, split]))  # one transfer
             self._decode_work[kind] = DecodeWork(both[: len(items)], both[len(items) :], int(split[:, 3].sum()))
         return self._decode_work[kind]
@@ -151,12 +169,12 @@ class AttentionMetadata:
             `[tiles, 2]` int32: a sequence, and the first of its new tokens in the tile; the most to read first.
         """
         if tile not in self._query_tiles:
-            lens = self._query_lens[self.num_decodes :]
+            lens = self.host_query_lens[self.num_decodes :]
             num_tiles = -(-lens // tile)
             sequence = np.repeat(np.arange(len(lens)), num_tiles)
             first = (np.arange(num_tiles.sum()) - (np.cumsum(num_tiles) - num_tiles)[sequence]) * tile
             sequence += self.num_decodes
-            num_read = (self._seq_lens - self._query_lens)[sequence] + first
+            num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + first
             tiles = np.stack([sequence, first], axis=1)[np.argsort(-num_read, kind="stable")]
             self._query_tiles[tile] = self._to_device(tiles.astype(np.int32))
         return self._query_tiles[tile]
@@ -172,20 +190,29 @@ class AttentionMetadata:
         return self._group(self.num_decodes)
 
     def _group(self, first: int) -> list[PaddedGroup]:
-        num_blocks = -(-self._seq_lens // self.block_size)
-        return [self._padded(first + rows) for rows in _bucket(self._query_lens[first:], num_blocks[first:])]
+        return [self._padded(rows) for rows in self.alike(first)]
+
+    def alike(self, first: int = 0) -> list[np.ndarray]:
+        """Sequences from number `first` on in lists of similar query and context length, which padding costs little."""
+        num_blocks = -(-self.host_seq_lens // self.block_size)
+        return [first + rows for rows in _bucket(self.host_query_lens[first:], num_blocks[first:])]
+
+    def of(self, rows: np.ndarray) -> AttentionMetadata:
+        """The same for some of the sequences only: their new tokens, in this order, are the batch."""
+        tables, lens = self.host_tables[rows], (self.host_query_lens[rows], self.host_seq_lens[rows])
+        return AttentionMetadata(tables, *lens, self.block_size, self.null_block, self._device)
 
     def _padded(self, rows: np.ndarray) -> PaddedGroup:
         """These sequences as one group."""
-        query_lens, seq_lens = self._query_lens[rows], self._seq_lens[rows]
+        query_lens, seq_lens = self.host_query_lens[rows], self.host_seq_lens[rows]
         columns = np.arange(query_lens.max())
         clamped = np.minimum(columns, query_lens[:, None] - 1)  # [G, Q]
         is_real = columns < query_lens[:, None]
         longest = int(seq_lens.max())
         return PaddedGroup(
-            token_index=self._to_device(self._start_loc[rows][:, None] + clamped),
+            token_index=self._to_device(self.host_start_loc[rows][:, None] + clamped),
             is_real=None if is_real.all() else self._to_device(is_real),
-            block_table=self._to_device(self._tables[rows, : -(-longest // self.block_size)]),
+            block_table=self._to_device(self.host_tables[rows, : -(-longest // self.block_size)]),
             query_positions=self._to_device((seq_lens - query_lens)[:, None] + clamped),
             seq_lens=self._to_device(seq_lens),
             longest=longest,
@@ -193,6 +220,34 @@ class AttentionMetadata:
             block_size=self.block_size,
             null_block=self.null_block,
         )
+
+
+def pad_tables(blocks: np.ndarray, num_blocks: np.ndarray, null_block: int, dtype: type[np.integer]) -> np.ndarray:
+    """`[S, N]` block tables, padded with the null block, of tables that lie one after another."""
+    columns = np.arange(num_blocks.max())
+    tables = np.full((len(num_blocks), len(columns)), null_block, dtype=dtype)
+    tables[columns < num_blocks[:, None]] = blocks
+    return tables
+
+
+def padded_tables(
+    groups: Sequence[GroupTables], windows: Sequence[int | None], null_block: int, dtype: type[np.integer]
+) -> list[np.ndarray]:
+    """Of each group of layers `[S, N]` block tables, with the null block where blocks were given back, too.
+
+    Args:
+        groups: Of a step.
+        windows: Of each of them, the tokens that a query sees; `None`: all.
+        null_block: Index of a block of zeros.
+        dtype: Of the tables.
+    """
+    tables = []
+    for group, window in zip(groups, windows, strict=True):
+        blocks = np.frombuffer(group.blocks, np.int32)
+        if window is not None:
+            blocks = np.where(blocks < 0, null_block, blocks)
+        tables.append(pad_tables(blocks, np.frombuffer(group.counts, np.int64), null_block, dtype))
+    return tables
 
 
 class DecodeMetadata(AttentionMetadata):
@@ -235,9 +290,15 @@ class DecodeMetadata(AttentionMetadata):
         self.num_decodes = rows
         self.max_decode_len = longest
         self._device = seq_lens.device
-        self._seq_lens = np.ones(rows, dtype=np.int64)
+        self.host_seq_lens = np.ones(rows, dtype=np.int64)
         self._decode_work = {} if work is None else work
         self._is_complete = work is not None
+
+    def of_group(self, slot_mapping: Tensor, block_tables: Tensor) -> DecodeMetadata:
+        """The same steps over the block tables of another group of layers; lengths and work are shared."""
+        other = copy.copy(self)
+        other.slot_mapping, other.block_tables = slot_mapping, block_tables
+        return other
 
     def decode_work(self, kind: WorkKind) -> DecodeWork:
         """As for any step.

@@ -33,7 +33,9 @@ class PagedConfig:
     Attributes:
         block_size: Tokens in one KV block.
         num_blocks: Blocks in the pool. `None`: as many as fit into `memory_fraction` of the memory that is free at
-            first use, and never more than `max_num_seqs` sequences of the model's full context could fill.
+            first use, and never more than `max_num_seqs` sequences of the model's full context could fill. In a model
+            whose layers differ in what they keep (sliding windows), a block is of one group of layers: a sequence
+            takes some for each.
         memory_fraction: Share of the free memory (of the model's device) that `num_blocks=None` may take. Modest by
             default, since the pool lives inside somebody's process. On CPU the pages are only touched when used.
         max_num_seqs: Sequences in one model step at most.
@@ -60,6 +62,8 @@ class PagedConfig:
         warm_up: Call `model.paged.warm_up()` in `patch()`: kernels are compiled and CUDA graphs recorded there, and not
             while the first requests wait.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
+        record: A file to write down what the scheduler is told, prompts and generated tokens included, for
+            `python -m hf_paged replay`.
     """
 
     block_size: int = 16
@@ -78,6 +82,7 @@ class PagedConfig:
     use_async_batching: bool | None = None
     warm_up: bool = False
     strict: bool = False
+    record: str | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -101,6 +106,8 @@ class PagedConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.record == "" or not isinstance(self.record, str | None):
+            raise ValueError(f"record must be the name of a file or None, got {self.record!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
         if self.preemption == "swap" and self.swap_space_gib == 0:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+from hf_paged.core.batch import Chunk
 from hf_paged.core.sequence import SequenceGroup
 
 NUM_EVENTS = 2048  # that are kept
@@ -48,6 +48,28 @@ Event = tuple[Any, ...]
 """An event as it is noted: values of `_COMMON`, then those of its kind."""
 
 
+class StepRows(NamedTuple):
+    """What a step computed, column by column: no object for each row.
+
+    Attributes:
+        columns: Groups, sequences, starts and numbers of tokens.
+        num_tokens: Of all rows.
+        num_decode: Rows of one token behind their prompt.
+    """
+
+    columns: list[Any]
+    num_tokens: int
+    num_decode: int
+
+    @classmethod
+    def of(cls, chunks: list[Chunk]) -> StepRows:
+        """The rows of a step, while their sequences are there."""
+        sequences, starts, counts = zip(*chunks, strict=True) if chunks else ((), (), ())
+        num_decode = sum([n == 1 and start >= s.num_prompt_tokens for s, start, n in chunks])
+        columns = [[s.group.arrival for s in sequences], [s.seq_id for s in sequences], starts, counts]
+        return cls(columns, sum(counts), num_decode)
+
+
 class EventLog:
     """The newest events. Everybody who writes or reads it holds the pool's lock.
 
@@ -55,11 +77,13 @@ class EventLog:
     garbage collection included. They become dicts when somebody looks.
 
     Attributes:
+        now: The time, in seconds: what is noted happens then. Here no clock is read.
         step: Number of the step that is being made, or of the last one: events from now on belong to it.
         last_step: The newest "step" event and its id.
     """
 
-    def __init__(self, num_events: int = NUM_EVENTS) -> None:
+    def __init__(self, num_events: int = NUM_EVENTS, now: Callable[[], float] = lambda: 0.0) -> None:
+        self.now = now
         self.step = 0
         self.last_step: tuple[int, Event] | None = None
         self._num_events = 0
@@ -92,15 +116,15 @@ class EventLog:
         group = self._groups.get(sequence)
         self._num_events += 1
         if group is None:
-            self._events.append((kind, time.time(), self.step, None, sequence, None, *values))
+            self._events.append((kind, self.now(), self.step, None, sequence, None, *values))
         else:
-            self._events.append((kind, time.time(), self.step, group.arrival, sequence, group.request_id, *values))
+            self._events.append((kind, self.now(), self.step, group.arrival, sequence, group.request_id, *values))
 
     def add_for_group(self, kind: str, group: SequenceGroup | None, *values: Any) -> None:
         """Notes an event of a whole group, or of nobody."""
         self._num_events += 1
         arrival, request_id = (None, None) if group is None else (group.arrival, group.request_id)
-        self._events.append((kind, time.time(), self.step, arrival, None, request_id, *values))
+        self._events.append((kind, self.now(), self.step, arrival, None, request_id, *values))
 
     def add_step(self, number: int, **values: Any) -> None:
         """Notes a step that was run.
@@ -111,7 +135,7 @@ class EventLog:
                 which are forgotten when many later steps have had theirs.
         """
         self._num_events += 1
-        self._events.append(("step", time.time(), number, None, None, None, *(values[n] for n in _FIELDS["step"])))
+        self._events.append(("step", self.now(), number, None, None, None, *(values[n] for n in _FIELDS["step"])))
         self.last_step = self._num_events, self._events[-1]
         self._chunks.append(values["chunks"])
         self._num_chunks += len(values["chunks"][0])

@@ -22,7 +22,8 @@ class EngineStats:
         prefix_cache_hit_tokens: Tokens whose keys and values were found in the pool (counter).
         prefix_cache_query_tokens: Tokens looked up (counter).
         peak_blocks_in_use: Most blocks held at once.
-        kv_tokens_stored: Distinct tokens in physical slots of live sequences, a shared block counted once.
+        kv_tokens_stored: Distinct tokens in physical slots of live sequences, a shared block counted once; where layers
+            with and without a window have blocks of their own, a token counts in each.
         kv_slots_allocated: Slots of the blocks that live sequences hold.
         peak_kv_tokens_stored: `kv_tokens_stored` when `peak_blocks_in_use` was reached.
         peak_kv_slots_allocated: `kv_slots_allocated` at that moment.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
-from hf_paged.core.block_manager import BlockManager, Offer
+from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.block_table import Offer
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -16,43 +17,10 @@ WATERMARK = 0.01  # share of the pool that stays free when a group is admitted, 
 RETRY_STEPS = 16  # a waiting group that did not fit is tried again after so many steps, or when more blocks are free
 
 
-class ScheduledChunk(NamedTuple):
-    """`num_tokens` tokens of `sequence`, from its token `start` on, run in this step."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step, as the scheduler hands it to the runner. Copies are executed in the order of these fields.
-
-    Attributes:
-        chunks: What runs, in batch order.
-        swap_outs: Block pairs `(device, CPU)`.
-        swap_ins: Block pairs `(CPU, device)`.
-        block_copies: Copy-on-write pairs `(source, destination)`. A block may be the source of one and, freed by it,
-            the destination of another: all sources are read first.
-        new_blocks: Blocks newly given to the chunks' sequences.
-        num_preempted: Sequences preempted for this step.
-        is_stalled: The first waiting group did not fit.
-    """
-
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    swap_outs: list[tuple[int, int]] = field(default_factory=list)
-    swap_ins: list[tuple[int, int]] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    new_blocks: list[int] = field(default_factory=list)
-    num_preempted: int = 0
-    is_stalled: bool = False
-
-
 @dataclass(slots=True)
 class _Step:
     """A step in the making."""
 
-    output: SchedulerOutput
     budget: int
     num_seqs: int
     only: object
@@ -63,6 +31,13 @@ class _Step:
     is_short: bool = False  # a running group found no room: nobody is admitted
     needs_tokens: bool = False  # whose victim's tokens are not known yet: nobody newer runs, so that they will be
     hashes: set[bytes] = field(default_factory=set)  # of the prompt blocks that this step computes
+    chunks: list[Chunk] = field(default_factory=list)
+    moves: BlockMoves = field(default_factory=BlockMoves)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether decodes of its batch key may join, whoever's they are."""
+        return self.has_key and self.only is None and not self.needs_tokens
 
     @property
     def is_full(self) -> bool:
@@ -125,6 +100,8 @@ class Scheduler:
         self._swapped: dict[int, SequenceGroup] = {}
         self._swapped_heap: list[tuple[int, int]] = []
         self._in_flight: set[int] = set()
+        self._steps: dict[int, list[Chunk]] = {}  # that are in flight, by number
+        self._num_steps = 0
         self._offered: set[bytes] = set()  # hashes of blocks that are computed and not checked yet
         self._next_key: tuple[Hashable] | None = None
         self._refused: tuple[int, int] | None = None  # the first waiting group, and the blocks free when it didn't fit
@@ -171,6 +148,10 @@ class Scheduler:
             return True
         return any(arrival not in self._in_flight and group.has_work for arrival, group in self._ready.items())
 
+    def chunks(self, batch: Batch) -> list[Chunk]:
+        """What runs in a step that is in flight."""
+        return self._steps[batch.number]
+
     def is_in_flight(self, group: SequenceGroup) -> bool:
         """Whether a step with this group is running."""
         return group.arrival in self._in_flight
@@ -206,19 +187,8 @@ class Scheduler:
         self._num_sequences += 1
         self._log.enter(self._num_sequences, group)
         self._manager.fork(parent.seq_id, self._num_sequences)
-        child = Sequence(
-            self._num_sequences,
-            group,
-            None if parent.token_ids is None else parent.token_ids.copy(),
-            parent.num_tokens,
-            parent.num_computed_tokens,
-            parent.num_prompt_tokens,
-            parent.num_cached_tokens,
-            parent.logits_from,
-            parent.is_wanted,
-            parent.position_offset,
-            parent.extra_key,
-        )
+        token_ids = None if parent.token_ids is None else parent.token_ids.copy()
+        child = replace(parent, seq_id=self._num_sequences, group=group, token_ids=token_ids)
         group.sequences.append(child)
         if group is not parent.group:
             group.status, group.is_idle = parent.group.status, parent.group.is_idle
@@ -243,19 +213,74 @@ class Scheduler:
         self._file(group)
 
     def crop(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cuts a sequence to its first `num_tokens` tokens."""
+        """Cuts a sequence to its first `num_tokens` tokens.
+
+        What lies behind the windows of so few tokens may be gone: then all of it is to be computed again.
+
+        Raises:
+            ValueError: That can't be; nothing has changed.
+        """
+        if not self.can_crop(sequence, num_tokens):
+            raise ValueError(f"what sequence {sequence.seq_id} needs behind {num_tokens} tokens was given back")
         if sequence.token_ids is not None:
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
+        sequence.given_end = min(sequence.given_end, num_tokens)
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
-            if num_tokens < self._manager.num_tokens(sequence.seq_id):
-                self._manager.crop(sequence.seq_id, num_tokens)
+            if num_tokens <= self._manager.num_tokens(sequence.seq_id):
+                if self._manager.can_crop(sequence.seq_id, num_tokens):
+                    self._manager.crop(sequence.seq_id, num_tokens)
+                else:
+                    self._drop(sequence)
             self._manager.forget_hashes(sequence.seq_id, num_tokens)
         else:
-            self._manager.free(sequence.seq_id)
-            self._manager.add(sequence.seq_id)
+            self._manager.restart(sequence.seq_id)
         self._file(sequence.group)
+
+    def can_crop(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether what the sequence needs behind its first `num_tokens` tokens is there, or can be computed again."""
+        return (
+            sequence.is_reproducible
+            or num_tokens == 0
+            or num_tokens >= self._manager.num_tokens(sequence.seq_id)
+            or self._manager.can_crop(sequence.seq_id, num_tokens)
+        )
+
+    def slide(self, sequence: Sequence) -> None:
+        """Gives back what lies behind the windows of all tokens that are not computed yet.
+
+        Steps do so by themselves, but for a sequence that can't be computed again: should a forward of its caller's
+        fail, it goes back to what it was before.
+        """
+        self._manager.slide(sequence.seq_id, sequence.num_computed_tokens)
+
+    def keep_past(self, sequence: Sequence) -> None:
+        """From now on nothing of the sequence is given back, but by a `crop`."""
+        self._manager.keep_past(sequence.seq_id)
+
+    def append(self, sequences: list[Sequence], counts: list[int]) -> BlockMoves:
+        """Gives each sequence slots for so many tokens, outside of any step; see `extend_computed`, `book_computed`.
+
+        Returns:
+            Copies and new blocks, to execute.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them; nothing has changed.
+        """
+        manager = self._manager
+        held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
+        copies = manager.append([(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count])
+        new_blocks = [
+            block
+            for sequence, count in zip(sequences, held, strict=True)
+            for block in manager.held_blocks(sequence.seq_id, count)
+        ]
+        return BlockMoves(block_copies=copies, new_blocks=new_blocks)
+
+    def reset_prefix_cache(self) -> int:
+        """See `BlockManager`."""
+        return self._manager.reset_prefix_cache()
 
     def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Books tokens that somebody else stored in slots appended to the sequence's table."""
@@ -263,6 +288,26 @@ class Scheduler:
         sequence.num_computed_tokens += num_tokens
         sequence.group.status = SequenceStatus.RUNNING
         self._file(sequence.group)
+
+    def book_computed(self, sequences: list[Sequence]) -> list[Offer]:
+        """Books that all tokens of sequences are computed, in slots appended outside of any step.
+
+        Returns:
+            What is to be checked, for `settle`.
+        """
+        offers: list[Offer] = []
+        for sequence in sequences:
+            start, end = sequence.num_computed_tokens, sequence.num_tokens
+            sequence.num_computed_tokens = end
+            sequence.group.status = SequenceStatus.RUNNING
+            self._file(sequence.group)
+            if end // self._manager.block_size > start // self._manager.block_size and sequence.is_reproducible:
+                assert sequence.token_ids is not None
+                offers += self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+            if sequence.is_reproducible:
+                self.slide(sequence)
+        self._offered.update(offer.block_hash for offer in offers)
+        return offers
 
     def wake(self, group: SequenceGroup) -> None:
         """Queues a group whose sequences have got pending tokens."""
@@ -275,9 +320,15 @@ class Scheduler:
         else:
             self._file(group)
 
-    def expect_token(self, sequence: Sequence) -> None:
-        """Books a token that is being chosen: it can be scheduled, though nobody here knows which one it is."""
+    def expect_token(self, sequence: Sequence, placeholder: int) -> None:
+        """Books a token that is being chosen: it can be scheduled, though nobody here knows which one it is.
+
+        Args:
+            sequence: Whose it is.
+            placeholder: Its place among the tokens that the last step chooses.
+        """
         sequence.num_tokens += 1
+        sequence.placeholder = placeholder
         sequence.logits_from = sequence.num_tokens - 1
         self.wake(sequence.group)
 
@@ -327,7 +378,7 @@ class Scheduler:
 
     # A step
 
-    def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> SchedulerOutput:
+    def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> Batch:
         """Chooses the next step and allocates its blocks. Its sequences are in flight until `update` or `undo`.
 
         Args:
@@ -336,14 +387,14 @@ class Scheduler:
             max_tokens: A smaller token budget than usual.
 
         Returns:
-            The step; without chunks if there is nothing to do, or nothing that fits and `forced` is off.
+            The step; without rows if there is nothing to do, or nothing that fits and `forced` is off.
 
         Raises:
             OutOfBlocksError: `forced`, and the first group in line does not fit with everything else preempted; its
                 `group` says which. Nothing is in flight, but its `swap_outs` are to be executed.
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
-        step = _Step(SchedulerOutput(), budget, self._max_num_seqs, only, forced)
+        step = _Step(budget, self._max_num_seqs, only, forced)
         num_preemptions, num_stalls = self.num_preemptions, self.num_admission_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True
@@ -351,13 +402,26 @@ class Scheduler:
             self._force(step)
             step.forced = False  # whoever else finds room may not take it from an older one
         self._run_queues(step)
-        if not step.output.chunks and step.has_key:
+        if not step.chunks and step.has_key:
             step.has_key = False
             self._run_queues(step)
         self._next_key = step.skipped_key
-        step.output.num_preempted = self.num_preemptions - num_preemptions
-        step.output.is_stalled = self.num_admission_stalls > num_stalls
-        return step.output
+        num_preempted = self.num_preemptions - num_preemptions
+        is_stalled = self.num_admission_stalls > num_stalls
+        if not step.chunks:
+            return Batch(swap_outs=step.moves.swap_outs, num_preempted=num_preempted, is_stalled=is_stalled)
+        self._num_steps += 1
+        self._steps[self._num_steps] = step.chunks
+        tables = self._manager.tables([sequence.seq_id for sequence, _, _ in step.chunks])
+        return lay_out(
+            step.chunks,
+            tables,
+            step.moves,
+            number=self._num_steps,
+            batch_key=step.batch_key,
+            num_preempted=num_preempted,
+            is_stalled=is_stalled,
+        )
 
     def _run_queues(self, step: _Step) -> None:
         self._schedule_running(step)
@@ -372,14 +436,29 @@ class Scheduler:
             self._ready_is_sorted = True
         prefills: list[SequenceGroup] = []
         parked: list[int] = []
-        in_flight = self._in_flight
+        in_flight, append_in_place, is_open = self._in_flight, self._manager.append_in_place, step.is_open
         for arrival, group in list(self._ready.items()):
             if arrival in in_flight or arrival not in self._ready:  # not there: preempted for an older one
                 continue
             sequences = group.sequences
             if len(sequences) == 1:
                 sequence = sequences[0]
-                longest = sequence.num_tokens - sequence.num_computed_tokens if sequence.is_wanted else 0
+                computed = sequence.num_computed_tokens
+                longest = sequence.num_tokens - computed if sequence.is_wanted else 0
+                if (
+                    longest == 1
+                    and is_open
+                    and step.budget > 0 < step.num_seqs
+                    and group.batch_key == step.batch_key
+                    and not group.is_split
+                    and append_in_place(sequence.seq_id)
+                ):
+                    # The usual decode, by the shortest way: one token more in a block that has room.
+                    step.chunks.append((sequence, computed, 1))
+                    step.budget -= 1
+                    step.num_seqs -= 1
+                    in_flight.add(arrival)
+                    continue
             else:
                 longest = max(
                     [s.num_tokens - s.num_computed_tokens if s.is_wanted else 0 for s in sequences], default=0
@@ -394,6 +473,7 @@ class Scheduler:
                 break
             else:
                 self._run_group(step, group)
+                is_open = step.is_open
         for arrival in parked:
             self._ready.pop(arrival, None)  # an idle one may have been preempted meanwhile
         for group in prefills:
@@ -417,7 +497,7 @@ class Scheduler:
         need = self._manager.swap_in_need(seq_ids) + self._growth(step, group)
         if not self._has_room(step, need + spare):
             return False
-        step.output.swap_ins += self._manager.swap_in(seq_ids)
+        step.moves.swap_ins.extend(self._manager.swap_in(seq_ids))
         group.status = SequenceStatus.RUNNING
         self._file(group)
         return self._run_group(step, group)
@@ -459,10 +539,10 @@ class Scheduler:
     def _has_room(self, step: _Step, num_blocks: int) -> bool:
         """Whether so many blocks are free, or become free by preempting idle groups."""
         while num_blocks > self._manager.pool.num_free:
-            victim = None if step.output.swap_ins else self._victim(lambda group: group.is_idle)
+            victim = None if step.moves.swap_ins else self._victim(lambda group: group.is_idle)
             if victim is None:
                 return False
-            step.output.swap_outs += self.preempt(victim)
+            step.moves.swap_outs.extend(self.preempt(victim))
         return True
 
     def _spare(self) -> int:
@@ -491,9 +571,9 @@ class Scheduler:
 
     def _start_need(self, group: SequenceGroup, first: Sequence) -> int:
         """Blocks that a waiting group takes: what `first` needs, and of the others what they don't share with it."""
-        size = self._manager.block_size
-        return self._manager.blocks_needed(first.seq_id, first.num_wanted_tokens) + sum(
-            -(-s.num_tokens // size) - min(_common_prefix(s, first), s.logits_from, s.num_tokens - 1) // size
+        manager, chunk = self._manager, self._max_num_batched_tokens
+        return manager.blocks_needed(first.seq_id, first.num_wanted_tokens, chunk) + sum(
+            manager.most_blocks(s.num_tokens, chunk, min(_common_prefix(s, first), s.logits_from, s.num_tokens - 1))
             for s in group.sequences
             if s is not first and s.num_wanted_tokens
         )
@@ -559,7 +639,7 @@ class Scheduler:
                         needed += self._manager.swap_in_need([s.seq_id for s in first.sequences])
                 error = OutOfBlocksError(needed, self._manager.pool.num_free)
                 error.group = first
-                error.swap_outs = step.output.swap_outs
+                error.swap_outs = step.moves.swap_outs
                 raise error
 
     def _run_group(self, step: _Step, group: SequenceGroup, first: Sequence | None = None) -> bool:
@@ -569,19 +649,11 @@ class Scheduler:
         """
         if group.is_split and group.is_reproducible:
             while not self._run_part(step, group):
-                if step.output.swap_ins or not self._preempt_for(group, step):
+                if step.moves.swap_ins or not self._preempt_for(group, step):
                     return False
             return True
-        manager, output = self._manager, step.output
+        manager = self._manager
         sequences = group.sequences
-        if len(sequences) == 1:
-            sequence = sequences[0]
-            computed = sequence.num_computed_tokens
-            if sequence.is_wanted and sequence.num_tokens - computed == 1 and manager.append_in_place(sequence.seq_id):
-                # The usual decode: one token more in a block that has room.
-                output.chunks.append(ScheduledChunk(sequence, computed, 1))
-                self._note(step, group, 1, 1)
-                return True
         requests: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
         budget, num_seqs = step.budget, step.num_seqs
@@ -605,16 +677,16 @@ class Scheduler:
         appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
         while manager.append_need(appends) > manager.pool.num_free:
             step.is_short = True
-            if step.output.swap_ins or not self._preempt_for(group, step):
+            if step.moves.swap_ins or not self._preempt_for(group, step):
                 for sequence in begun:
                     manager.unmatch(sequence.seq_id)
                     sequence.num_computed_tokens = 0
                 return False
-        held = [len(manager.block_table(seq_id)) for seq_id, _ in appends]
-        output.block_copies += manager.append(appends)
+        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
+        step.moves.block_copies.extend(manager.append(appends))
         for (sequence, num_tokens), count in zip(requests, held):
-            output.new_blocks += manager.block_table(sequence.seq_id)[count:]
-            output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+            step.moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
+            step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
             if num_tokens > 1 and sequence.is_reproducible and (self._waiting or self._swapped):
                 assert sequence.token_ids is not None
                 step.hashes.update(
@@ -638,7 +710,7 @@ class Scheduler:
         """
         if group.status is SequenceStatus.SWAPPED or not group.is_reproducible:
             return False
-        manager, output = self._manager, step.output
+        manager = self._manager
         wanted = [sequence for sequence in group.sequences if sequence.num_wanted_tokens]
         wanted.sort(key=lambda sequence: sequence.num_computed_tokens == 0)
         # The last one goes first; before all of them those whose logits are out.
@@ -677,11 +749,11 @@ class Scheduler:
         if not requests:
             return False
         appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
-        held = [len(manager.block_table(seq_id)) for seq_id, _ in appends]
-        output.block_copies += manager.append(appends)
+        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
+        step.moves.block_copies.extend(manager.append(appends))
         for (sequence, num_tokens), count in zip(requests, held):
-            output.new_blocks += manager.block_table(sequence.seq_id)[count:]
-            output.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+            step.moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
+            step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
         self._note(step, group, step.budget - budget, len(requests))
         if group.status is SequenceStatus.WAITING:
             self._note_admission(group)
@@ -707,8 +779,8 @@ class Scheduler:
                 if not is_all:
                     return False
                 continue
-            table = self._manager.block_table(victim.seq_id)
-            if not is_all and all(pool.ref_count(block) > 1 for block in table):
+            held = self._manager.held_blocks(victim.seq_id)
+            if not is_all and all(pool.ref_count(block) > 1 for block in held):
                 continue
             if victim.expects_tokens:
                 step.needs_tokens = True
@@ -747,7 +819,7 @@ class Scheduler:
         for sibling in sequence.group.sequences:
             if sibling.num_computed_tokens > shared:
                 common = min(_common_prefix(sequence, sibling), limit, sibling.num_computed_tokens)
-                if common > shared:
+                if common > shared and manager.can_share(sibling.seq_id, common):
                     best, shared = sibling, common
         if best is not None:
             manager.share_prefix(sequence.seq_id, best.seq_id, shared)
@@ -781,11 +853,11 @@ class Scheduler:
 
     # After a step
 
-    def update(self, output: SchedulerOutput, is_checked: bool = True) -> list[Offer]:
+    def update(self, batch: Batch, is_checked: bool = True) -> list[Offer]:
         """Books an executed step: its tokens are computed, and full blocks of them may be shared from now on.
 
         Args:
-            output: The step.
+            batch: The step.
             is_checked: All that it computed is finite. If not known, blocks that chunks of several tokens filled are
                 shared only from `settle` on: attention lets a later token's NaN through to earlier ones of its chunk,
                 which the hash of an earlier token's block says nothing about.
@@ -794,18 +866,25 @@ class Scheduler:
             What is to be checked, for `settle`.
         """
         block_size, in_flight = self._manager.block_size, self._in_flight
+        slides_at = self._manager.slides_at
         offers: list[Offer] = []
-        for sequence, start, num_tokens in output.chunks:
+        chunks = self._take(batch)
+        for sequence, start, num_tokens in chunks:
             sequence.num_computed_tokens = end = start + num_tokens
             in_flight.discard(sequence.group.arrival)
             # A block whose last token is still expected follows when that is known.
-            if end // block_size > start // block_size and not sequence.expects_tokens and sequence.is_reproducible:
+            if end % block_size < num_tokens and not sequence.expects_tokens and sequence.is_reproducible:
                 assert sequence.token_ids is not None
                 own = self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
                 if is_checked or num_tokens == 1:
                     self._manager.publish(own)
                 else:
                     offers += own
+        if slides_at:
+            for sequence, start, num_tokens in chunks:
+                end = start + num_tokens
+                if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_reproducible:
+                    self._manager.slide(sequence.seq_id, end)
         self._offered.update(offer.block_hash for offer in offers)
         return offers
 
@@ -817,14 +896,19 @@ class Scheduler:
         if spoiled:
             self._manager.withdraw([offer for offer in offers if offer.seq_id in spoiled])
 
-    def undo(self, output: SchedulerOutput) -> None:
+    def undo(self, batch: Batch) -> None:
         """Takes back the slots of a step that failed. Its copies must have been executed."""
-        self._log.add_for_group("undone", None, len(output.chunks))
-        for sequence, start, _ in output.chunks:
+        chunks = self._take(batch)
+        self._log.add_for_group("undone", None, len(chunks))
+        for sequence, start, _ in chunks:
             self._manager.crop(sequence.seq_id, start)
             self._in_flight.discard(sequence.group.arrival)
-        for group in {chunk.sequence.group.arrival: chunk.sequence.group for chunk in output.chunks}.values():
+        for group in {sequence.group.arrival: sequence.group for sequence, _, _ in chunks}.values():
             self._file(group)
+
+    def _take(self, batch: Batch) -> list[Chunk]:
+        """What ran in a step that is over."""
+        return self._steps.pop(batch.number) if batch.num_seqs else []
 
     # Preemption
 
@@ -839,26 +923,25 @@ class Scheduler:
             swap_outs += self.preempt(victim)
         return swap_outs
 
-    def swap_in_now(self, group: SequenceGroup) -> SchedulerOutput:
+    def swap_in_now(self, group: SequenceGroup) -> BlockMoves:
         """Brings a swapped group back outside of any step, whoever has to make room for it.
 
         Returns:
-            Only swaps, to execute.
+            Swaps to execute.
 
         Raises:
             OutOfBlocksError: It doesn't fit with everything else preempted.
         """
-        output = SchedulerOutput()
         seq_ids = [sequence.seq_id for sequence in group.sequences]
-        output.swap_outs = self.make_room(self._manager.swap_in_need(seq_ids), [group])
+        swap_outs = self.make_room(self._manager.swap_in_need(seq_ids), [group])
         try:
-            output.swap_ins = self._manager.swap_in(seq_ids)
+            swap_ins = self._manager.swap_in(seq_ids)
         except OutOfBlocksError as error:
-            error.group, error.swap_outs = group, output.swap_outs
+            error.group, error.swap_outs = group, swap_outs
             raise
         group.status = SequenceStatus.RUNNING
         self._file(group)
-        return output
+        return BlockMoves(swap_outs=swap_outs, swap_ins=swap_ins)
 
     def preempt_all(self) -> int:
         """Drops every group's blocks, swapped ones included, if all can be computed again and none is needed now.
@@ -887,7 +970,7 @@ class Scheduler:
         if victim.expects_tokens:  # it can't be computed again before they are known
             step.needs_tokens = True
             return False
-        step.output.swap_outs += self.preempt(victim)
+        step.moves.swap_outs.extend(self.preempt(victim))
         return True
 
     def _victim(self, may_go: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, ClassVar
 
 
 class SequenceStatus(StrEnum):
@@ -13,6 +15,43 @@ class SequenceStatus(StrEnum):
     WAITING = "waiting"  # nowhere: not started, or preempted by recomputation
     RUNNING = "running"  # in the block pool
     SWAPPED = "swapped"  # in CPU memory
+
+
+class GivenToken(int):
+    """A token that an id and its sequence's offset don't tell: one given as an embedding, or at a position of its own.
+
+    As a number it is below 0: it is hashed and compared like an id, and equals tokens that were given alike only.
+
+    Attributes:
+        token_id: Its id; 0 for an embedding.
+        position: Its position id.
+        embeddings: `[tokens, hidden_size]`, a tensor; `None`: it has an id.
+        index: Which of them it is.
+    """
+
+    token_id: int
+    position: int
+    embeddings: Any
+    index: int
+    _numbers: ClassVar[itertools.count[int]] = itertools.count(2**62)  # beyond all pairs of an id and a position
+
+    @classmethod
+    def at(cls, position: int, token_id: int) -> GivenToken:
+        """One with an id."""
+        number = 1 + (token_id << 31) + position if 0 <= position < 2**31 else next(cls._numbers)
+        return cls.make(number, token_id, position, None, 0)
+
+    @classmethod
+    def embedded(cls, position: int, embeddings: Any, index: int) -> GivenToken:
+        """One of some embeddings; equal to itself alone."""
+        return cls.make(next(cls._numbers), 0, position, embeddings, index)
+
+    @classmethod
+    def make(cls, number: int, token_id: int, position: int, embeddings: Any, index: int) -> GivenToken:
+        """One that counts as `-number`."""
+        self = cls(-number)
+        self.token_id, self.position, self.embeddings, self.index = token_id, position, embeddings, index
+        return self
 
 
 @dataclass(slots=True, eq=False)
@@ -25,10 +64,9 @@ class Sequence:
     Attributes:
         seq_id: Key of the sequence's block table in the `BlockManager`.
         group: The sequences it is scheduled with.
-        token_ids: The ids of all its tokens, in cache order; `None` once one of them is unknown (a prompt given as
-            embeddings, keys written by a forward that did not go through the engine). Unknown tokens can be neither
-            hashed nor recomputed. Fewer than `num_tokens` while the last are expected: chosen on the device, and on
-            their way to the host.
+        token_ids: All its tokens, in cache order, ids or `GivenToken`s; `None` once one is unknown (keys written
+            by a forward that did not go through the engine). Unknown tokens can't be hashed nor computed again. Fewer
+            than `num_tokens` while the last are expected: chosen on the device, and on their way to the host.
         num_tokens: Tokens of the sequence, computed or not.
         num_computed_tokens: Leading tokens whose keys and values are in the pool (or in CPU memory, while swapped).
         num_prompt_tokens: Of these, the prompt of the call that it belongs to (0: not known yet).
@@ -38,10 +76,14 @@ class Sequence:
         is_wanted: Whether somebody waits for its pending tokens; without, they stay pending. Taken back when the logits
             are out, wherever they are used only together with a sibling's: else the sequence, preempted for its
             sibling, is computed again at the sibling's expense, for ever.
-        position_offset: Position id of token `i` minus `i`, the same for the whole sequence; `None` when it is not
-            (custom position ids), which also rules out hashing and recomputing.
+        position_offset: Position id of token `i` minus `i`, of all tokens but `GivenToken`s.
         extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
             cache salt: part of the block hash.
+        given_end: Index behind its last `GivenToken`, or more.
+        is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, or rotary
+            frequencies that depended on the longest row of their step.
+        wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
+        placeholder: Of a token that only the device knows: its place among those that the last step has chosen.
     """
 
     seq_id: int
@@ -53,13 +95,17 @@ class Sequence:
     num_cached_tokens: int = 0
     logits_from: int = 0
     is_wanted: bool = False
-    position_offset: int | None = 0
+    position_offset: int = 0
     extra_key: tuple[Hashable, ...] = ()
+    given_end: int = 0
+    is_stale: bool = False
+    wanted: list[int] | None = None
+    placeholder: int = -1
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the pool's content for this sequence is a function of known tokens and positions."""
-        return self.token_ids is not None and self.position_offset is not None
+        """Whether the pool's content for this sequence is a function of known tokens and the model as it is."""
+        return self.token_ids is not None and not self.is_stale
 
     @property
     def expects_tokens(self) -> bool:
@@ -101,7 +147,7 @@ class SequenceGroup:
         is_idle: Nobody is generating with it, somebody's `PagedCache` holds it: the first to make room.
         is_split: Too large for the pool as a whole: as many of its sequences run as fit.
         num_pins: Whoever pins a group needs it in the pool: it is not preempted.
-        batch_key: Groups of different keys (autocast, embeddings) don't share a step.
+        batch_key: Groups of different keys (autocast) don't share a step.
         owner: The call it belongs to: what fails when a step of it alone fails.
         request_id: The request it belongs to; `None`: a plain `generate()` call, or somebody's `PagedCache`.
     """

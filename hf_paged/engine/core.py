@@ -77,7 +77,7 @@ class EngineCore:
             forward,
             model._supports_logits_to_keep(),
             self._layers,
-            traits.allows_inference_mode,
+            traits,
             is_plain=lambda: state.is_plain,
             num_moves=lambda: state.num_moves,
             config=config,
@@ -155,9 +155,9 @@ class EngineCore:
         while self.abandoned:
             self.free(self.abandoned.popleft())
 
-    def batch_key(self, marker: Hashable = None) -> Hashable:
-        """What the rows of a step have in common: this thread's autocast state, and `marker`."""
-        return autocast_state(self.runner.placement[1]), marker
+    def batch_key(self) -> Hashable:
+        """What the rows of a step have in common: this thread's autocast state."""
+        return autocast_state(self.runner.placement[1])
 
     @property
     def num_running(self) -> int:
@@ -206,7 +206,7 @@ class EngineCore:
         """See `Engine.reset_prefix_cache`."""
         with self.transaction():
             self.model_state.forget()
-            return self.manager.reset_prefix_cache() if self.pool.is_made else 0
+            return self.scheduler.reset_prefix_cache() if self.pool.is_made else 0
 
     def release(self) -> None:
         """See `Engine.release`."""

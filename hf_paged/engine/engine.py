@@ -168,8 +168,8 @@ class Engine:
             since: Only events with an id above this one: whoever looks again and again gives the last id it has seen.
 
         Returns:
-            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of all
-            layers; 0 when the model is gone), `num_swap_blocks`;
+            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of the layers
+            of a group: all layers, where none has a window; 0 when the model is gone), `num_swap_blocks`;
             `is_paused`, `num_steps`; `blocks`: ref count of each one, -1 for a free one that is cached; `hashes`: the
             first 8 hex digits of each one's content hash, or "".
 
@@ -177,8 +177,12 @@ class Engine:
             `PagedCache`), `status` ("waiting", "running", "swapped"), `is_idle`, `priority`, and its `sequences` with
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
             found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
-            `num_tokens`, whose id is still on its way), `tail` (the last token ids, [] if unknown) and
-            `block_table` (indices of CPU blocks while swapped). `waiting`, `running` and `swapped`: ids of groups.
+            `num_tokens`, whose id is still on its way), `tail` (the last token ids, -1 of a token given as an embedding
+            or at a position of its own, [] if unknown) and
+            `block_table` (indices of CPU blocks while swapped). A model some of whose layers see a window only has
+            several tables a sequence, one for each group of layers: `block_tables`, the first of which is
+            `block_table`; -1 in them is a block behind the window, which was given back. `waiting`, `running` and
+            `swapped`: ids of groups.
 
             `events`, oldest first, of the last 2,048: each has an `id` (rising by one), `time` (of `time.time()`),
             `step` (number of the step it belongs to), `kind`, and where it applies `group`, `sequence`, `request_id`:
@@ -230,7 +234,7 @@ class Engine:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
 
         Raises:
-            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         self.core.release()
 
@@ -256,7 +260,7 @@ class Engine:
         core.check_outside()
         with core.transaction():
             core.model_state.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(core.pool, core.runner, core.worker.loop, self.forwards.runs_flat())
+        return warm_up(core.pool, core.runner, core.worker.loop, self.traits.runs_flat and self.forwards.is_batched())
 
     # Step by step
 

@@ -7,17 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.core.block_manager import Offer
-from hf_paged.core.scheduler import ScheduledChunk, SchedulerOutput
+from hf_paged.core.batch import Batch
+from hf_paged.core.block_table import Offer
+from hf_paged.core.event_log import StepRows
+from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
-from hf_paged.model.runner import ModelRunner, TokenInputs
+from hf_paged.model.runner import ModelRunner
 from hf_paged.sampling.sampler import Choice, ChosenTokens, Outcome, choose_tokens
 from hf_paged.sampling.token_table import TokenTable
 
@@ -25,30 +26,26 @@ from hf_paged.sampling.token_table import TokenTable
 class LogitsSink(Protocol):
     """Who waits for the pending tokens of sequences: a caller's forward, or rows that the engine samples."""
 
-    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
-        """Of a row's tokens `[start, start + num_tokens)`, those (counted from `start`) whose logits are wanted.
+    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
+        """Receives what it wanted. The pool's lock is held.
 
-        `None`: of the last token, if the chunk reaches it.
-        """
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        """The tokens as tensors, where the sequence itself doesn't know them; else `None`."""
-
-    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
-        """Receives what it wanted: for each row, rows of `logits` `[R, vocab_size]` from one of `starts` on.
-
-        The pool's lock is held. Without rows: a chunk was computed of which no logits are wanted.
+        Args:
+            batch: The step.
+            rows: Its rows of which the step has logits; without any, a chunk was computed that it wants none of.
+            places: The rows of the batch that they are.
+            logits: `[K, vocab_size]`, in the order of `batch.logit_rows`.
 
         Returns:
             What is to be chosen from them for rows that the engine samples; then `expect_tokens` is called for each
             choice, and `take_tokens` when the host knows the tokens.
         """
 
-    def expect_tokens(self, rows: list[int]) -> list[int]:
+    def expect_tokens(self, rows: list[int], place: int) -> None:
         """Told that tokens are being chosen for rows: those that go on can be scheduled again. The lock is held.
 
-        Returns:
-            For each row its sequence's id; -1 if it ends with this token.
+        Args:
+            rows: The rows.
+            place: Of the first one's among all tokens that the step chooses; the others' follow.
         """
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
@@ -67,22 +64,22 @@ class _StepInFlight:
     """A step that the device may still be busy with.
 
     Attributes:
-        number: Of the step.
-        step: What runs.
+        number: Of the step, among those that were run.
+        rows: What it computes.
+        is_stalled: See `Batch`.
         timer: Of the step.
         chosen: The tokens it chooses, or what choosing raised; `None`: none.
         takers: For each choice, who takes its tokens, and its rows.
-        places: Where in the tokens that of each sequence is that goes on.
         offers: Blocks that it filled, to be shared if they are finite, and
         check: sums that tell, or what asking for them raised; `None`: there are no offers.
     """
 
     number: int
-    step: SchedulerOutput
+    rows: StepRows
+    is_stalled: bool
     timer: DeviceTimer
     chosen: ChosenTokens | Exception | None
     takers: list[tuple[LogitsSink, list[int]]]
-    places: dict[int, int]
     offers: list[Offer]
     check: ToHost | Exception | None
 
@@ -135,28 +132,27 @@ class StepExecutor:
         """See `ModelRunner.prepared`."""
         return self._runner.prepared()
 
-    def launch(self, step: SchedulerOutput) -> None:
+    def launch(self, batch: Batch) -> None:
         """Queues a step. Takes it back if anything raises. The step lock is held."""
         pool = self._pool
         try:
             device = self._runner.placement[1]
-            with on_steps_stream(device), _autocast(step.chunks[0].sequence.group.batch_key):
-                kv_cache = pool.execute_copies(step)
+            with on_steps_stream(device), _autocast(batch.batch_key):
+                kv_cache = pool.execute_moves(batch)
                 timer = DeviceTimer(device)
-                inputs, logit_rows, targets = self._lay_out(step, device)
-                # A model that can choose rows still computes at least one.
-                asked = np.asarray(logit_rows or [0], dtype=np.int64)
-                logits = self._runner.run(step, pool.manager, kv_cache, inputs, asked)
+                logits = self._runner.run(batch, kv_cache, self._embeddings(batch), self._chosen_before(batch))
         except BaseException:
             with pool.lock:
-                pool.scheduler.undo(step)
+                pool.scheduler.undo(batch)
             raise
         with pool.lock, on_steps_stream(device):
-            offers = pool.scheduler.update(step, is_checked=False)
+            rows = StepRows.of(pool.scheduler.chunks(batch))
+            offers = pool.scheduler.update(batch, is_checked=False)
             check = _check(kv_cache, offers) if offers else None
-            self.count_step(step.chunks)
-            chosen, takers, places = self._deliver(step, logits, targets)
-            self._in_flight.append(_StepInFlight(self.num_steps, step, timer, chosen, takers, places, offers, check))
+            number = self.count_step(batch.num_seqs, batch.num_tokens)
+            chosen, takers = self._deliver(batch, logits)
+            step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, takers, offers, check)
+            self._in_flight.append(step)
             timer.stop()
 
     def collect(self) -> None:
@@ -183,137 +179,103 @@ class StepExecutor:
                     sink.take_tokens(rows, outcome)
                 except Exception as error:
                     sink.fail(error)
-            chunks = done.step.chunks
-            self.note_step(done.number, chunks, seconds, done.step.is_stalled)
-            num_tokens = sum([chunk.num_tokens for chunk in chunks])
-            if num_tokens > 4 * len(chunks):
+            self.note_step(done.number, done.rows, seconds, done.is_stalled)
+            num_tokens = done.rows.num_tokens
+            if num_tokens > 4 * len(done.rows.columns[0]):
                 self._pool.cost.note_prefill(num_tokens, seconds)
 
-    def _lay_out(
-        self, step: SchedulerOutput, device: torch.device
-    ) -> tuple[TokenInputs, list[int], list[tuple[LogitsSink, int, int]]]:
-        """The flat batch, the rows of it whose logits are wanted, and who wants how many of them for which row."""
-        ids: list[int] = []
-        positions: list[int] = []
-        places: dict[int, int] = {}  # of the ids that only the device knows, where in the last step's tokens they are
-        given: list[TokenInputs] = []
-        logit_rows: list[int] = []
-        targets: list[tuple[LogitsSink, int, int]] = []
-        flat_start = 0
-        last = self._in_flight[-1] if self._in_flight else None
+    def _embeddings(self, batch: Batch) -> Tensor | None:
+        """`[E, hidden_size]`, what the batch's tokens of `embedded` were given as; in slices, as it was given."""
+        if not batch.embedded:
+            return None
+        parts: list[Tensor] = []
+        first: GivenToken | None = None
+        count = 0
+        for sequence, start, num_tokens in self._pool.scheduler.chunks(batch):
+            assert sequence.token_ids is not None
+            for token in sequence.token_ids[start : start + num_tokens]:
+                if not isinstance(token, GivenToken) or token.embeddings is None:
+                    continue
+                if first is None or token.embeddings is not first.embeddings or token.index != first.index + count:
+                    if first is not None:
+                        parts.append(first.embeddings[first.index : first.index + count])
+                    first, count = token, 0
+                count += 1
+        assert first is not None
+        parts.append(first.embeddings[first.index : first.index + count])
+        return torch.cat(parts)
 
-        def known() -> TokenInputs:
-            made = TokenInputs(torch.tensor(ids, device="cpu"), None, torch.tensor(positions, device="cpu"))
-            if places:
-                assert last is not None and isinstance(last.chosen, ChosenTokens)
-                sources = np.full(len(ids), -1)
-                sources[list(places)] = list(places.values())
-                made.chosen = last.chosen.tokens, sources
-            ids.clear()
-            positions.clear()
-            places.clear()
-            return made
-
-        # One pass of plain Python over the chunks: ids and positions of most live on the host.
-        for sequence, start, num_tokens in step.chunks:
-            sink, row = self.sinks[sequence.seq_id]
-            if sequence.token_ids is not None and sequence.position_offset is not None:
-                first = sequence.position_offset + start
-                positions += range(first, first + num_tokens)
-                if start + num_tokens <= len(sequence.token_ids):
-                    ids += sequence.token_ids[start : start + num_tokens]
-                else:
-                    assert num_tokens == 1 and last is not None
-                    places[len(ids)] = last.places[sequence.seq_id]
-                    ids.append(0)
-            else:
-                tensors = sink.tokens(row, start, num_tokens)
-                assert tensors is not None, "tokens that neither the sequence nor its caller knows"
-                if ids:
-                    given.append(known().to(device))
-                given.append(tensors)
-            wanted = sink.wants(row, start, num_tokens)
-            if wanted is not None:
-                logit_rows += (flat_start + wanted).tolist()
-                if wanted.size:
-                    targets.append((sink, row, wanted.size))
-            elif start + num_tokens == sequence.num_tokens:
-                logit_rows.append(flat_start + num_tokens - 1)
-                targets.append((sink, row, 1))
-            flat_start += num_tokens
-        if ids:
-            given.append(known().to(device) if given else known())
-        return (given[0] if len(given) == 1 else TokenInputs.cat(given)), logit_rows, targets
+    def _chosen_before(self, batch: Batch) -> Tensor | None:
+        """The tokens that the step before has chosen, if the batch has any of them."""
+        if batch.placeholders is None:
+            return None
+        chosen = self._in_flight[-1].chosen
+        assert isinstance(chosen, ChosenTokens)
+        return chosen.tokens
 
     def _deliver(
-        self, step: SchedulerOutput, logits: Tensor, targets: list[tuple[LogitsSink, int, int]]
-    ) -> tuple[ChosenTokens | Exception | None, list[tuple[LogitsSink, list[int]]], dict[int, int]]:
+        self, batch: Batch, logits: Tensor
+    ) -> tuple[ChosenTokens | Exception | None, list[tuple[LogitsSink, list[int]]]]:
         """Hands callers their logits, and has the tokens of the engine's rows chosen.
 
         Returns:
-            `chosen`, `takers` and `places` of the step in flight.
+            `chosen` and `takers` of the step in flight.
         """
         by_sink: dict[int, tuple[LogitsSink, list[int], list[int]]] = {}
-        start = 0
-        for sink, row, count in targets:
-            _, rows, starts = by_sink.setdefault(id(sink), (sink, [], []))
-            rows.append(row)
-            starts.append(start)
-            start += count
-        for sequence, _, _ in step.chunks:
-            sink, _ = self.sinks[sequence.seq_id]
-            by_sink.setdefault(id(sink), (sink, [], []))  # a chunk of which no logits are wanted
+        starts = batch.logit_starts.tolist()
+        for place, seq_id in enumerate(batch.seq_ids):
+            sink, row = self.sinks[seq_id]
+            _, rows, places = by_sink.setdefault(id(sink), (sink, [], []))
+            if starts[place + 1] > starts[place]:
+                rows.append(row)
+                places.append(place)
         choices: list[Choice] = []
         takers: list[tuple[LogitsSink, list[int]]] = []
-        for sink, rows, starts in by_sink.values():
+        for sink, rows, places in by_sink.values():
             try:
-                own = sink.take(rows, logits, starts)
+                own = sink.take(batch, rows, places, logits)
                 choices += own
                 takers += [(sink, choice.rows) for choice in own]
             except Exception as error:
                 sink.fail(error)
         if not choices:
-            return None, [], {}
-        places: dict[int, int] = {}
+            return None, []
         try:
             chosen = choose_tokens(choices, logits)
         except Exception as error:
-            return error, takers, {}
-        for (sink, rows), place in zip(takers, chosen.places, strict=True):
+            return error, takers
+        for (sink, rows), first in zip(takers, chosen.places, strict=True):
             # Rows without a token wait, and fail when those of the step before are known: they may have ended with it.
-            if not isinstance(place, Exception):
-                places.update(zip(sink.expect_tokens(rows), range(place, place + len(rows)), strict=True))
-        return chosen, takers, places
+            if not isinstance(first, Exception):
+                sink.expect_tokens(rows, first)
+        return chosen, takers
 
-    def count_step(self, chunks: list[ScheduledChunk]) -> None:
-        """Books a model step that computed these chunks. The pool's lock is held."""
+    def count_step(self, num_seqs: int, num_tokens: int) -> int:
+        """Books a model step of so many rows and tokens; returns its number. The pool's lock is held."""
         self.num_steps += 1
-        self.num_prefill_tokens += sum([chunk.num_tokens for chunk in chunks]) - len(chunks)
+        self.num_prefill_tokens += num_tokens - num_seqs
         self._pool.record_peak()
         self._pool.log.step = self.num_steps
+        return self.num_steps
 
-    def note_step(self, number: int, chunks: list[ScheduledChunk], seconds: float, is_stalled: bool = False) -> None:
+    def note_step(self, number: int, rows: StepRows, seconds: float, is_stalled: bool = False) -> None:
         """Puts a step that was counted, with all that it led to, into the log. The pool's lock is held.
 
         Args:
-            number: What `num_steps` was then.
-            chunks: What was computed.
+            number: What `count_step` said.
+            rows: What was computed.
             seconds: How long it took.
             is_stalled: The first waiting group did not fit.
         """
         scheduler = self._pool.scheduler
-        sequences, starts, counts = zip(*chunks, strict=True) if chunks else ((), (), ())
-        num_tokens = sum(counts)
-        num_decode = sum([n == 1 and start >= s.num_prompt_tokens for s, start, n in zip(sequences, starts, counts)])
         self._pool.log.add_step(
             number,
-            num_seqs=len(chunks),
-            num_tokens=num_tokens,
-            num_decode=num_decode,
-            num_prefill_tokens=num_tokens - num_decode,
+            num_seqs=len(rows.columns[0]),
+            num_tokens=rows.num_tokens,
+            num_decode=rows.num_decode,
+            num_prefill_tokens=rows.num_tokens - rows.num_decode,
             seconds=seconds,
-            # Column by column: half the time, and no object for each chunk.
-            chunks=[[s.group.arrival for s in sequences], [s.seq_id for s in sequences], starts, counts],
+            chunks=rows.columns,
             num_waiting=scheduler.num_waiting,
             num_swapped=scheduler.num_to_swap_in,
             is_stalled=is_stalled,
@@ -330,7 +292,7 @@ def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
 
 def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
     """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
-    device_type, enabled, dtype = batch_key[0]
+    device_type, enabled, dtype = batch_key
     if not enabled and not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, dtype=dtype, enabled=enabled)

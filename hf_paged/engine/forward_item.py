@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import Handover, hand_out
-from hf_paged.model.runner import TokenInputs
 from hf_paged.sampling.sampler import Choice, Outcome
 
 
@@ -31,7 +31,6 @@ class ForwardItem:
         worker: StepWorker,
         sequences: list[Sequence],
         wanted: np.ndarray,
-        inputs: tuple[TokenInputs, list[int]] | None = None,
         caller: DecodingLoop | None = None,
     ) -> None:
         """Queues the sequences. The pool's lock is held.
@@ -41,16 +40,13 @@ class ForwardItem:
             worker: Runs them.
             sequences: What to compute.
             wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
-            inputs: Their tokens, for those that don't know them, and where each sequence's token 0 would lie in them.
             caller: The loop that this is a forward of.
         """
         self._pool = pool
         self._worker = worker
         self._sequences = sequences
         self._wanted = wanted
-        self._inputs = inputs
         self._caller = caller
-        self._places: dict[int, np.ndarray] = {}  # of the step that runs: which of a row's K it computes
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._computed: Handover | None = None
@@ -60,6 +56,8 @@ class ForwardItem:
         for row, sequence in pending:
             # Tokens before the first wanted one may come from the prefix cache.
             sequence.logits_from = int(wanted[row].min()) if has_wanted else sequence.num_tokens
+            is_last = wanted.shape[1] == 1 and sequence.logits_from == sequence.num_tokens - 1
+            sequence.wanted = None if is_last else wanted[row].tolist()
         worker.loop.decoding_loops.arrive(caller, len(sequences))
         if pending:
             worker.add(self, pending)
@@ -111,25 +109,16 @@ class ForwardItem:
 
     # LogitsSink
 
-    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
-        offset = self._wanted[row] - start
-        places = np.nonzero((offset >= 0) & (offset < num_tokens))[0]
-        self._places[row] = places
-        return offset[places]
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        if self._inputs is None:
-            return None
-        tensors, bases = self._inputs
-        return tensors.part(bases[row] + start, num_tokens)
-
     @torch.no_grad()
-    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
+    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
         if rows:
-            places = [self._places[row] for row in rows]
             num_columns, vocab_size = self._wanted.shape[1], logits.shape[-1]
-            source = np.concatenate([start + np.arange(len(p)) for start, p in zip(starts, places, strict=True)])
-            target = np.concatenate([row * num_columns + p for row, p in zip(rows, places, strict=True)])
+            # Which of a row's K they are, in the order in which the sequence asked for them.
+            first_index, counts = (np.asarray(a)[places][:, None] for a in (batch.starts, batch.query_lens))
+            offset = self._wanted[rows] - first_index
+            columns = np.nonzero((offset >= 0) & (offset < counts))
+            target = np.asarray(rows)[columns[0]] * num_columns + columns[1]
+            source = np.concatenate([np.arange(*batch.logit_starts[place : place + 2]) for place in places])
             first = int(source[0])
             if len(target) == self._wanted.size and (target == source - first).all():
                 # The usual step: everything at once, in order, side by side.
@@ -150,7 +139,7 @@ class ForwardItem:
             self._finish()
         return []
 
-    def expect_tokens(self, rows: list[int]) -> list[int]:
+    def expect_tokens(self, rows: list[int], place: int) -> None:
         raise NotImplementedError("a forward wants logits")
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:

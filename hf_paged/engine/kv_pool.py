@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 
 from hf_paged.attention.backends.registry import choose
+from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
-from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.recorder import RecordingScheduler, new_file
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
@@ -48,9 +52,10 @@ class KVPool:
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
-        self.log = EventLog()
+        self.log = EventLog(now=time.time)
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._runner = runner
+        self._groups = CacheGroups.of(traits.layers)
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
         self._kv_cache: KVCache | None = None
@@ -72,12 +77,12 @@ class KVPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        """Bytes of one block: keys and values of `block_size` tokens in the layers of a group."""
         return self._geometry.bytes_per_block(self.config.block_size)
 
     @property
     def _geometry(self) -> KVGeometry:
-        return self.traits.geometry(KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.placement[0]))
+        return self.traits.geometry(self._groups, KV_DTYPES.get(self.config.kv_cache_dtype, self._runner.placement[0]))
 
     @property
     def manager(self) -> BlockManager:
@@ -90,11 +95,13 @@ class KVPool:
                         self._geometry,
                         self.config.block_size,
                         self.config.memory_fraction,
-                        self.config.max_num_seqs * max_context,
+                        self.config.max_num_seqs * max_context * len(self._groups.windows),
                         device,
                         self.bytes_per_block  # of the null block
                         + self._runner.reserved_bytes(
-                            min(self.config.max_num_batched_tokens, max_context), self.config.block_size
+                            min(self.config.max_num_batched_tokens, max_context),
+                            self.config.block_size,
+                            len(self._groups.windows),
                         ),
                     )
                 check_size(self._geometry, num_blocks, self.config.block_size, device)
@@ -104,11 +111,16 @@ class KVPool:
                     self.config.enable_prefix_caching,
                     self._num_swap_blocks(num_blocks),
                     self.log,
+                    self._groups.windows,
                 )
-                self._scheduler = Scheduler(
-                    self._manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
-                )
+                self._scheduler = self._make_scheduler(self._manager)
             return self._manager
+
+    def _make_scheduler(self, manager: BlockManager) -> Scheduler:
+        arguments = manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
+        if self.config.record is None:
+            return Scheduler(*arguments)
+        return RecordingScheduler(*arguments, file=new_file(self.config.record))
 
     def _num_swap_blocks(self, num_blocks: int) -> int:
         space = self.config.swap_space_gib
@@ -123,13 +135,13 @@ class KVPool:
         num_blocks = self.manager.swap_in_need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_copies(self, step: SchedulerOutput) -> KVCache:
+    def execute_moves(self, moves: BlockMoves) -> KVCache:
         """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over."""
-        self._queue_swap_outs(step.swap_outs)
+        self._queue_swap_outs(moves.swap_outs)
         self._pending += [
-            (KVCache.swap_in, (step.swap_ins,)),
-            (KVCache.copy_blocks, (step.block_copies,)),
-            (KVCache.zero_blocks, (step.new_blocks,)),
+            (KVCache.swap_in, (moves.swap_ins,)),
+            (KVCache.copy_blocks, (moves.block_copies,)),
+            (KVCache.zero_blocks, (moves.new_blocks,)),
         ]
         kv_cache = self.flush_copies()
         for num_blocks, seconds in kv_cache.finished_swaps():
@@ -188,6 +200,7 @@ class KVPool:
                     device,
                     partial(choose, self.config.attention_backend),
                     dtype,
+                    self._groups,
                 )
             return self._kv_cache
 
@@ -203,7 +216,7 @@ class KVPool:
             ValueError: With both sizes, and the setting that would help.
         """
         manager = self.manager
-        needed = -(-num_tokens // manager.block_size)
+        needed = manager.most_blocks(num_tokens, self.config.max_num_batched_tokens)
         if needed > manager.pool.num_blocks:
             raise ValueError(
                 f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "
@@ -215,7 +228,7 @@ class KVPool:
         """Gives the pool's memory back until the next use. Live caches are computed again when they are next used.
 
         Raises:
-            ValueError: A live `PagedCache` holds tokens that can't be computed again (embeddings, opaque forwards).
+            ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self.lock:
             if self._manager is None or self._kv_cache is None:
@@ -226,7 +239,7 @@ class KVPool:
                     f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
                     "reset() or drop those caches first"
                 )
-            self._manager.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
             self._pending.clear()
             self._kv_cache = None
 

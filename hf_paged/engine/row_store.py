@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 from torch import Tensor
 
+from hf_paged.core.block_table import GONE
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import deferred_interrupt
-from hf_paged.core.scheduler import SchedulerOutput
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.forward_item import ForwardItem
@@ -69,10 +70,33 @@ class RowStore:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
         self._core.abandoned.extend(sequences)
 
-    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cuts a sequence to its first `num_tokens` tokens."""
+    def crop_sequences(self, cuts: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Cuts sequences to so many of their first tokens, all or none.
+
+        Raises:
+            RuntimeError: What is behind the windows of so few tokens has been given back.
+        """
         with self.transaction():
-            self._core.scheduler.crop(sequence, num_tokens)
+            for sequence, num_tokens in cuts:
+                if sequence.num_computed_tokens > num_tokens and not self._core.manager.can_crop(
+                    sequence.seq_id, num_tokens
+                ):
+                    raise RuntimeError(
+                        f"the cache can't be cropped to {num_tokens} tokens: layers with a sliding window have given "
+                        "back what lies behind it; call activate_past_recording() before the forwards to be undone"
+                    )
+            for sequence, num_tokens in cuts:
+                self._core.scheduler.crop(sequence, num_tokens)
+
+    def keep_past(self, sequences: Iterable[Sequence]) -> None:
+        """From now on layers with a window keep what lies behind it, until the next crop."""
+        with self.transaction():
+            for sequence in sequences:
+                self._core.scheduler.keep_past(sequence)
+
+    def windows(self) -> list[int | None]:
+        """Of each layer, the last tokens that it keeps and a query sees, itself included; `None`: all."""
+        return [layer.window for layer in self._core.traits.layers]
 
     def hold(self, sequences: Iterable[Sequence], is_idle: bool) -> None:
         """Notes whether a call is generating with these sequences, or only a `PagedCache` holds them.
@@ -89,54 +113,61 @@ class RowStore:
 
     @deferred_interrupt()
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
-        """Gives each sequence slots for tokens whose ids are not known.
+        """Gives each sequence slots for tokens whose ids nobody told us.
 
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
-        core = self._core
-        if core.current_loop is not None:
-            core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
+        if self._core.current_loop is not None:
+            self._core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
         with self.resident(sequences), self.transaction():
-            self._pool.log.step = core.executor.num_steps + 1
-            manager, scheduler = core.manager, core.scheduler
-            held = [len(manager.block_table(sequence.seq_id)) for sequence in sequences]
-            requests = [(sequence.seq_id, num_tokens) for sequence in sequences]
-            groups = [sequence.group for sequence in sequences]
-            self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
-            try:
-                copies = manager.append(requests)
-            except OutOfBlocksError as error:
-                blocks = {block for sequence in sequences for block in manager.block_table(sequence.seq_id)}
-                if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
-                    error.needed += len(blocks)
-                raise self._pool.out_of_blocks(error) from None
-            new_blocks = [
-                block
-                for sequence, count in zip(sequences, held, strict=True)
-                for block in manager.block_table(sequence.seq_id)[count:]
-            ]
-            self._pool.execute_copies(SchedulerOutput(block_copies=copies, new_blocks=new_blocks))
+            self.append(sequences, [num_tokens] * len(sequences))
             for sequence in sequences:
                 sequence.token_ids = None
-                scheduler.extend_computed(sequence, num_tokens)
+                self._core.scheduler.extend_computed(sequence, num_tokens)
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
+
+    def append(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """Gives each sequence slots for so many tokens more; all are in the pool. The pool's lock is held.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them.
+        """
+        self._pool.log.step = self._core.executor.num_steps + 1
+        manager, scheduler = self._core.manager, self._core.scheduler
+        requests = [(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count]
+        for sequence in sequences:
+            scheduler.slide(sequence)
+        groups = [sequence.group for sequence in sequences]
+        self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
+        try:
+            moves = scheduler.append(sequences, counts)
+        except OutOfBlocksError as error:
+            blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
+            if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
+                error.needed += len(blocks)
+            raise self._pool.out_of_blocks(error) from None
+        self._pool.execute_moves(moves)
 
     @deferred_interrupt()
     def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
         with among_steps(key.device), self.transaction():
             length = key.shape[2]
+            group, index = self._pool.kv_cache.groups.places[layer]
             slots = np.stack(
-                [self._slots(s, np.arange(first, first + length)) for s, first in zip(sequences, start, strict=True)]
+                [
+                    self._slots(sequence, group, np.arange(first, first + length))
+                    for sequence, first in zip(sequences, start, strict=True)
+                ]
             )
             kv_cache = self._pool.kv_cache.tensor
             reference.reshape_and_cache(
                 key.detach().transpose(1, 2).flatten(0, 1),
                 value.detach().transpose(1, 2).flatten(0, 1),
                 kv_cache,
-                layer,
+                index,
                 to_device(slots.reshape(-1), kv_cache.device),
             )
 
@@ -144,25 +175,31 @@ class RowStore:
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`, zeros in the padding and for `None`."""
+        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`.
+
+        Zeros in the padding, for `None`, and where a layer with a window has given tokens back.
+        """
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self.resident(held), self.transaction():
-            null_slot = self._pool.kv_cache.null_block * self._core.config.block_size
-            slots = np.full((len(sequences), width), null_slot, dtype=np.int64)
+            group, index = self._pool.kv_cache.groups.places[layer]
+            slots = np.full(
+                (len(sequences), width), self._pool.kv_cache.null_block * self._core.config.block_size, dtype=np.int64
+            )
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
-                    slots[row, pad:] = self._slots(sequence, np.arange(width - pad))
+                    slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
             kv_cache = self._pool.kv_cache.tensor
             self._pool.flush_copies()
-            key, value = reference.gather_slots(kv_cache, layer, to_device(slots, kv_cache.device))
+            key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device))
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self._core.model.dtype
                 key, value = key.to(dtype), value.to(dtype)
         hand_out((key, value))
         return key, value
 
-    def _slots(self, sequence: Sequence, token_index: np.ndarray) -> np.ndarray:
-        table = np.asarray(self._core.manager.block_table(sequence.seq_id), dtype=np.int64)
+    def _slots(self, sequence: Sequence, group: int, token_index: np.ndarray) -> np.ndarray:
+        table = np.array(self._core.manager.blocks(sequence.seq_id, group), dtype=np.int64)
+        table[table == GONE] = self._pool.kv_cache.null_block
         block_size = self._core.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size
 
@@ -217,7 +254,7 @@ class RowStore:
             swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
             for group in swapped.values():
                 try:
-                    self._pool.execute_copies(core.scheduler.swap_in_now(group))
+                    self._pool.execute_moves(core.scheduler.swap_in_now(group))
                 except OutOfBlocksError as error:
                     self._pool.execute_swap_outs(error.swap_outs)
                     raise self._pool.out_of_blocks(error) from None

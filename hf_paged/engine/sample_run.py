@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
-from hf_paged.model.runner import TokenInputs
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import StepNoise
 from hf_paged.sampling.sampler import Choice, Outcome, RowSampler
@@ -202,43 +202,32 @@ class SampleRun:
 
     # LogitsSink
 
-    def wants(self, row: int, start: int, num_tokens: int) -> np.ndarray | None:
-        return None  # the last token's logits
-
-    def tokens(self, row: int, start: int, num_tokens: int) -> TokenInputs | None:
-        return None  # the sequence knows them
-
     def fail(self, error: BaseException) -> None:
         if not self.is_done:
             self.error = error
             for row in self.rows:
                 self._end(row, "error")
 
-    def take(self, rows: list[int], logits: Tensor, starts: list[int]) -> list[Choice]:
-        oldest = self._oldest_step()
+    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
+        oldest, starts = self._oldest_step(), batch.logit_starts
         return [
             Choice(self._sampler, samples, step, sources, oldest)
-            for step, samples, sources in self._at_step(rows, starts)
+            for step, samples, sources in self._at_step(rows, [starts[place] for place in places])
         ]
 
-    def expect_tokens(self, rows: list[int]) -> list[int]:
-        going_on: list[int] = []
-        for index in rows:
+    def expect_tokens(self, rows: list[int], place: int) -> None:
+        for own, index in enumerate(rows, place):
             row = self.rows[index]
-            if row.sequence is None:  # another row of the call has just failed
-                going_on.append(-1)
+            sequence = row.sequence
+            if sequence is None:  # another row of the call has just failed
                 continue
             row.num_chosen += 1
-            sequence = row.sequence
             is_last = self._is_full(row.num_chosen)
             # A position that the model may not have is not tried before it is known that the row gets there.
             if is_last or sequence.num_tokens >= self._max_context:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
-                going_on.append(-1)
             else:
-                self._pool.scheduler.expect_token(sequence)
-                going_on.append(sequence.seq_id)
-        return going_on
+                self._pool.scheduler.expect_token(sequence, own)
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
         # A row may have ended since: that step began before its last token was known.
@@ -299,7 +288,7 @@ class SampleRun:
             assert row.sequence is not None
             if not row.sequence.expects_tokens:
                 row.sequence.is_wanted = True
-                self._pool.scheduler.expect_token(row.sequence)
+                self._pool.scheduler.expect_token(row.sequence, -1)  # it is known right away
             self._pool.scheduler.reveal_token(row.sequence, token)
 
     def _end(self, row: _Row, reason: str) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.overrides import _pop_mode_temporarily
 
+from hf_paged.core.batch import Batch
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import wait_interruptibly
-from hf_paged.core.scheduler import SchedulerOutput
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.decoding_loop import ARRIVAL_GAP, DecodingLoops
 from hf_paged.engine.executor import LogitsSink, StepExecutor
@@ -218,18 +218,19 @@ class StepLoop:
         with self._pool.lock:
             self._housekeep()
             has_work = self._pool.is_made and self._pool.scheduler.has_work
-            step = SchedulerOutput()
+            step = Batch()
             if has_work and (found := self._schedule(only=only, forced=forced, max_tokens=self._token_limit)):
                 step = found
             elif has_work:
                 return True
-        if not step.chunks:
+        if not step.num_seqs:
             return self.settle()
         try:
             self._run(step, keeps_in_flight=overlaps)
         except BaseException as error:  # a hook that calls sys.exit() ends its request, not the loop of all
+            owners = [self._executor.sinks[seq_id][0] for seq_id in step.seq_ids]  # before rows end
             self.settle()
-            self._isolate(step, error)
+            self._isolate(step, owners, error)
         return True
 
     def settle(self) -> bool:
@@ -239,7 +240,7 @@ class StepLoop:
         self._collect(num_kept=0)
         return True
 
-    def _run(self, step: SchedulerOutput, keeps_in_flight: bool = False) -> None:
+    def _run(self, step: Batch, keeps_in_flight: bool = False) -> None:
         """Launches a step, and hands out tokens: its own, or (`keeps_in_flight`) those of the one before."""
         self._executor.launch(step)
         self._token_limit = None
@@ -256,7 +257,7 @@ class StepLoop:
         while self._orders:
             self._orders.popleft()()
 
-    def _schedule(self, **options: Any) -> SchedulerOutput | None:
+    def _schedule(self, **options: Any) -> Batch | None:
         """The next step; `None` if a group finds no room, at the moment or (then it was failed) for good.
 
         The pool's lock is held.
@@ -273,7 +274,7 @@ class StepLoop:
             sink: Any = group.owner
             sink.fail(self._pool.out_of_blocks(error))
             return None
-        if not step.chunks:
+        if not step.num_seqs:
             self._pool.execute_swap_outs(step.swap_outs)
         return step
 
@@ -292,18 +293,17 @@ class StepLoop:
         self.forget_refusals()
         return False
 
-    def _isolate(self, step: SchedulerOutput, error: BaseException) -> None:
+    def _isolate(self, step: Batch, owners_of_rows: list[LogitsSink], error: BaseException) -> None:
         """After a step that raised: finds out whose rows were to blame by running each owner's by themselves."""
-        owners: dict[int, Any] = {id(c.sequence.group.owner): c.sequence.group.owner for c in step.chunks}
-        num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
+        owners = {id(owner): owner for owner in owners_of_rows}
         if isinstance(error, torch.OutOfMemoryError):
             is_first = self._token_limit is None
-            self._token_limit = max(1, num_tokens // 2)  # the next step is smaller
+            self._token_limit = max(1, step.num_tokens // 2)  # the next step is smaller
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if is_first and num_tokens > 1:
+            if is_first and step.num_tokens > 1:
                 return
-            smallest = min(step.chunks, key=lambda chunk: chunk.num_tokens).sequence.group.owner
+            smallest = min(zip(step.query_lens, owners_of_rows, strict=True), key=lambda row: row[0])[1]
             owners = {id(smallest): smallest}
         if len(owners) == 1:
             with self._pool.lock:
@@ -313,7 +313,7 @@ class StepLoop:
             with self._pool.lock:
                 # Forced, since its rows may be back in the queue behind others.
                 again = self._schedule(only=owner, forced=True)
-            if again is None or not again.chunks:
+            if again is None or not again.num_seqs:
                 continue
             try:
                 self._run(again)

@@ -61,13 +61,13 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_flat: bool) 
     num_kernels, num_graphs, graph_bytes = 0, 0, 0
     no_graphs: str | None = "the model's own attention runs, over gathered keys and values"
     with loop.exclusive(), without_modes():
-        manager, kv_cache = pool.manager, pool.kv_cache
+        kv_cache = pool.kv_cache
         device = kv_cache.tensor.device
         with among_steps(device), torch.autocast(device.type, enabled=False):
             if runs_flat:
                 with _counting(kv_cache) as kernels, kv_cache.lent_null_block():
                     _run(pool, runner, kv_cache)
-                    graphs = runner.record_graphs(manager, kv_cache)
+                    graphs = runner.record_graphs(kv_cache)
                 num_kernels = len(kernels)
                 if isinstance(graphs, str):
                     no_graphs = graphs
@@ -80,7 +80,7 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_flat: bool) 
 
 
 def _run(pool: KVPool, runner: ModelRunner, kv_cache: KVCache) -> None:
-    longest = min(runner.max_context, pool.manager.pool.num_blocks * kv_cache.block_size)
+    longest = min(runner.max_context, kv_cache.num_blocks * kv_cache.block_size)
     batches = rehearsals(longest, pool.config.max_num_batched_tokens, pool.config.max_num_seqs)
     for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
         check_interrupt()

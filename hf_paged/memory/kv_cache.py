@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.kernels.reference import elements
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.memory.swap_space import SwapSpace
@@ -22,10 +23,10 @@ BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape of the keys and values of one token.
+    """Shape of the keys and values of one token in a page's layers.
 
     Attributes:
-        num_layers: Layers that store keys and values.
+        num_layers: Layers of a page.
         num_kv_heads: Key/value heads of each layer.
         head_dim: Elements of one head.
         dtype: Element type.
@@ -37,7 +38,7 @@ class KVGeometry:
     dtype: torch.dtype
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        """Bytes of one block: keys and values of `block_size` tokens in a page's layers."""
         return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
 
 
@@ -92,8 +93,11 @@ def check_size(geometry: KVGeometry, num_blocks: int, block_size: int, device: t
 class KVCache:
     """Keys and values of all layers and blocks: `[num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]`.
 
-    A block is one contiguous piece across all layers, so copying or moving it is one operation. The extra block at
-    index `null_block` stays zero and pads block tables.
+    A block is one contiguous piece across the layers of its page, so copying or moving it is one operation. The extra
+    block at index `null_block` stays zero and pads block tables.
+
+    Attributes:
+        groups: Where a layer's keys and values are: in the blocks of its group's tables, at its index of a page.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class KVCache:
         device: torch.device,
         make_backend: Callable[[Tensor, torch.dtype], Any],
         compute_dtype: torch.dtype | None = None,
+        groups: CacheGroups | None = None,
     ) -> None:
         """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
 
@@ -114,14 +119,16 @@ class KVCache:
             device: Where the model runs.
             make_backend: Chooses the attention backend of the tensor, for a model of this dtype.
             compute_dtype: The model's; `None`: the geometry's.
+            groups: Of the model's layers; `None`: one of as many as a page has.
 
         Raises:
             ValueError: The device cannot hold it, the message names both sizes; or the backend can't run there.
         """
         self.geometry = geometry
+        self.groups = groups or CacheGroups.single(geometry.num_layers)
         self.block_size = block_size
         self._swap_space: SwapSpace | None = None
-        self.null_block = num_blocks
+        self.num_blocks = self.null_block = num_blocks  # the one behind those that sequences own
         shape = (num_blocks + 1, geometry.num_layers, 2, geometry.num_kv_heads, block_size, geometry.head_dim)
         try:
             self.tensor = _zeros(shape, geometry.dtype, device)
@@ -162,8 +169,8 @@ class KVCache:
     def block_sums(self, blocks: Sequence[int]) -> ToHost:
         """`[len(blocks)]` float32, on its way to the host: of a block whose tokens met NaN or infinity, not finite.
 
-        Only of the last layer's values: what attention brings to a token from a bad one beside it is NaN, which stays
-        in the token's hidden state, and so is in all that later layers compute of it.
+        Only of the values of a page's last layer (which is one of each group): what attention brings to a token from a
+        bad one beside it is NaN, which stays in the token's hidden state, and so is in all that later layers compute.
         """
         values = elements(self.tensor)[:, -1, 1][to_device(list(blocks), self.tensor.device)]
         return ToHost(values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32))

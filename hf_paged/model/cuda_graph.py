@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
-from hf_paged.attention.metadata import DecodeMetadata
-from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.scheduler import ScheduledChunk
+from hf_paged.attention.metadata import DecodeMetadata, padded_tables
+from hf_paged.core.batch import Batch
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait, raised_at
 
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 # Of a replay's logits beside those of the same step run eagerly: the same kernels in the same order.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
-# Ids, positions and metadata of a step at fixed addresses -> logits [rows, vocab_size]
-Forward = Callable[[Tensor, Tensor, DecodeMetadata], Tensor]
+# Ids, positions and (of each group of layers) metadata of a step at fixed addresses -> logits [rows, vocab_size]
+Forward = Callable[[Tensor, Tensor, Sequence[DecodeMetadata]], Tensor]
 
 
 class Recording(Protocol):
@@ -62,57 +62,65 @@ class DecodeInputs:
     A padding row is a sequence of one token in the null block, whose keys are written nowhere (slot -1).
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, block_size: int, null_block: int, device: torch.device) -> None:
-        """Allocates for `max_rows` sequences of up to `max_blocks` blocks."""
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        block_size: int,
+        null_block: int,
+        device: torch.device,
+        num_groups: int = 1,
+    ) -> None:
+        """Allocates for `max_rows` sequences of up to `max_blocks` blocks in each of `num_groups` groups of layers."""
         self.block_size, self.null_block = block_size, null_block
-        self.max_rows, self.max_blocks = max_rows, max_blocks
-        is_pinned = device.type == "cuda"
-        self._staged_tables = torch.empty(max_rows * max_blocks, dtype=torch.int32, pin_memory=is_pinned)
-        self._tables = torch.full((max_rows, max_blocks), null_block, dtype=torch.int32, device=device)
+        self.max_rows, self.max_blocks, self.num_groups = max_rows, max_blocks, num_groups
+        is_pinned, shape = device.type == "cuda", (num_groups, max_rows, max_blocks)
+        self._staged_tables = torch.empty(math.prod(shape), dtype=torch.int32, pin_memory=is_pinned)
+        self._tables = torch.full(shape, null_block, dtype=torch.int32, device=device)
         self._last_tables: np.ndarray | None = None
         self._sent = torch.cuda.Event() if is_pinned else None
         self.hold([])
 
     def hold(self, kinds: list[WorkKind]) -> None:
         """From now on, steps come with work of these kinds; what `views` returned before is void."""
-        # Rows [., 4] of int32 for each list of work, then five of int64: ids, positions, slots, places of ids among
-        # chosen tokens; the lengths as int32 in the last one.
-        rows, device = self.max_rows, self._tables.device
+        # Rows [., 4] of int32 for each list of work, then of int64: ids, positions, places of ids among chosen tokens,
+        # the lengths (as int32); and the slots of each group.
+        rows, device, num_lines = self.max_rows, self._tables.device, 4 + self.num_groups
         lens = [kind.max_items(rows) + kind.max_split(rows) for kind in kinds]
         num_work = 2 * sum(lens)  # numbers of int64
-        self._staged = torch.zeros(num_work + 5 * rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._staged = torch.zeros(num_work + num_lines * rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sendable = torch.zeros_like(self._staged, device=device)
 
         def parts(tensor: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             work = tensor[:num_work].view(torch.int32).view(-1, 4).split(lens) if kinds else ()
-            return tensor[num_work:].view(5, rows), work
+            return tensor[num_work:].view(num_lines, rows), work
 
         staged, staged_work = parts(self._staged)
         self._host = staged.numpy()
-        self._host_lens = self._host[4].view(np.int32)[:rows]
+        self._host_lens = self._host[3].view(np.int32)[:rows]
         self._host_work = {kind: part.numpy() for kind, part in zip(kinds, staged_work, strict=True)}
         self._numbers, work = parts(self._sendable)
-        self._seq_lens = self._numbers[4].view(torch.int32)[:rows]
+        self._seq_lens = self._numbers[3].view(torch.int32)[:rows]
         self._work = dict(zip(kinds, work, strict=True))
         self.clear(rows)
 
-    def trial(self) -> tuple[Tensor, Tensor, DecodeMetadata]:
+    def trial(self) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:
         """A step of a padding row, which notes the kinds of work that its layers ask for."""
         return self._views(1, None)
 
-    def views(self, rows: int) -> tuple[Tensor, Tensor, DecodeMetadata]:
-        """Ids `[rows]`, positions `[rows]` and metadata of a step of so many rows."""
+    def views(self, rows: int) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:
+        """Ids `[rows]`, positions `[rows]` and each group's metadata of a step of so many rows."""
         work = {}
         for kind, part in self._work.items():
             split = part[kind.max_items(self.max_rows) :][: kind.max_split(rows)]
             work[kind] = DecodeWork(part[: kind.max_items(rows)], split, kind.max_parts(rows))
         return self._views(rows, work)
 
-    def _views(self, rows: int, work: dict[WorkKind, DecodeWork] | None) -> tuple[Tensor, Tensor, DecodeMetadata]:
-        ids, positions, slots = (self._numbers[index, :rows] for index in range(3))
-        longest, tables = self.max_blocks * self.block_size, self._tables[:rows]
-        metadata = DecodeMetadata(slots, tables, self._seq_lens[:rows], self.block_size, self.null_block, longest, work)
-        return ids, positions, metadata
+    def _views(self, rows: int, work: dict[WorkKind, DecodeWork] | None) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:
+        ids, positions, slots, tables = *self._numbers[:2, :rows], self._numbers[4:, :rows], self._tables[:, :rows]
+        longest, lens = self.max_blocks * self.block_size, self._seq_lens[:rows]
+        first = DecodeMetadata(slots[0], tables[0], lens, self.block_size, self.null_block, longest, work)
+        return ids, positions, [first, *map(first.of_group, slots[1:], tables[1:])]
 
     def clear(self, size: int) -> None:
         """Makes the next step one of `size` rows of padding."""
@@ -136,7 +144,7 @@ class DecodeInputs:
             ids: `[B]` token ids.
             positions: `[B]` position ids.
             lens: `[B]` tokens of each sequence, the new one included.
-            tables: `[B, N]` int32 block tables.
+            tables: `[G, B, N]` int32 block tables of each group.
             chosen: Ids that only the device knows, as in `TokenInputs`.
         """
         rows = len(ids)
@@ -144,22 +152,24 @@ class DecodeInputs:
         last = lens - 1
         self._host[0, :rows] = ids
         self._host[1, :rows] = positions
-        self._host[2, :rows] = tables[np.arange(rows), last // self.block_size].astype(np.int64) * self.block_size
-        self._host[2, :rows] += last % self.block_size
+        slots = self._host[4:, :rows]
+        slots[:] = tables[:, np.arange(rows), last // self.block_size]
+        slots *= self.block_size
+        slots += last % self.block_size
         self._host_lens[:rows] = lens
         self._fill_rest(rows, size)
         if chosen is not None:
-            self._host[3, :rows] = chosen[1]
+            self._host[2, :rows] = chosen[1]
         self._send_tables(tables)
         self._send()
         if chosen is not None:
             own = self._numbers[0, :rows]
-            own.copy_(fill_in(own, chosen[0], self._numbers[3, :rows]))
+            own.copy_(fill_in(own, chosen[0], self._numbers[2, :rows]))
 
     def _fill_rest(self, first: int, size: int) -> None:
         """Padding from row `first` on, and how a step of `size` rows is shared out."""
         self._host[:2, first:] = 0
-        self._host[2, first:] = -1
+        self._host[4:, first:] = -1
         self._host_lens[first:] = 1
         for kind, host in self._host_work.items():
             items, split = share_out(self._host_lens[:size], kind)
@@ -183,13 +193,13 @@ class DecodeInputs:
         """Most steps fill a slot of a block that they have."""
         if self._last_tables is not None and np.array_equal(self._last_tables, tables):
             return
-        rows, width = tables.shape
-        staged = self._staged_tables[: rows * width].view(rows, width)
+        _, rows, width = tables.shape
+        staged = self._staged_tables[: tables.size].view(tables.shape)
         staged.numpy()[:] = tables
         on_device = staged.to(self._tables.device, non_blocking=True)
-        self._tables[:rows, :width].copy_(on_device)
-        if self._last_tables is None or len(self._last_tables) > rows:
-            self._tables[rows:, :1] = self.null_block  # the only block that a padding row reads
+        self._tables[:, :rows, :width].copy_(on_device)
+        if self._last_tables is None or self._last_tables.shape[1] > rows:
+            self._tables[:, rows:, :1] = self.null_block  # the only block that a padding row reads
         self._last_tables = tables
 
 
@@ -201,7 +211,7 @@ class DecodeBatch:
         ids: `[B]` token ids.
         positions: `[B]` position ids.
         lens: `[B]` int64, tokens of each sequence, the new one included.
-        tables: `[B, N]` int32 block tables.
+        tables: `[G, B, N]` int32 block tables of each group.
         chosen: Ids that only the device knows, as in `TokenInputs`.
     """
 
@@ -214,7 +224,7 @@ class DecodeBatch:
     def first(self, rows: int) -> DecodeBatch:
         """At most so many of them."""
         chosen = None if self.chosen is None else (self.chosen[0], self.chosen[1][:rows])
-        return DecodeBatch(self.ids[:rows], self.positions[:rows], self.lens[:rows], self.tables[:rows], chosen)
+        return DecodeBatch(self.ids[:rows], self.positions[:rows], self.lens[:rows], self.tables[:, :rows], chosen)
 
 
 class DecodeGraphs:
@@ -251,6 +261,7 @@ class DecodeGraphs:
         self._record = record
         self._device = kv_cache.tensor.device
         self._block_size, self._null_block, self.max_blocks = kv_cache.block_size, kv_cache.null_block, max_blocks
+        self._windows = kv_cache.groups.windows
         self._inputs: DecodeInputs | None = None
         self._recordings: dict[int, Recording] | None = None
         self._logits: Tensor | None = None  # of all sizes: each with its own would hold half a gigabyte
@@ -276,38 +287,27 @@ class DecodeGraphs:
         """Whether it was made for this pool."""
         return self._kv_cache() is kv_cache
 
-    def run(
-        self,
-        chunks: list[ScheduledChunk],
-        manager: BlockManager,
-        ids: np.ndarray,
-        positions: np.ndarray,
-        chosen: tuple[Tensor, np.ndarray] | None = None,
-    ) -> Tensor | None:
+    def run(self, step: Batch, chosen: Tensor | None = None) -> Tensor | None:
         """A step of one new token each.
 
         Args:
-            chunks: What runs.
-            manager: Holds the block tables.
-            ids: `[B]` the new tokens' ids.
-            positions: `[B]` their positions.
-            chosen: Ids that only the device knows, as in `TokenInputs`.
+            step: The step; the host knows all ids but those that were chosen.
+            chosen: Tokens that the step before has chosen, for its placeholders.
 
         Returns:
             `[B, vocab_size]`, which the next replay writes over; `None`: it can't be replayed, run it eagerly.
         """
-        rows = len(chunks)
-        if rows > self.max_rows or self.reason is not None:
+        if step.num_seqs > self.max_rows or self.reason is not None:
             return None
-        tables = [manager.block_table(chunk.sequence.seq_id) for chunk in chunks]
-        width = max(map(len, tables))
-        if width > self.max_blocks:
+        if max(step.tables[0].counts) > self.max_blocks:
             return None
-        padded = np.full((rows, width), self._null_block, dtype=np.int32)
-        for row, table in enumerate(tables):  # lists become one array, as in AttentionMetadata.build
-            padded[row, : len(table)] = table
-        lens = np.fromiter((chunk.start + 1 for chunk in chunks), np.int64, rows)
-        return self.replay(DecodeBatch(ids, positions, lens, padded, chosen))
+        padded = np.stack(padded_tables(step.tables, self._windows, self._null_block, np.int32))
+        ids, positions, starts = (np.frombuffer(a, np.int64) for a in (step.token_ids, step.positions, step.starts))
+        places = None
+        if step.placeholders is not None:
+            assert chosen is not None
+            places = chosen, np.frombuffer(step.placeholders, np.int64)
+        return self.replay(DecodeBatch(ids, positions, starts + 1, padded, places))
 
     def replay(self, batch: DecodeBatch) -> Tensor | None:
         """A step; see `run`. All sizes are recorded at the first one, and checked against what it computes."""
@@ -326,11 +326,18 @@ class DecodeGraphs:
         """Makes the next step one of `size` rows, those of the batch and padding."""
         if self._inputs is None:
             with torch.inference_mode(False):
-                inputs = DecodeInputs(self.max_rows, self.max_blocks, self._block_size, self._null_block, self._device)
+                inputs = DecodeInputs(
+                    self.max_rows,
+                    self.max_blocks,
+                    self._block_size,
+                    self._null_block,
+                    self._device,
+                    len(self._windows),
+                )
             ids, positions, metadata = inputs.trial()
             self._forward(ids, positions, metadata)
             with torch.inference_mode(False):
-                inputs.hold(metadata.work_kinds)
+                inputs.hold(metadata[0].work_kinds)
             self._inputs = inputs
         self._inputs.fill(size, batch.ids, batch.positions, batch.lens, batch.tables, batch.chosen)
         return self._inputs

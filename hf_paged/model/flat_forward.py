@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.sequence import Sequence
+from hf_paged.core.sequence import GivenToken, Sequence
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.model_state import ModelState
-from hf_paged.model.runner import TokenInputs
 
 
-def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> list[int] | None:
-    """Left padding of each row, if the real tokens alone give the caller what it asked for; else `None`.
+def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_positions: bool) -> list[int] | None:
+    """Left padding of each row, if its real tokens alone say what is to be stored; else `None`.
 
     Args:
         cache: The call's cache.
         call: The call, reduced to the active rows.
         active: Rows of the cache that the call is about.
+        takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
-    if cache.is_opaque or call.others:
+    if cache.is_opaque:
         return None
     length = call.tokens.shape[1]
     width = cache.get_seq_length()
@@ -37,20 +37,32 @@ def flat_padding(cache: PagedCache, call: ForwardCall, active: list[int]) -> lis
     mask = call.on_host().attention_mask
     if mask is None:
         return padding
-    if mask.ndim != 2 or mask.shape != (len(active), width + length):
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (len(active), width + length):
         return None
     hidden = mask == 0
     given: list[int] = hidden.sum(dim=1).tolist()
     if not any(given):
         return padding if not any(padding) else None
     leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
-    if leading != given or positions is None:
+    if leading != given or min(given) >= width + length or (positions is None and takes_positions):
         return None
-    if width > 0:
-        return given if given == padding else None
-    # The logits of padding exist in the caller's shape only: fine as long as it doesn't ask for them.
-    keep = call.logits_to_keep
-    return given if isinstance(keep, int) and 0 < keep <= length - max(given) else None
+    # Padding of a row that has no token yet may grow.
+    is_same = all(now == before or now >= before == width for now, before in zip(given, padding, strict=True))
+    return given if is_same else None
+
+
+def sees_padding(call: ForwardCall, padding: list[int], width: int) -> bool:
+    """Whether a call with such padding asks for more than logits of real tokens.
+
+    Args:
+        call: The call.
+        padding: Of each row.
+        width: Columns of the cache before the call.
+    """
+    if call.others:
+        return True
+    keep, num_columns = call.logits_to_keep, width + call.tokens.shape[1]
+    return max(padding) > width and not (isinstance(keep, int) and 0 < keep <= num_columns - max(padding))
 
 
 @dataclass(slots=True)
@@ -62,7 +74,6 @@ class FlatForward:
         sequences: Their sequences.
         padding: Their left padding, in columns.
         width: Columns of the cache before the call.
-        position_ids: `[rows, length]`.
         offsets: Of each row, what its new tokens' positions exceed their index in the sequence by; `None` if it varies.
     """
 
@@ -70,41 +81,38 @@ class FlatForward:
     sequences: list[Sequence]
     padding: list[int]
     width: int
-    position_ids: Tensor
     offsets: list[int | None]
 
     @classmethod
-    def make(cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int) -> FlatForward:
+    def make(
+        cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int, takes_positions: bool
+    ) -> FlatForward:
         """The forward of `call`'s rows; where it gives no position ids, a token's position is its column."""
-        length = call.tokens.shape[1]
-        positions = call.position_ids
-        if positions is None:
-            positions = torch.arange(width, width + length, device=call.tokens.device)[None]
         given = call.on_host().position_ids
+        if not takes_positions:  # a token's place is its index in the sequence
+            return cls(call, sequences, padding, width, [0] * len(sequences))
         # On the host by name: the caller may have set another default device.
-        columns = torch.arange(width, width + length, device="cpu")
+        columns = torch.arange(width, width + call.tokens.shape[1], device="cpu")
         index = columns - torch.tensor(padding, device="cpu")[:, None]
         difference = (columns if given is None else given.cpu()) - index
         last = difference[:, -1:]
         is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
         offsets = [offset if uniform else None for offset, uniform in zip(last[:, 0].tolist(), is_uniform, strict=True)]
-        return cls(call, sequences, padding, width, positions.expand(len(sequences), length), offsets)
+        return cls(call, sequences, padding, width, offsets)
 
     @property
     def length(self) -> int:
         """Columns of the call."""
         return self.call.tokens.shape[1]
 
-    def becoming_opaque(self) -> list[Sequence]:
-        """Sequences that can't be computed again once they have the call's tokens: they must be in the pool by then."""
-        return [
-            sequence
-            for sequence, offset in zip(self.sequences, self.offsets, strict=True)
-            if sequence.num_tokens and (self.call.input_ids is None or offset != sequence.position_offset)
-        ]
+    @property
+    def longest(self) -> int:
+        """One more than the largest position id of the call."""
+        positions = self.call.on_host().position_ids
+        return 1 + (self.width + self.length - 1 if positions is None else int(positions.max()))
 
     def extend_sequences(self, model_state: ModelState | None, salt: tuple[Hashable, ...] = ()) -> None:
-        """Adds the call's tokens to its sequences, and notes what makes them reproducible.
+        """Adds the call's tokens to its sequences. What was given as embeddings is copied: the caller may write to it.
 
         Args:
             model_state: Asked for the key of the model's weights; `None` when they can't have changed since the last
@@ -115,22 +123,22 @@ class FlatForward:
         given = self.call.on_host().input_ids
         new_ids = None if given is None else given.tolist()
         state = None if model_state is None else model_state.key()
+        embeds = None if self.call.inputs_embeds is None else self.call.inputs_embeds.detach().clone()
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)
             if sequence.num_tokens == 0:
-                sequence.position_offset = self.offsets[row]
-                sequence.extra_key = (*(state or ()), self.offsets[row], *salt)
-            elif self.offsets[row] != sequence.position_offset:
-                sequence.position_offset = None
+                sequence.position_offset, sequence.is_stale = self.offsets[row] or 0, False
+                sequence.extra_key = (*(state or ()), sequence.position_offset, *salt)
             elif state is not None and sequence.extra_key[: len(state)] != state:
                 if sequence.num_pending_tokens:
                     sequence.check_state(state)
-                sequence.token_ids = None  # older weights or another adapter wrote the beginning: only the pool has it
-            if sequence.token_ids is not None:
-                if new_ids is None:
-                    sequence.token_ids = None
-                else:
-                    sequence.token_ids += new_ids[row][self.length - new :]
+                sequence.is_stale = True  # older weights or another adapter wrote the beginning: only the pool has it
+            assert sequence.token_ids is not None, "tokens behind unknown ones"
+            if new_ids is not None and self.offsets[row] == sequence.position_offset:
+                sequence.token_ids += new_ids[row][self.length - new :]
+            else:
+                sequence.token_ids += self._given_tokens(row, new, None if new_ids is None else new_ids[row], embeds)
+                sequence.given_end = len(sequence.token_ids)
             sequence.num_tokens += new
             if not sequence.num_prompt_tokens:
                 sequence.num_prompt_tokens = sequence.num_tokens
@@ -141,10 +149,20 @@ class FlatForward:
         columns = np.arange(self.length)[keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None)]
         return self.width + columns - np.asarray(self.padding, dtype=np.int64)[:, None]
 
-    def lay_out_tokens(self) -> tuple[TokenInputs, list[int]]:
-        """The call's columns, row after row, and for each sequence where its token 0 would lie among them."""
-        length = self.length
-        bases = [row * length + pad - self.width for row, pad in enumerate(self.padding)]
-        ids = None if self.call.input_ids is None else self.call.input_ids.reshape(-1)
-        embeds = None if self.call.inputs_embeds is None else self.call.inputs_embeds.flatten(0, 1)
-        return TokenInputs(ids, embeds, self.position_ids.reshape(-1)), bases
+    def _given_tokens(self, row: int, new: int, ids: list[int] | None, embeds: Tensor | None) -> list[GivenToken]:
+        """A row's last `new` columns as tokens that say where they are, and what."""
+        columns = range(self.length - new, self.length)
+        offset = self.offsets[row]
+        if offset is not None:
+            first = self.width - self.padding[row] + offset
+            positions = {column: first + column for column in columns}
+        else:
+            given = self.call.on_host().position_ids
+            assert given is not None
+            own = given.expand(len(self.sequences), self.length)[row].tolist()
+            positions = {column: own[column] for column in columns}
+        if ids is not None:
+            return [GivenToken.at(positions[column], ids[column]) for column in columns]
+        assert embeds is not None
+        states = embeds[row]
+        return [GivenToken.embedded(positions[column], states, column) for column in columns]

@@ -44,6 +44,18 @@ class ForwardCall:
         assert tokens is not None
         return tokens
 
+    def arguments(self) -> dict[str, Any]:
+        """What is given to the model's own forward, but for the cache."""
+        named = {
+            "input_ids": self.input_ids,
+            "inputs_embeds": self.inputs_embeds,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        if isinstance(self.logits_to_keep, Tensor) or self.logits_to_keep:
+            named["logits_to_keep"] = self.logits_to_keep
+        return {name: value for name, value in (named | self.others).items() if value is not None}
+
     def on_host(self) -> ForwardCall:
         """The call with ids, 2-D mask and positions on the CPU, to be looked at. Waits for a GPU once a forward."""
         if self.tokens.device.type == "cpu":

@@ -233,7 +233,8 @@ def why_not_whole(model: nn.Module) -> str | None:
 
 def _tensors(attributes: list[dict[str, Any]]) -> list[Tensor]:
     """Parameters and buffers of modules with these attributes; shared ones as often as they are shared."""
-    tables = [own[name] for own in attributes for name in ("_parameters", "_buffers")]
+    lasting = [own for own in attributes if "rope_type" not in own or not is_batch_dependent(own["rope_type"])]
+    tables = [own[name] for own in lasting for name in ("_parameters", "_buffers")]
     return [tensor for table in tables for tensor in table.values() if tensor is not None]
 
 
@@ -244,8 +245,19 @@ def _reference(forward: Any) -> Any:
         return lambda: forward
 
 
+def is_batch_dependent(rope_type: Any) -> bool:
+    """Whether a rotary embedding of this type, or of these by layer type, depends on the longest row of the batch.
+
+    Beyond a length it writes its frequencies anew in every forward: they are no state that lasts.
+    """
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
 def _number_names(module: nn.Module) -> list[str]:
     """Of attributes that it may compute with: not torch's own, nor what transformers notes in private ones."""
+    if is_batch_dependent(getattr(module, "rope_type", None)):
+        return []
     is_of_transformers = type(module).__module__.startswith("transformers.")
     return [
         name

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +17,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import forward_context
-from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
+from hf_paged.attention.groups import paged_step
+from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata, padded_tables
+from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
-from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.batch import Batch
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
-from hf_paged.core.scheduler import SchedulerOutput
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
+from hf_paged.memory.spec import AttentionSpec
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
+from hf_paged.model.model_state import is_batch_dependent
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 
@@ -36,26 +41,37 @@ class ModelTraits:
     """What the engine has to know about a model's architecture.
 
     Attributes:
-        num_layers: Layers that store keys and values.
-        num_kv_heads: Key/value heads of each layer.
-        head_dim: Elements of one head, keys and values alike.
+        layers: What each of its layers caches.
         runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the
             model keeps its own attention and is given gathered keys and values.
+        runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
+        regime_length: Where rows depend on each other: of sequences shorter than this, they don't.
         rows_independent: Whether a row's result never depends on the rows beside it.
         allows_inference_mode: Whether its forward keeps no tensor that it computes: in a later training step a tensor
             made in inference mode would be refused.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[AttentionSpec, ...]
     runs_flat: bool
     rows_independent: bool
     allows_inference_mode: bool = False
+    runs_padded: bool = False
+    regime_length: int | None = None
 
-    def geometry(self, dtype: torch.dtype) -> KVGeometry:
-        """Shape of one token's keys and values in a model of this dtype."""
-        return KVGeometry(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
+    @property
+    def is_batched(self) -> bool:
+        """Whether rows of all callers may share a forward, in either layout."""
+        return self.runs_flat or self.runs_padded
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that store keys and values."""
+        return len(self.layers)
+
+    def geometry(self, groups: CacheGroups, dtype: torch.dtype) -> KVGeometry:
+        """Shape of one token's keys and values in a page, in a model of this dtype."""
+        layer = self.layers[0]  # they differ in their windows alone
+        return KVGeometry(groups.layers_per_page, layer.kv_heads, layer.key_dim, dtype)
 
 
 def is_stochastic(model: nn.Module) -> bool:
@@ -69,49 +85,79 @@ def is_stochastic(model: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
+@contextmanager
+def _kept_frequencies(model: nn.Module) -> Iterator[None]:
+    """Around tokens that are computed again: dynamic rotary embeddings remember the longest batch they have seen."""
+    kept = [
+        (
+            module,
+            module._buffers.copy(),
+            {name: value for name, value in vars(module).items() if name.endswith("cached")},
+        )
+        for module in model.modules()
+        if is_batch_dependent(getattr(module, "rope_type", None))
+    ]
+    try:
+        yield
+    finally:
+        for module, buffers, lengths in kept:
+            module._buffers.update(buffers)
+            vars(module).update(lengths)
+
+
 @dataclass(slots=True)
 class TokenInputs:
-    """Tokens of a flat batch, side by side.
+    """Tokens of a packed batch, side by side.
 
     Attributes:
-        input_ids: `[N]` int64, or `None` when the prompt came as embeddings.
-        inputs_embeds: `[N, hidden_size]`, or `None`.
+        input_ids: `[N]` int64; any number for a token that was given as an embedding.
         position_ids: `[N]` int64.
         chosen: Of ids that only the device knows: `[M]` tokens there, and for each of the N its place in them, or -1
             (`input_ids` knows it).
+        embedded: Of tokens given as embeddings: `[E]` their places among the N, and `[E, hidden_size]` what was given.
+        inputs_embeds: `[N, hidden_size]`, once some were given so: the ids' embeddings, too.
     """
 
-    input_ids: Tensor | None
-    inputs_embeds: Tensor | None
+    input_ids: Tensor
     position_ids: Tensor
     chosen: tuple[Tensor, np.ndarray] | None = None
+    embedded: tuple[np.ndarray, Tensor] | None = None
+    inputs_embeds: Tensor | None = None
 
     @classmethod
-    def cat(cls, parts: list[TokenInputs]) -> TokenInputs:
-        """One after another; all are ids, or all embeddings. Ids that only the device knows are filled in (`to`)."""
-        assert all(part.chosen is None for part in parts)
-        ids = [part.input_ids for part in parts if part.input_ids is not None]
-        embeds = [part.inputs_embeds for part in parts if part.inputs_embeds is not None]
-        positions = torch.cat([part.position_ids for part in parts])
-        return cls(torch.cat(ids) if ids else None, torch.cat(embeds) if embeds else None, positions)
+    def of(cls, batch: Batch, embeddings: Tensor | None, chosen: Tensor | None) -> TokenInputs:
+        """The tokens of a step, on the CPU.
 
-    def to(self, device: torch.device) -> TokenInputs:
-        """The same on a device, where all ids are known."""
-        ids = None if self.input_ids is None else to_device(self.input_ids, device)
+        Args:
+            batch: The step.
+            embeddings: What its tokens of `embedded` were given as.
+            chosen: The tokens that the step before has chosen.
+        """
+        ids, positions = (torch.from_numpy(np.frombuffer(a, np.int64)) for a in (batch.token_ids, batch.positions))
+        known = cls(ids, positions)
+        if batch.placeholders is not None:
+            assert chosen is not None
+            known.chosen = chosen, np.frombuffer(batch.placeholders, np.int64)
+        if embeddings is not None:
+            known.embedded = np.frombuffer(batch.embedded, np.int64), embeddings
+        return known
+
+    def to(self, device: torch.device, embed: Callable[[Tensor], Tensor]) -> TokenInputs:
+        """The same on a device, where all ids are known, and their embeddings if any are given.
+
+        Args:
+            device: Where the model is.
+            embed: Its embedding of ids.
+        """
+        ids = to_device(self.input_ids, device)
         if self.chosen is not None:
-            assert ids is not None
             ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))
-        embeds = None if self.inputs_embeds is None else to_device(self.inputs_embeds, device)
-        return TokenInputs(ids, embeds, to_device(self.position_ids, device))
-
-    def part(self, start: int, length: int) -> TokenInputs:
-        """`length` tokens from `start` on."""
-        stop = start + length
-        return TokenInputs(
-            None if self.input_ids is None else self.input_ids[start:stop],
-            None if self.inputs_embeds is None else self.inputs_embeds[start:stop],
-            self.position_ids[start:stop],
-        )
+        embeds = None
+        if self.embedded is not None:
+            places, given = self.embedded
+            embeds = embed(ids)
+            embeds = embeds.index_copy(0, to_device(places, device), given.to(device, embeds.dtype))
+        return TokenInputs(ids, to_device(self.position_ids, device), inputs_embeds=embeds)
 
 
 class ModelRunner:
@@ -123,7 +169,7 @@ class ModelRunner:
         forward: Callable[..., Any],
         supports_logits_to_keep: bool,
         layers: Callable[[], AbstractContextManager[None]],
-        allows_inference_mode: bool,
+        traits: ModelTraits,
         is_plain: Callable[[], bool],
         num_moves: Callable[[], int],
         config: PagedConfig,
@@ -135,7 +181,7 @@ class ModelRunner:
             forward: The forward function of its class before patching, unbound.
             supports_logits_to_keep: Whether that forward can compute the logits of chosen rows only.
             layers: Within it, layers of the model are computed in the engine's way.
-            allows_inference_mode: Of the model's traits.
+            traits: What was found out about its architecture.
             is_plain: Whether nothing but known code runs in forwards now.
             num_moves: How often the weights have moved in memory.
             config: The settings.
@@ -145,12 +191,13 @@ class ModelRunner:
         self._forward = forward
         self._supports_logits_to_keep = supports_logits_to_keep
         self._layers = layers
-        self._allows_inference_mode = allows_inference_mode
+        self._traits = traits
+        self.takes_positions = "position_ids" in inspect.signature(forward).parameters
         self._is_plain = is_plain
         self._num_moves = num_moves
         self._config = config
-        self._prepared_for: int | None = None  # the thread whose forwards find the model as they need it
         self._inside: int | None = None  # the thread that is in a step's forward
+        self._prepared_for: int | None = None  # the thread whose forwards find the model as they need it
         self._compiled: Callable[..., Any] | None = None
         self._graphs: tuple[int, DecodeGraphs] | None = None  # and where the weights were
         self.configs = attention_configs(model)
@@ -210,7 +257,7 @@ class ModelRunner:
 
     def _may_infer(self) -> bool:
         """Whether forwards may run in inference mode now."""
-        return self._allows_inference_mode and self._is_plain()
+        return self._traits.allows_inference_mode and self._is_plain()
 
     @property
     def max_context(self) -> int:
@@ -242,17 +289,12 @@ class ModelRunner:
         if self._prepared_for == threading.get_ident():
             yield
             return
-        with paged_attention_scope(self.configs), self._layers():
+        with paged_attention_scope(self.configs) if self._traits.runs_flat else nullcontext(), self._layers():
             yield
 
     @torch.no_grad()
     def run(
-        self,
-        step: SchedulerOutput,
-        manager: BlockManager,
-        kv_cache: KVCache,
-        tokens: TokenInputs,
-        logit_rows: np.ndarray,
+        self, batch: Batch, kv_cache: KVCache, embeddings: Tensor | None = None, chosen: Tensor | None = None
     ) -> Tensor:
         """Runs a step through the model: cache writes, attention, logits.
 
@@ -260,37 +302,122 @@ class ModelRunner:
         tensor that must not get into a caller's hands, and that the next step writes over.
 
         Args:
-            step: What the scheduler chose; its block copies are done.
-            manager: Holds the block tables.
+            batch: The step; what it does to blocks is done.
             kv_cache: The pool.
-            tokens: The chunks' tokens, on the CPU where the host knows all of them, else on the device.
-            logit_rows: `[K]` int64, rows of the flat batch whose logits are wanted.
+            embeddings: `[E, hidden_size]`, what the tokens of `batch.embedded` were given as.
+            chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
+
+        Returns:
+            `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
+        """
+        device = kv_cache.tensor.device
+        may_infer = self._may_infer()
+        if self._traits.runs_flat and may_infer and batch.is_decode:
+            logits = self._replay(batch, kv_cache, chosen)
+            if logits is not None:
+                return logits
+        tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._embed)
+        starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
+        tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
+        first = AttentionMetadata(
+            tables[0], query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
+        )
+        metadata = [first, *map(first.with_tables, tables[1:])]
+        # A model that can choose rows still computes at least one.
+        logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
+        if not self._traits.runs_flat:
+            with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
+                return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
+        rows = to_device(logit_rows, device)
+        return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        embedding: nn.Module = self.model.get_input_embeddings()
+        states: Tensor = embedding(ids)
+        return states
+
+    def _run_padded(
+        self,
+        tokens: TokenInputs,
+        metadata: list[AttentionMetadata],
+        kv_cache: KVCache,
+        logit_rows: np.ndarray,
+        may_infer: bool,
+    ) -> Tensor:
+        """The step by forwards of the model's own attention, each of rows that padding costs little."""
+        start = metadata[0].host_start_loc
+        sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
+        groups = metadata[0].alike()
+        parts: list[Tensor] = []
+        order: list[np.ndarray] = []
+        for rows in groups:
+            mine = np.nonzero(np.isin(sequence, rows))[0]
+            from_end = start[sequence[mine] + 1] - logit_rows[mine]  # rows end in the last column
+            wanted = np.searchsorted(rows, sequence[mine]), from_end
+            own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
+            layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
+            cache = PaddedCache(layouts, paged_step(kv_cache.backend, own, kv_cache.groups), kv_cache)
+            parts.append(self._run_rows(tokens, layouts[0], cache, wanted, may_infer))
+            order.append(mine)
+        if len(parts) == 1:
+            return parts[0]
+        back = np.argsort(np.concatenate(order), kind="stable")
+        return torch.cat(parts)[to_device(back, parts[0].device)]
+
+    def _run_rows(
+        self,
+        tokens: TokenInputs,
+        layout: PaddedLayout,
+        cache: PaddedCache,
+        wanted: tuple[np.ndarray, np.ndarray],
+        may_infer: bool,
+    ) -> Tensor:
+        """One padded forward.
+
+        Args:
+            tokens: Of the whole step.
+            layout: Of the rows.
+            cache: Of the rows.
+            wanted: `[K]` rows, and `[K]` columns counted from the end (1: the last), whose logits are wanted.
+            may_infer: Whether it may run in inference mode.
 
         Returns:
             `[K, vocab_size]`.
         """
-        device = kv_cache.tensor.device
-        may_infer = self._may_infer()
-        if may_infer and len(logit_rows) == len(step.chunks):
-            logits = self._replay(step, manager, kv_cache, tokens)
-            if logits is not None:
-                return logits
-        tokens = tokens.to(device)
-        metadata = AttentionMetadata.build(
-            block_tables=[manager.block_table(chunk.sequence.seq_id) for chunk in step.chunks],
-            query_lens=[chunk.num_tokens for chunk in step.chunks],
-            seq_lens=[chunk.start + chunk.num_tokens for chunk in step.chunks],
-            block_size=manager.block_size,
-            null_block=kv_cache.null_block,
-            device=device,
-        )
-        rows = to_device(logit_rows, device)
-        return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+        rows, from_end = wanted
+        device = layout.attention_mask.device
+        index = to_device(np.maximum(layout.token_index, 0), device)
+        inputs: dict[str, Any] = {}
+        if tokens.inputs_embeds is None:
+            inputs["input_ids"] = tokens.input_ids[index]
+        else:
+            inputs["inputs_embeds"] = tokens.inputs_embeds[index]
+        if self.takes_positions:
+            inputs["position_ids"] = tokens.position_ids[index]
+        num_kept = int(from_end.max(initial=1))
+        if self._supports_logits_to_keep:
+            inputs["logits_to_keep"] = num_kept
+        mode = torch.inference_mode() if may_infer else nullcontext()
+        with mode, self._scopes(), self._stepping():
+            output = self._forward(
+                self.model,
+                attention_mask=layout.attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **inputs,
+            )
+        logits: Tensor = output.logits
+        num_rows, num_columns = logits.shape[:2]
+        places = rows * num_columns + num_columns - from_end
+        if num_columns == 1 and len(rows) == num_rows:
+            return logits[:, 0]
+        return logits.flatten(0, 1)[to_device(places, device)]
 
     def _run_model(
         self,
         tokens: TokenInputs,
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
         kv_cache: KVCache,
         rows: Tensor | None,
         may_infer: bool,
@@ -298,17 +425,16 @@ class ModelRunner:
     ) -> Tensor:
         """The model's forward; logits of `rows` of the flat batch, or of all."""
         inputs: dict[str, Any] = {}
-        if tokens.input_ids is not None:
+        if tokens.inputs_embeds is None:
             inputs["input_ids"] = tokens.input_ids[None]
         else:
-            assert tokens.inputs_embeds is not None
             inputs["inputs_embeds"] = tokens.inputs_embeds[None]
         if self._supports_logits_to_keep and rows is not None:
             inputs["logits_to_keep"] = rows
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
-        step = kv_cache.backend.step(metadata)
+        step = paged_step(kv_cache.backend, metadata, kv_cache.groups)
         with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
                 self.model,
@@ -332,27 +458,18 @@ class ModelRunner:
         scopes.enter_context(torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True))
         return self._compiled, scopes
 
-    def _replay(
-        self, step: SchedulerOutput, manager: BlockManager, kv_cache: KVCache, tokens: TokenInputs
-    ) -> Tensor | None:
-        """A decode step by a CUDA graph, where there is one for it.
-
-        Args:
-            step: As in `run`, with the logits of each chunk's last token wanted.
-            manager: As in `run`.
-            kv_cache: As in `run`.
-            tokens: As in `run`.
-        """
-        if self._config.cuda_graphs is False or tokens.input_ids is None or tokens.input_ids.device.type != "cpu":
+    def _replay(self, batch: Batch, kv_cache: KVCache, chosen: Tensor | None) -> Tensor | None:
+        """A decode step by a CUDA graph, where there is one for it; arguments as in `run`."""
+        if self._config.cuda_graphs is False or batch.embedded:
             return None
-        if tokens.input_ids.shape[0] != len(step.chunks) or torch.is_autocast_enabled(kv_cache.tensor.device.type):
+        if torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
-        graphs = self.graphs(manager, kv_cache)
+        graphs = self.graphs(kv_cache)
         if isinstance(graphs, str):
             return None
-        return graphs.run(step.chunks, manager, tokens.input_ids.numpy(), tokens.position_ids.numpy(), tokens.chosen)
+        return graphs.run(batch, chosen)
 
-    def graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+    def graphs(self, kv_cache: KVCache) -> DecodeGraphs | str:
         """The graphs of decode steps over this pool and the weights as they are, or why there can be none.
 
         Raises:
@@ -370,10 +487,10 @@ class ModelRunner:
                 if self._config.compile_decode:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return f"CUDA graphs {record}"
-            self._graphs = num_moves, self._make_graphs(kv_cache, manager, record)
+            self._graphs = num_moves, self._make_graphs(kv_cache, record)
         return self._graphs[1]
 
-    def record_graphs(self, manager: BlockManager, kv_cache: KVCache) -> DecodeGraphs | str:
+    def record_graphs(self, kv_cache: KVCache) -> DecodeGraphs | str:
         """Records now what the first decode step would, over rows in the null block; or why there are no graphs.
 
         Raises:
@@ -381,7 +498,7 @@ class ModelRunner:
         """
         if not self._may_infer():
             return "code of a user's own runs in the model"
-        graphs = self.graphs(manager, kv_cache)
+        graphs = self.graphs(kv_cache)
         if isinstance(graphs, str):
             return graphs
         if not graphs.sizes and graphs.reason is None:
@@ -389,7 +506,8 @@ class ModelRunner:
             num_blocks = max(1, min(8, graphs.max_blocks, self.max_context // kv_cache.block_size))
             lens = num_blocks * kv_cache.block_size - np.arange(graphs.max_rows) % kv_cache.block_size
             lens = np.minimum(lens, self.max_context)
-            tables = np.full((graphs.max_rows, num_blocks), kv_cache.null_block, dtype=np.int32)
+            shape = (len(kv_cache.groups.windows), graphs.max_rows, num_blocks)
+            tables = np.full(shape, kv_cache.null_block, dtype=np.int32)
             with torch.no_grad():
                 graphs.record(DecodeBatch(lens % self._vocab_size, lens - 1, lens, tables))
         return graphs if graphs.reason is None else graphs.reason
@@ -403,36 +521,31 @@ class ModelRunner:
             lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
         """
         device = kv_cache.tensor.device
-        query_lens, seq_lens = [new for new, _ in lens], [length for _, length in lens]
+        query_lens, seq_lens = np.array(lens, dtype=np.int64).T
+        num_blocks = -(-seq_lens // kv_cache.block_size)
+        blocks = np.full(num_blocks.sum(), kv_cache.null_block)
         metadata = AttentionMetadata.build(
-            [[kv_cache.null_block] * -(-length // kv_cache.block_size) for length in seq_lens],
-            query_lens,
-            seq_lens,
-            kv_cache.block_size,
-            kv_cache.null_block,
-            device,
+            blocks, num_blocks, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
         )
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
-        tokens = TokenInputs(to_device(positions % self._vocab_size, device), None, to_device(positions, device))
+        tokens = TokenInputs(to_device(positions % self._vocab_size, device), to_device(positions, device))
         rows = to_device(np.cumsum(query_lens) - 1, device)
-        self._run_model(tokens, metadata, kv_cache, rows, self._may_infer())
+        self._run_model(tokens, [metadata] * len(kv_cache.groups.windows), kv_cache, rows, self._may_infer())
 
-    def _make_graphs(
-        self, kv_cache: KVCache, manager: BlockManager, record: Callable[[Callable[[], Tensor]], Recording]
-    ) -> DecodeGraphs:
-        max_blocks = min(manager.pool.num_blocks, -(-self.max_context // manager.block_size))
+    def _make_graphs(self, kv_cache: KVCache, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
+        max_blocks = min(kv_cache.num_blocks, -(-self.max_context // kv_cache.block_size))
         runner, pool = weakref.ref(self), weakref.ref(kv_cache)
 
-        def forward(ids: Tensor, positions: Tensor, metadata: DecodeMetadata) -> Tensor:
+        def forward(ids: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata]) -> Tensor:
             own, kv_cache = runner(), pool()
             assert own is not None and kv_cache is not None
-            tokens = TokenInputs(ids, None, positions)
+            tokens = TokenInputs(ids, positions)
             return own._run_model(tokens, metadata, kv_cache, None, True, own._config.compile_decode)
 
-        max_num_seqs = min(self._config.max_num_seqs, manager.pool.num_blocks)
+        max_num_seqs = min(self._config.max_num_seqs, kv_cache.num_blocks)
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)
 
-    def reserved_bytes(self, num_tokens: int, block_size: int) -> int:
+    def reserved_bytes(self, num_tokens: int, block_size: int, num_groups: int = 1) -> int:
         """Bytes that steps hold at most beside weights and pool, on a GPU; 0 on CPU (see `activation_bytes`).
 
         Of `step_memory.py` the sum: memory that a forward gives back is in pieces, which the sampler's tensors, the
@@ -441,6 +554,7 @@ class ModelRunner:
         Args:
             num_tokens: Of the largest step.
             block_size: Tokens in a block.
+            num_groups: Groups of layers.
         """
         model = self.model
         device = model.device
@@ -452,7 +566,8 @@ class ModelRunner:
         uses_graphs = self._config.cuda_graphs is not False
         if uses_graphs:
             max_blocks = -(-self.max_context // block_size)
-            num_bytes += graph_bytes(self.activation_bytes(min(rows, num_tokens)), rows, *logits, max_blocks)
+            activations = self.activation_bytes(min(rows, num_tokens))
+            num_bytes += graph_bytes(activations, rows, *logits, max_blocks, num_groups)
         # Steps run on the worker's thread and on a lone caller's; the graphs are recorded on a stream of their own.
         return num_bytes + workspace_bytes(device, 2 + uses_graphs)
 
@@ -478,6 +593,32 @@ class ModelRunner:
     def forget_graphs(self) -> None:
         """Gives their memory back; they are recorded again when they are next needed."""
         self._graphs = self._compiled = None
+
+    def run_called(
+        self,
+        tables: Sequence[np.ndarray],
+        new: np.ndarray,
+        lengths: np.ndarray,
+        kv_cache: KVCache,
+        shape: tuple[int, int],
+        arguments: dict[str, Any],
+    ) -> Any:
+        """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
+
+        Args:
+            tables: Of each group of layers the rows' block tables, `[B, N]` int64; see `padded_tables`.
+            new: `[B]` int64, new tokens of each row; some may have none.
+            lengths: `[B]` int64, its tokens with the new ones.
+            kv_cache: The pool.
+            shape: Columns in all, and new ones.
+            arguments: What the caller gave.
+        """
+        device = kv_cache.tensor.device
+        first = AttentionMetadata(tables[0], new, lengths, kv_cache.block_size, kv_cache.null_block, device)
+        metadata = [first, *map(first.with_tables, tables[1:])]
+        layouts = [PaddedLayout(own, first.host_start_loc[:-1], device, shape) for own in metadata]
+        cache = PaddedCache(layouts, paged_step(kv_cache.backend, metadata, kv_cache.groups), kv_cache)
+        return self.run_unpatched(past_key_values=cache, use_cache=True, return_dict=True, **arguments)
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""

@@ -27,11 +27,12 @@ def sampler_bytes(rows: int, vocab_size: int, itemsize: int) -> int:
     return rows * vocab_size * (2 * itemsize + SCORE_BYTES)
 
 
-def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max_blocks: int) -> int:
+def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max_blocks: int, groups: int = 1) -> int:
     """What the graphs of decode steps keep: `activations + rows * (vocab_size * itemsize + 40 + 8 * max_blocks)`.
 
     The largest graph's activations, which the others use, too; the logits of all; the inputs, which are five int64 a
-    row, and an int32 block table a row twice (as sent, and in its place). What the driver keeps of each graph, and
+    row, and an int32 block table a row twice (as sent, and in its place); with more groups of layers, of each one such
+    a table and one more int64. What the driver keeps of each graph, and
     attention's lists of work and scratch, which are small beside these, are not counted.
 
     Args:
@@ -40,8 +41,9 @@ def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max
         vocab_size: Logits of each.
         itemsize: Bytes of a logit.
         max_blocks: Blocks of the longest sequence.
+        groups: Of layers.
     """
-    return activations + rows * (vocab_size * itemsize + 5 * 8 + 2 * 4 * max_blocks)
+    return activations + rows * (vocab_size * itemsize + (4 + groups) * 8 + 2 * 4 * max_blocks * groups)
 
 
 def workspace_bytes(device: torch.device, num_workspaces: int) -> int:

@@ -26,20 +26,6 @@ _ToColumn = Callable[[list[Any], type[np.generic]], Tensor]  # `[rows, 1]` from 
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A setting of which each row may have its own value.
-
-    Attributes:
-        name: Of the processor's attribute.
-        merge: Makes one processor for all rows from one of them, the name and each one's value; also given what makes
-            a column of such values, and the vocabulary's size.
-    """
-
-    name: str
-    merge: Callable[[Any, str, list[Any], _ToColumn, int], Process]
-
-
-@dataclass(frozen=True, slots=True)
 class Treatment:
     """What may be done with the rows of a processor.
 
@@ -47,12 +33,15 @@ class Treatment:
         is_batched: It doesn't matter how long a row is: rows of different calls and steps meet in one call of the
             processor, if all of its settings but `column` are equal.
         reads_ids: It looks at the tokens so far; if batched, at which they are, not where.
-        column: A setting that may differ between rows that meet.
+        column: A setting of which each row may have its own value.
+        merge: Makes one processor for all rows of one of them, the column's name and each one's value; also given what
+            makes a column of such values, and the vocabulary's size.
     """
 
     is_batched: bool = False
     reads_ids: bool = True
-    column: Column | None = None
+    column: str | None = None
+    merge: Callable[[Any, str, list[Any], _ToColumn, int], Process] | None = None
 
 
 class _Divisor:
@@ -106,7 +95,7 @@ _BATCHED = Treatment(is_batched=True, reads_ids=False)
 
 
 def _column(name: str, merge: Callable[..., Process], reads_ids: bool = False) -> Treatment:
-    return Treatment(True, reads_ids, Column(name, merge))
+    return Treatment(True, reads_ids, name, merge)
 
 
 # Processors that look at each row by itself and remember nothing: a row that has left the batch cannot change what they
@@ -171,8 +160,7 @@ def _kind(processor: Any) -> Hashable:
         return None
     if getattr(processor, "prompt_ignore_length", None) is not None:  # looks where tokens are
         return None
-    name = None if treatment.column is None else treatment.column.name
-    settings = ((key, _plain(value)) for key, value in sorted(vars(processor).items()) if key != name)
+    settings = ((key, _plain(value)) for key, value in sorted(vars(processor).items()) if key != treatment.column)
     return type(processor), tuple(settings)
 
 
@@ -191,17 +179,17 @@ def merged_processor(processors: Sequence[Any], lengths: list[int], scores: Tens
         scores: `[rows, vocab_size]`.
     """
     first: Process = processors[0]
-    column = PROCESSORS.get(type(first), _ALONE).column
-    if column is None:
+    treatment = PROCESSORS.get(type(first), _ALONE)
+    if treatment.column is None or treatment.merge is None:
         return first
-    values = [getattr(processor, column.name) for processor in processors]
+    values = [getattr(processor, treatment.column) for processor in processors]
     if values.count(values[0]) == len(values):
         return first
 
     def to_column(values: list[Any], dtype: type[np.generic]) -> Tensor:
         return to_device(np.repeat(np.array(values, dtype=dtype), lengths)[:, None], scores.device)
 
-    return column.merge(first, column.name, values, to_column, scores.shape[-1])
+    return treatment.merge(first, treatment.column, values, to_column, scores.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, assert_same_cache, join, logged_messages, new_cache
+from conftest import Pair, assert_same_cache, logged_messages, new_cache
 from models import build, name_of, ragged_batch, random_ids
 from torch import Tensor
 from transformers import (
@@ -392,30 +391,6 @@ def test_forward_that_fails_over_a_kept_cache(make_pair: MakePair, where: str, i
     for seed in (2, 3):
         pair.both(lambda model, seed=seed: turn(model, random_ids(2, 4, seed=seed)))
     assert_same_cache(*caches.values())
-
-
-def test_exception_in_one_thread_is_its_own(pair: Pair) -> None:
-    """Would break: a call that fails because another one did."""
-    expected = pair.stock.generate(**ragged_batch(), max_new_tokens=12)
-    results: list[Any] = []
-
-    def work(arguments: dict[str, Any]) -> None:
-        try:
-            results.append(pair.paged.generate(**ragged_batch(), max_new_tokens=12, **arguments))
-        except Boom as error:
-            results.append(error)
-
-    calls = [USER_CODE["processor"](Boom, 4) if number % 2 else {} for number in range(6)]
-    threads = [threading.Thread(target=work, args=(arguments,), daemon=True) for arguments in calls]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    good = [result for result in results if isinstance(result, Tensor)]
-    assert len(good) == 3 and all(torch.equal(result, expected) for result in good)
-    assert sum(isinstance(result, Boom) for result in results) == 3
-    results.clear()
-    pair.engine.check_invariants()
-    pair.assert_all_free()
 
 
 # What only stock can run

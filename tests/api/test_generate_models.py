@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same_cache, new_cache
-from models import MODELS, REFUSED, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
+from models import MODELS, REFUSED, build, least_blocks, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
 from torch import nn
 from transformers import LlamaForCausalLM, pipeline
 
@@ -38,10 +38,11 @@ every_model = pytest.mark.parametrize("name", MODELS)
 def test_greedy_ragged_batch(make_pair: MakePair, name: str) -> None:
     """Would break: this architecture's attention, positions or masks over the pool."""
     pair = make_pair(name)
-    assert pair.engine.traits.runs_flat == MODELS[name].runs_flat
+    traits, row = pair.engine.traits, MODELS[name]
+    assert (traits.runs_flat, traits.is_batched) == (row.runs_flat, row.is_batched)
     expected, _ = pair.generate(**ragged_batch(), max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True)
     del _
-    assert pair.delta["num_steps"] >= NEW or not MODELS[name].runs_flat
+    assert pair.delta["num_steps"] >= NEW or not row.is_batched
     # The row of the table is worth something: diverse text, decided by gaps that rounding can't close.
     best = torch.stack(expected.logits, dim=1).topk(2, dim=-1).values
     assert float((best[..., 0] - best[..., 1]).min()) > 1e-3 * float(best.abs().max())
@@ -56,8 +57,9 @@ def test_mode(make_pair: MakePair, name: str, mode: str) -> None:
     pair = make_pair(name, block_size=3)
     pair.generate(**(ragged_batch() | {"max_new_tokens": NEW} | MODES[mode]))
     assert pair.delta["num_steps"] > 0
-    if mode in ("samples", "beams") and MODELS[name].runs_flat:
-        assert pair.seen[0] == 11 + 7 + 2, "a prompt was computed for every copy"
+    if mode in ("samples", "beams") and MODELS[name].is_batched:
+        prompts = pair.seen[:1] if MODELS[name].runs_flat else pair.seen[:3]  # padded, rows of other lengths are apart
+        assert sum(prompts) == 11 + 7 + 2, "a prompt was computed for every copy"
 
 
 @pytest.mark.core
@@ -95,17 +97,17 @@ def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.runs_flat])
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.is_batched])
 @pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=name_of)
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
     """Would break: rows evicted and computed again in chunks of three tokens."""
-    pair = make_pair(name, block_size=2, num_blocks=10, max_num_batched_tokens=3)
+    pair = make_pair(name, block_size=2, num_blocks=least_blocks(name, 19, 2, 3), max_num_batched_tokens=3)
     pair.generate(**ragged_batch(), max_new_tokens=8, **arguments)
     assert pair.delta["num_preemptions"] > 0
     assert max(pair.seen) <= 3
 
 
-@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if not row.runs_flat])
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if not row.is_batched])
 def test_pool_too_small_for_the_batch_of_a_model_that_cannot_wait(make_pair: MakePair, name: str) -> None:
     """Would break: a model whose rows all need their keys at once: refused with the numbers, and nothing is left."""
     pair = make_pair(name, block_size=2, num_blocks=13)
@@ -122,7 +124,7 @@ def test_prompts_of_growing_length_with_one_beginning(make_pair: MakePair, name:
     pair = make_pair(name, block_size=2, max_num_batched_tokens=5)
     for length in (12, 16, 26):
         pair.generate(input_ids=random_ids(1, 26)[:, :length], max_new_tokens=5)
-        if MODELS[name].runs_flat:
+        if MODELS[name].is_batched:
             assert (pair.delta["prefix_cache_hit_tokens"] > 0) == (length > 12)
 
 

@@ -204,14 +204,12 @@ class Mode:
         make: Arguments that each model needs its own of.
         batch: Makes the prompts.
         is_flat: Whether every forward of the model is a flat batch of real tokens, within the token budget.
-        can_recompute: Whether all tokens and positions are known, so that rows can be preempted.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     make: Make | None = None
     batch: Callable[[], dict[str, Any]] = ragged_batch
     is_flat: bool = True
-    can_recompute: bool = True
 
     def run(self, pair: Pair) -> tuple[Any, Any]:
         """Runs the mode on both models."""
@@ -312,13 +310,13 @@ MODES: dict[str, Mode] = {
     "pad_is_eos_no_mask": Mode(batch=partial(padded_with_eos, False)),
     "pads_no_mask": Mode(batch=lambda: {"input_ids": ragged_batch()["input_ids"]}),
     "right_padded": Mode(batch=partial(ragged_batch, side="right"), is_flat=False),
-    "embeds": Mode({}, embeds, batch=only_mask, can_recompute=False),
-    "embeds_and_ids": Mode({}, partial(embeds, keep_ids=True), batch=only_mask, can_recompute=False),
-    "embeds_beams": Mode(BEAMS, embeds, batch=only_mask, can_recompute=False),
-    "embeds_samples": Mode(SAMPLE | {"num_return_sequences": 3}, embeds, batch=only_mask, can_recompute=False),
+    "embeds": Mode({}, embeds, batch=only_mask),
+    "embeds_and_ids": Mode({}, partial(embeds, keep_ids=True), batch=only_mask),
+    "embeds_beams": Mode(BEAMS, embeds, batch=only_mask),
+    "embeds_samples": Mode(SAMPLE | {"num_return_sequences": 3}, embeds, batch=only_mask),
     "positions": Mode(batch=partial(positioned, 0)),
     "positions_shifted": Mode(batch=partial(positioned, 5)),
-    "positions_with_gaps": Mode(batch=partial(positioned, 0, 3), can_recompute=False),
+    "positions_with_gaps": Mode(batch=partial(positioned, 0, 3)),
     "config_object": Mode({"generation_config": GenerationConfig(max_new_tokens=9, do_sample=True, pad_token_id=PAD)}),
     "prompt_lookup": Mode({"prompt_lookup_num_tokens": 3}, batch=one_prompt),
     "prompt_lookup_sampling": Mode(SAMPLE | {"prompt_lookup_num_tokens": 4, "temperature": 0.4}, batch=one_prompt),
@@ -363,7 +361,7 @@ def test_mode_matches_stock(make_pair: MakePair, name: str, pool: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.is_flat and mode.can_recompute])
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.is_flat])
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
     """One row fits, the batch doesn't. Would break: rows evicted and computed again, blocks shared meanwhile."""
     mode = MODES[name]
@@ -381,18 +379,6 @@ def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
     if num_rows > 1 and name not in ("no_time", "one_token", "eos_list", "sample_eos_often"):
         waited = pair.delta["num_preemptions"] + pair.delta["num_admission_stalls"]
         assert waited > 0, "everything fitted: the test is too easy"
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("name", ["embeds", "positions_with_gaps"])
-def test_what_cannot_be_computed_again_is_refused_when_the_pool_is_full(make_pair: MakePair, name: str) -> None:
-    """Would break: evicting a row whose tokens are not known, or a failure that keeps blocks."""
-    pair = make_pair(block_size=2, num_blocks=12)
-    with pytest.raises(hf_paged.OutOfBlocksError, match=r"of 12 are free .* num_blocks"):
-        MODES[name].run(pair)
-    pair.engine.check_invariants()
-    pair.assert_all_free()
-    pair.generate(**ragged_batch(), max_new_tokens=4)
 
 
 # What the prompts and rows cost

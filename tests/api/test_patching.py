@@ -279,7 +279,7 @@ class Graphs:
         return module.forward
 
 
-@pytest.mark.parametrize("what", ["forward", "model"])
+@pytest.mark.parametrize("what", [pytest.param("forward", marks=pytest.mark.slow), "model"])
 def test_compiled_forwards_without_a_paged_cache(what: str) -> None:
     """Would break: a dispatch that the compiler can't see through, or that it sees as more than what stock does."""
     found = []

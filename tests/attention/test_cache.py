@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same, assert_same_cache, new_cache
-from models import MODELS, build, name_of, ragged_batch, random_ids
+from models import build, name_of, ragged_batch, random_ids
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -117,9 +117,8 @@ def test_conversation_with_candidates(pair: Pair, only_new: bool) -> None:
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["kept", "evicted"])
 def test_conversation_with_holes(make_pair: MakePair, name: str, is_evicted: bool) -> None:
     """Would break: later turns of different lengths, and answers that ended early, padded in the middle of a row."""
-    if is_evicted and not MODELS[name].runs_flat:
-        is_evicted = False  # its cache can't be computed again and so is never evicted
-    pair = make_pair(name, block_size=2, num_blocks=26 if is_evicted else 64)
+    scarce = 18 if name == "mistral" else 26  # its windows hold less
+    pair = make_pair(name, block_size=2, num_blocks=scarce if is_evicted else 64)
     with both_caches(pair) as caches:
         ids, mask = ragged_batch().values()
         for seed in range(2):
@@ -527,6 +526,10 @@ EVICTORS: dict[str, dict[str, Any]] = {
 }
 
 
+# With a hole in its mask: what the pool holds of it is no function of tokens and positions.
+UNKNOWN = {"input_ids": random_ids(1, 14), "attention_mask": torch.tensor([[1, 1, 0] + 11 * [1]])}
+
+
 def turn_of(pair: Pair, caches: dict[int, Cache], ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """One turn of a conversation over both caches; returns the tokens so far."""
     return pair.both(
@@ -594,14 +597,49 @@ def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> No
         turn_of(pair, caches, ids)
 
 
+@pytest.mark.parametrize("name", ["llama", "falcon_rotary"])
+def test_a_call_whose_padding_is_seen_is_stored_like_any_other(make_pair: MakePair, name: str) -> None:
+    """Would break: its padding takes slots, and its rows are neither found by others nor computed again."""
+    pair = make_pair(name, block_size=2, num_blocks=26, preemption="recompute")
+    details = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 3, "eos_token_id": None}
+    with both_caches(pair) as caches:
+        ids, mask = ragged_batch().values()
+        first, _ = pair.both(
+            lambda model: model.generate(ids, attention_mask=mask, past_key_values=caches[id(model)], **details)
+        )
+        assert pair.engine.stats().kv_tokens_stored == 11 + 7 + 2 + 3 * 2
+        pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=2))
+        assert pair.delta["prefix_cache_hit_tokens"] == 10 + 6
+        pair.both(lambda model: model.generate(random_ids(1, 44), max_new_tokens=3))
+        assert pair.delta["num_preemptions"] > 0
+        ids = torch.cat([first.sequences, random_ids(3, 2)], dim=1)
+        turn_of(pair, caches, ids, nn.functional.pad(mask, (0, 5), value=1))
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic_rope", "gemma3_dynamic_rope"])
+def test_rows_that_depend_on_others_are_computed_again_below_the_original_length(
+    make_pair: MakePair, name: str
+) -> None:
+    """Would break: keys of one frequency computed again at another, or a short conversation that can't be preempted."""
+    pair = make_pair(name, block_size=2, num_blocks=16, preemption="recompute")
+    with both_caches(pair) as caches:
+        ids = turn_of(pair, caches, random_ids(1, 8))
+        pair.both(lambda model: model.generate(random_ids(1, 26, seed=1), max_new_tokens=2))
+        assert pair.delta["num_preemptions"] == 1
+        ids = turn_of(pair, caches, torch.cat([ids, random_ids(1, 8)], dim=1))
+        with pytest.raises(hf_paged.OutOfBlocksError, match="can't be computed again"):
+            pair.paged.generate(random_ids(1, 26, seed=1), max_new_tokens=2)
+        turn_of(pair, caches, torch.cat([ids, random_ids(1, 2)], dim=1))
+
+
 @pytest.mark.core
 def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
-    """Would break: evicting a cache that was filled from embeddings, which could not be computed again."""
+    """Would break: evicting a cache that a forward of its own filled, which could not be computed again."""
     pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
     with both_caches(pair) as caches:
         pair.both(
             lambda model: model.generate(
-                **EVICTORS["embeds"], past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
+                **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
             )
         )
         with pytest.raises(hf_paged.OutOfBlocksError, match="of 15 are free"):
@@ -619,7 +657,7 @@ def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preempti
     with both_caches(pair) as caches:
         pair.both(
             lambda model: model.generate(
-                **EVICTORS["embeds"], past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
+                **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
             )
         )
         pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=8))
@@ -631,17 +669,8 @@ def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preempti
 # What prefix hits may serve
 
 
-def step_of_training(model: Any) -> None:
-    """One step of an optimizer."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ids = random_ids(2, 8, seed=3)
-    model(ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def step_of_a_fused_optimizer(model: Any) -> None:
-    """The same by a fused kernel, which leaves no trace in the tensors' versions."""
+    """A step of a fused optimizer, which leaves no trace in the tensors' versions."""
     ids = random_ids(2, 8, seed=3)
     model(ids, labels=ids).loss.backward()
     torch.optim.AdamW(model.parameters(), lr=0.05, fused=True).step()
@@ -653,33 +682,11 @@ def load_other_weights(model: Any) -> None:
     model.load_state_dict(build("llama", seed=5).state_dict())
 
 
-def assign_other_weights(model: Any) -> None:
-    """`load_state_dict` that replaces the parameters themselves."""
-    model.load_state_dict(build("llama", seed=6).state_dict(), assign=True)
-
-
-def write_in_place(model: Any) -> None:
-    """A parameter multiplied in place."""
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-
-
-def replace_parameter(model: Any) -> None:
-    """A parameter set anew."""
-    old = model.model.layers[1].mlp.up_proj.weight
-    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(old.detach() * -1)
-
-
 def write_through_data(model: Any) -> None:
     """A write that leaves no trace, and the documented call after it."""
     model.model.embed_tokens.weight.data.mul_(-1)
     if hasattr(model, "paged"):
         assert model.paged.reset_prefix_cache() > 0
-
-
-def turn_rope(model: Any) -> None:
-    """A buffer written in place."""
-    model.model.rotary_emb.inv_freq.mul_(0.5)
 
 
 def hook_an_attention(model: Any) -> None:
@@ -690,14 +697,9 @@ def hook_an_attention(model: Any) -> None:
 
 CHANGES = [
     hook_an_attention,
-    step_of_training,
     step_of_a_fused_optimizer,
     load_other_weights,
-    assign_other_weights,
-    write_in_place,
-    replace_parameter,
     write_through_data,
-    turn_rope,
 ]
 
 

@@ -18,7 +18,7 @@ def manager_of(num_blocks: int = 16, block_size: int = 4, **kwargs: int) -> Bloc
 
 
 def grown(manager: BlockManager, seq_id: int, n: int) -> list[int]:
-    """Adds a sequence of n tokens and returns its (live) table."""
+    """Adds a sequence of n tokens and returns its table."""
     manager.add(seq_id)
     if n:
         assert manager.append([(seq_id, n)]) == []
@@ -42,14 +42,15 @@ def matched(manager: BlockManager, seq_id: int, token_ids: list[int], **kwargs: 
 
 def test_append_takes_blocks_only_when_the_last_one_is_full() -> None:
     manager = manager_of()
-    table = grown(manager, 7, 0)
+    grown(manager, 7, 0)
+    table = manager.blocks(7)
     sizes = []
     for _ in range(9):
         manager.append([(7, 1)])
         sizes.append(len(table))
     assert sizes == [1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert manager.num_tokens(7) == 9
-    assert manager.block_table(7) is table
+    assert manager.block_table(7) == table.tolist() and memoryview(table).itemsize == 4
     manager.check_invariants()
 
 
@@ -156,7 +157,7 @@ def test_fork_shares_and_free_returns() -> None:
     grown(manager, 0, 6)
     manager.fork(0, 1)
     assert manager.block_table(1) == manager.block_table(0)
-    assert manager.block_table(1) is not manager.block_table(0)
+    assert manager.blocks(1) is not manager.blocks(0)
     assert (manager.pool.num_in_use, manager.sequences()) == (2, [0, 1])
     manager.free(0)
     assert manager.pool.num_in_use == 2 and 0 not in manager and 1 in manager
@@ -167,16 +168,15 @@ def test_fork_shares_and_free_returns() -> None:
 
 def test_crop_releases_whole_blocks_only() -> None:
     manager = manager_of()
-    table = grown(manager, 0, 10)
-    kept = list(table)
+    kept = grown(manager, 0, 10)
     manager.crop(0, 9)
-    assert table == kept
+    assert manager.block_table(0) == kept
     manager.crop(0, 8)
-    assert table == kept[:2]
+    assert manager.block_table(0) == kept[:2]
     manager.crop(0, 5)
-    assert table == kept[:2] and manager.num_tokens(0) == 5
+    assert manager.block_table(0) == kept[:2] and manager.num_tokens(0) == 5
     manager.crop(0, 0)
-    assert table == [] and manager.pool.num_in_use == 0
+    assert manager.block_table(0) == [] and manager.pool.num_in_use == 0
     manager.check_invariants()
 
 
@@ -347,12 +347,13 @@ def test_a_cropped_block_is_unhashed_when_it_is_written_not_before() -> None:
 
 def test_a_cropped_block_that_is_shared_is_copied_and_keeps_its_hash() -> None:
     manager = manager_of()
-    table = written(manager, 0, list(range(8)))
-    shared = table[1]
+    shared = written(manager, 0, list(range(8)))[1]
     assert matched(manager, 1, list(range(9))) == 8
     manager.crop(0, 6)
-    assert manager.append([(0, 1)]) == [(shared, table[1])]
-    assert manager.pool.block_hash(shared) is not None and manager.pool.block_hash(table[1]) is None
+    copies = manager.append([(0, 1)])
+    own = manager.block_table(0)[1]
+    assert copies == [(shared, own)]
+    assert manager.pool.block_hash(shared) is not None and manager.pool.block_hash(own) is None
     manager.check_invariants()
 
 
@@ -725,9 +726,9 @@ def test_check_invariants_notices() -> None:
         return manager
 
     for change in (
-        lambda m: m.block_table(0).pop(),
-        lambda m: m.block_table(0).reverse(),
-        lambda m: m.block_table(0).__setitem__(1, m.block_table(0)[0]),
+        lambda m: m.blocks(0).pop(),
+        lambda m: m.blocks(0).reverse(),
+        lambda m: m.blocks(0).__setitem__(1, m.blocks(0)[0]),
         lambda m: m.pool.incref(0),
         lambda m: m._tables[1].block_hashes.reverse(),
         lambda m: m._tables[1].__setattr__("num_committed", 3),

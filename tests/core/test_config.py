@@ -48,6 +48,7 @@ def test_fields_and_defaults() -> None:
         "use_async_batching": None,
         "warm_up": False,
         "strict": False,
+        "record": None,
     }
 
 
@@ -134,6 +135,7 @@ INVALID: list[tuple[str, Any]] = [
     *(("memory_fraction", value) for value in (0, 0.0, -0.1, 1.01, 25, float("nan"), float("inf"), "0.5", True, None)),
     *(("enable_prefix_caching", value) for value in BOOLEAN),
     *(("strict", value) for value in BOOLEAN),
+    *(("record", value) for value in ("", 3, True)),
     *(("compile_decode", value) for value in BOOLEAN),
     *(("warm_up", value) for value in BOOLEAN),
     *(("use_async_batching", value) for value in (0, 1, 0.0, "auto", "true", [])),
@@ -232,10 +234,11 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, name: str, text: str, valu
 def test_every_field_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         with monkeypatch.context() as context:
-            set_env(context, **{name: "a bad value"})
+            text = "" if name == "record" else "a bad value"  # all others are names of files
+            set_env(context, **{name: text})
             with pytest.raises(ValueError) as caught:
                 PagedConfig.from_settings()
-            assert "a bad value" in str(caught.value) and name in str(caught.value).lower()
+            assert text in str(caught.value) and name in str(caught.value).lower()
 
 
 @pytest.mark.parametrize(

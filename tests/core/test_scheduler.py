@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from hf_paged.core.batch import Batch
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
-from hf_paged.core.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 WAITING, RUNNING, SWAPPED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED
@@ -67,13 +68,13 @@ class Setup:
             sequence.is_wanted = True
             self.scheduler.wake(sequence.group)
 
-    def step(self, **options: Any) -> SchedulerOutput:
+    def step(self, **options: Any) -> Batch:
         step = self.scheduler.schedule(**options)
         self.scheduler.update(step)
         self.manager.check_invariants()
         return step
 
-    def run(self) -> list[SchedulerOutput]:
+    def run(self) -> list[Batch]:
         """Steps until nothing is left to do."""
         steps = []
         while self.scheduler.has_work:
@@ -98,8 +99,8 @@ class Setup:
         return self.manager.block_table(sequence.seq_id).copy()
 
 
-def chunks(step: SchedulerOutput) -> list[tuple[int, int, int]]:
-    return [(chunk.sequence.seq_id, chunk.start, chunk.num_tokens) for chunk in step.chunks]
+def ids(*sequences: Sequence) -> list[int]:
+    return [sequence.seq_id for sequence in sequences]
 
 
 def status(*sequences: Sequence) -> list[SequenceStatus]:
@@ -113,7 +114,7 @@ def test_a_step_holds_everything_that_fits() -> None:
     setup = Setup()
     a, b, c = setup.add(3), setup.add(1), setup.add(4)
     step = setup.scheduler.schedule()
-    assert chunks(step) == [(1, 0, 3), (2, 0, 1), (3, 0, 4)]
+    assert step.chunks == [(1, 0, 3), (2, 0, 1), (3, 0, 4)]
     assert step.block_copies == step.swap_outs == step.swap_ins == []
     assert step.new_blocks == setup.table(a) + setup.table(b) + setup.table(c)
     assert a.num_computed_tokens == 0, "nothing is computed before update()"
@@ -128,7 +129,7 @@ def test_prompts_are_chunked_to_the_token_budget() -> None:
     setup = Setup(block_size=4, budget=5)
     setup.add(7), setup.add(6)
     steps = setup.run()
-    assert [chunks(step) for step in steps] == [[(1, 0, 5)], [(1, 5, 2), (2, 0, 3)], [(2, 3, 3)]]
+    assert [step.chunks for step in steps] == [[(1, 0, 5)], [(1, 5, 2), (2, 0, 3)], [(2, 3, 3)]]
     # Blocks are new in the step whose tokens first need them.
     assert [len(step.new_blocks) for step in steps] == [2, 1, 1]
 
@@ -138,7 +139,7 @@ def test_the_budget_is_spent_exactly(budget: int) -> None:
     setup = Setup(num_blocks=64, budget=budget)
     for n in (3, 1, 5, 2, 7):
         setup.add(n)
-    sizes = [sum(chunk.num_tokens for chunk in step.chunks) for step in setup.run()]
+    sizes = [step.num_tokens for step in setup.run()]
     assert sizes[:-1] == [budget] * (len(sizes) - 1) and 0 < sizes[-1] <= budget and sum(sizes) == 18
 
 
@@ -154,10 +155,10 @@ def test_decodes_go_before_prefill_chunks_and_these_before_new_prompts() -> None
     setup.extend(short, long)
     third = setup.add(9)
     step = setup.step()
-    assert chunks(step)[:2] == [(long.seq_id, 7, 1), (short.seq_id, 2, 1)], "decodes, in order of arrival"
-    assert chunks(step)[2][0] == long_2.seq_id, "what has begun goes on"
+    assert step.chunks[:2] == [(long.seq_id, 7, 1), (short.seq_id, 2, 1)], "decodes, in order of arrival"
+    assert step.chunks[2][0] == long_2.seq_id, "what has begun goes on"
     assert third.num_computed_tokens == 0
-    assert sum(n for _, _, n in chunks(step)) == 4
+    assert sum(n for _, _, n in step.chunks) == 4
 
 
 def test_max_num_seqs_bounds_the_rows_of_a_step() -> None:
@@ -170,23 +171,23 @@ def test_max_num_seqs_bounds_the_rows_of_a_step() -> None:
 def test_max_tokens_makes_one_step_smaller() -> None:
     setup = Setup(budget=4)
     setup.add(9)
-    assert [chunks(setup.step(max_tokens=n)) for n in (2, 50, None)] == [[(1, 0, 2)], [(1, 2, 4)], [(1, 6, 3)]]
+    assert [setup.step(max_tokens=n).chunks for n in (2, 50, None)] == [[(1, 0, 2)], [(1, 2, 4)], [(1, 6, 3)]]
 
 
 def test_first_come_first_served_within_a_priority() -> None:
     setup = Setup(max_num_seqs=1)
     setup.add(1, priority=1), setup.add(1), setup.add(1, priority=-1), setup.add(1), setup.add(1, priority=-1)
-    assert [chunks(step)[0][0] for step in setup.run()] == [3, 5, 2, 4, 1]
+    assert [step.chunks[0][0] for step in setup.run()] == [3, 5, 2, 4, 1]
 
 
 def test_an_unwanted_sequence_stays_pending() -> None:
     setup = Setup()
     a, b = setup.add(2, is_wanted=False), setup.add(3)
-    assert [chunks(step) for step in setup.run()] == [[(2, 0, 3)]]
+    assert [step.chunks for step in setup.run()] == [[(2, 0, 3)]]
     assert not setup.scheduler.has_work and a.num_pending_tokens == 2 and a.num_wanted_tokens == 0
     a.is_wanted = True
     setup.scheduler.wake(a.group)
-    assert setup.scheduler.has_work and [chunks(step) for step in setup.run()] == [[(1, 0, 2)]]
+    assert setup.scheduler.has_work and [step.chunks for step in setup.run()] == [[(1, 0, 2)]]
     assert b.num_pending_tokens == 0
 
 
@@ -201,16 +202,11 @@ def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
     a.is_wanted = False  # nobody tells the scheduler
     assert not setup.scheduler.has_work
     b = setup.add(2)
-    assert chunks(setup.step())[0][0] == b.seq_id
+    assert setup.step().chunks[0][0] == b.seq_id
     a.is_wanted = True
     setup.scheduler.wake(a.group)
     setup.run()
     assert a.num_pending_tokens == 0
-
-
-def test_chunk_is_a_value() -> None:
-    sequence = Sequence(1, SequenceGroup(1))
-    assert ScheduledChunk(sequence, 0, 1) == ScheduledChunk(sequence, 0, 1) != ScheduledChunk(sequence, 0, 2)
 
 
 # Batch keys and owners
@@ -222,8 +218,8 @@ def test_groups_of_different_batch_keys_alternate() -> None:
     seen = []
     for _ in range(6):
         step = setup.step()
-        seen.append("".join(str(chunk.sequence.group.batch_key) for chunk in step.chunks))
-        setup.extend(*(chunk.sequence for chunk in step.chunks))
+        seen.append(str(step.batch_key) * step.num_seqs)
+        setup.extend(*(row for row in rows if row.seq_id in step.seq_ids))
     # The second "a" waits behind the first "b": order of arrival goes before full steps.
     assert seen[:2] == ["a", "b"] and set(seen[2:]) == {"aa", "bb"} and seen[2:] == [seen[2], seen[3]] * 2
     assert all(row.num_computed_tokens > 2 for row in rows)
@@ -233,7 +229,7 @@ def test_two_prefills_of_different_keys_do_not_share_a_step() -> None:
     setup = Setup(num_blocks=64, budget=9)
     a, b = setup.computed(1, batch_key="a"), setup.computed(1, batch_key="b")
     setup.extend(a, b, num_tokens=3)
-    assert [chunks(step) for step in setup.run()] == [[(1, 1, 3)], [(2, 1, 3)]]
+    assert [step.chunks for step in setup.run()] == [[(1, 1, 3)], [(2, 1, 3)]]
 
 
 def test_a_key_without_work_costs_no_step() -> None:
@@ -243,7 +239,7 @@ def test_a_key_without_work_costs_no_step() -> None:
     setup.step()
     setup.scheduler.free(b)  # was to be next
     c = setup.add(1, batch_key="a")
-    assert chunks(setup.step()) == [(c.seq_id, 0, 1)]
+    assert setup.step().chunks == [(c.seq_id, 0, 1)]
 
 
 def test_only_one_owner() -> None:
@@ -252,9 +248,9 @@ def test_only_one_owner() -> None:
     a, b = setup.computed(3, owner=other), setup.computed(3, owner=mine)
     setup.extend(a, b)
     c, d = setup.add(2, owner=mine), setup.add(2, owner=other)
-    assert chunks(setup.step(only=mine)) == [(b.seq_id, 3, 1), (c.seq_id, 0, 2)]
+    assert setup.step(only=mine).chunks == [(b.seq_id, 3, 1), (c.seq_id, 0, 2)]
     assert setup.step(only=mine).chunks == [] and setup.scheduler.has_work
-    assert chunks(setup.step(only=other)) == [(a.seq_id, 3, 1), (d.seq_id, 0, 2)]
+    assert setup.step(only=other).chunks == [(a.seq_id, 3, 1), (d.seq_id, 0, 2)]
 
 
 def test_only_one_owner_forced_past_older_ones() -> None:
@@ -263,7 +259,7 @@ def test_only_one_owner_forced_past_older_ones() -> None:
     older = setup.computed(6)
     waiting, own = setup.add(4), setup.add(4, owner=mine)
     assert setup.step(only=mine).chunks == []
-    assert chunks(setup.step(only=mine, forced=True)) == [(own.seq_id, 0, 4)]
+    assert setup.step(only=mine, forced=True).chunks == [(own.seq_id, 0, 4)]
     assert status(older, waiting, own) == [WAITING, WAITING, RUNNING]
 
 
@@ -275,7 +271,7 @@ def test_a_prompt_is_admitted_only_as_a_whole() -> None:
     a = setup.computed(8)
     setup.extend(a)
     b = setup.add(8)
-    assert chunks(setup.step()) == [(a.seq_id, 8, 1)], "4 blocks were free, 3 are, and it needs 4 for its tokens so far"
+    assert setup.step().chunks == [(a.seq_id, 8, 1)], "4 blocks were free, 3 are, and it needs 4 for its tokens so far"
     assert setup.scheduler.num_admission_stalls == 1 and status(b) == [WAITING] and setup.table(b) == []
 
 
@@ -284,10 +280,10 @@ def test_a_watermark_is_kept_for_what_runs() -> None:
     a = setup.computed(2)
     setup.extend(a)
     b = setup.add(2 * 297)
-    assert chunks(setup.step()) == [(a.seq_id, 2, 1)]
+    assert setup.step().chunks == [(a.seq_id, 2, 1)]
     assert setup.pool.num_free == 298, "297 + a watermark of 3 would have to fit"
     setup.scheduler.free(a)
-    assert chunks(setup.step())[0][0] == b.seq_id
+    assert setup.step().chunks[0][0] == b.seq_id
     alone = Setup(num_blocks=300)
     alone.add(600)
     assert len(alone.step().chunks) == 1, "an empty pool needs no watermark"
@@ -297,7 +293,7 @@ def test_nobody_is_admitted_past_one_that_does_not_fit() -> None:
     setup = Setup(num_blocks=8)
     setup.extend(setup.computed(6))
     big, small = setup.add(12), setup.add(1)
-    assert chunks(setup.step()) == [(1, 6, 1)]
+    assert setup.step().chunks == [(1, 6, 1)]
     assert status(big, small) == [WAITING, WAITING]
 
 
@@ -307,7 +303,7 @@ def test_admission_takes_nothing_from_running_groups() -> None:
     setup.extend(a, b)
     first = setup.add(1, priority=-1)
     step = setup.step()
-    assert [c.sequence for c in step.chunks] == [a, b], "not even for a higher priority"
+    assert list(step.seq_ids) == ids(a, b), "not even for a higher priority"
     assert status(first) == [WAITING] and setup.scheduler.num_preemptions == 0
 
 
@@ -316,7 +312,7 @@ def test_when_blocks_run_out_nobody_is_admitted() -> None:
     a, b = setup.computed(4), setup.computed(4)
     setup.extend(a, b)
     c = setup.add(1)
-    assert chunks(setup.step()) == [(a.seq_id, 4, 1)]
+    assert setup.step().chunks == [(a.seq_id, 4, 1)]
     assert status(a, b, c) == [RUNNING, WAITING, WAITING]
     assert setup.pool.num_free == 1, "c would have fitted"
 
@@ -329,14 +325,14 @@ def test_all_rows_of_a_group_run_or_none() -> None:
     assert setup.pool.num_free == 2 and setup.step().chunks == [], "three blocks are needed"
     assert [len(setup.table(s)) for s in (*beams, older)] == [2, 2, 2, 1], "and none is taken"
     setup.scheduler.free(older)
-    assert [c.sequence for c in setup.step().chunks] == beams
+    assert list(setup.step().seq_ids) == ids(*beams)
 
 
 def test_rows_of_one_prompt_compute_it_once() -> None:
     setup = Setup(num_blocks=8)
     group = setup.scheduler.new_group()
     rows = [setup.add([1, 2, 3, 4, 5], group=group) for _ in range(3)]
-    assert [chunks(step) for step in setup.run()] == [[(1, 0, 5)], [(2, 4, 1), (3, 4, 1)]]
+    assert [step.chunks for step in setup.run()] == [[(1, 0, 5)], [(2, 4, 1), (3, 4, 1)]]
     assert len({setup.table(row)[1] for row in rows}) == 1 and setup.pool.num_in_use == 5
 
 
@@ -348,7 +344,7 @@ def test_tokens_whose_logits_are_wanted_are_computed(logits_from: int, start: in
     setup = Setup()
     setup.computed([1, 2, 3, 4, 5, 6])
     second = setup.add([1, 2, 3, 4, 5, 6], logits_from=logits_from)
-    assert chunks(setup.step()) == [(second.seq_id, start, 6 - start)]
+    assert setup.step().chunks == [(second.seq_id, start, 6 - start)]
 
 
 def test_full_blocks_are_shared_once_computed_and_cost_no_budget() -> None:
@@ -356,7 +352,7 @@ def test_full_blocks_are_shared_once_computed_and_cost_no_budget() -> None:
     first = setup.computed([1, 2, 3, 4, 5])  # in steps of 3 and 2
     second = setup.add([1, 2, 3, 4, 5, 6, 7])
     step = setup.step()
-    assert chunks(step) == [(2, 4, 3)]
+    assert step.chunks == [(2, 4, 3)]
     assert setup.table(second)[:2] == setup.table(first)[:2] and step.new_blocks == setup.table(second)[2:]
     assert (setup.manager.prefix_hit_tokens, setup.manager.prefix_query_tokens) == (4, 12)
 
@@ -368,26 +364,26 @@ def test_the_extra_key_is_part_of_what_is_shared() -> None:
     setup.run()
     same, other = setup.add([1, 2, 3, 4]), setup.add([1, 2, 3, 4])
     same.extra_key = (7,)
-    assert chunks(setup.step()) == [(2, 2, 2), (3, 0, 4)]
+    assert setup.step().chunks == [(2, 2, 2), (3, 0, 4)]
     assert other.num_pending_tokens == 0
 
 
-def test_unknown_tokens_and_irregular_positions_are_neither_shared_nor_found() -> None:
+def test_unknown_tokens_and_those_of_older_weights_are_neither_shared_nor_found() -> None:
     setup = Setup()
     setup.add(4, is_known=False)
-    setup.add([1, 2, 3, 4]).position_offset = None
+    setup.add([1, 2, 3, 4]).is_stale = True
     setup.run()
     assert all(setup.pool.block_hash(block_id) is None for block_id in range(16))
     setup.computed([1, 2, 3, 4])
     again = setup.add([1, 2, 3, 4])
-    again.position_offset = None
-    assert chunks(setup.step()) == [(again.seq_id, 0, 4)]
+    again.is_stale = True
+    assert setup.step().chunks == [(again.seq_id, 0, 4)]
 
 
 def test_a_prompt_waits_for_the_first_block_that_this_step_computes() -> None:
     setup = Setup()
     a, b, c = setup.add([1, 2, 3, 4]), setup.add([1, 2, 5, 6]), setup.add([7, 8, 9])
-    assert [chunks(step) for step in setup.run()] == [[(1, 0, 4)], [(2, 2, 2), (3, 0, 3)]]
+    assert [step.chunks for step in setup.run()] == [[(1, 0, 4)], [(2, 2, 2), (3, 0, 3)]]
     assert setup.table(b)[0] == setup.table(a)[0] and c.num_pending_tokens == 0
     assert setup.scheduler.num_admission_stalls == 0
     assert (setup.manager.prefix_hit_tokens, setup.manager.prefix_query_tokens) == (2, 11), "each prompt counts once"
@@ -432,11 +428,12 @@ def test_forks_copy_the_block_they_write() -> None:
 def test_a_fork_is_equal_to_its_parent() -> None:
     setup = Setup()
     parent = setup.computed([1, 2, 3], owner="me")
-    parent.extra_key, parent.position_offset = (4,), 2
+    parent.extra_key, parent.position_offset, parent.given_end, parent.is_stale = (4,), 2, 3, True
     child = setup.scheduler.fork(parent)
     assert child.group is parent.group and child.seq_id != parent.seq_id
     assert child.token_ids == parent.token_ids and child.token_ids is not parent.token_ids
-    fields = ("num_tokens", "num_computed_tokens", "logits_from", "is_wanted", "position_offset", "extra_key")
+    names = "num_tokens num_computed_tokens logits_from is_wanted position_offset extra_key given_end is_stale"
+    fields = names.split()
     assert [getattr(child, name) for name in fields] == [getattr(parent, name) for name in fields]
     opaque = setup.scheduler.fork(setup.computed(3, is_known=False))
     assert opaque.token_ids is None and not opaque.is_reproducible
@@ -466,7 +463,7 @@ def test_the_newest_group_is_preempted_first_and_as_a_whole() -> None:
     new = setup.beams(4, 2)
     setup.extend(old, *middle, *new)
     step = setup.step()
-    assert [c.sequence for c in step.chunks] == [old, *middle]
+    assert list(step.seq_ids) == ids(old, *middle)
     assert step.num_preempted == setup.scheduler.num_preemptions == 2
     assert [len(setup.table(s)) for s in (old, *middle, *new)] == [3, 3, 3, 0, 0]
     assert status(old, middle[0], new[0]) == [RUNNING, RUNNING, WAITING]
@@ -479,7 +476,7 @@ def test_the_newest_runs_only_if_it_needs_nobody_elses_blocks() -> None:
     setup.extend(new)
     assert setup.step().chunks == [], "older ones are not preempted for it"
     assert status(old, new) == [RUNNING, RUNNING]
-    assert [c.sequence for c in setup.step(forced=True).chunks] == [new], "unless nothing else could ever run"
+    assert list(setup.step(forced=True).seq_ids) == ids(new), "unless nothing else could ever run"
     assert status(old, new) == [WAITING, RUNNING]
 
 
@@ -515,7 +512,7 @@ def test_an_idle_group_that_just_ran_may_be_preempted_in_the_next_step() -> None
     setup.step(forced=True)
     idle.group.is_idle = True
     setup.extend(a)
-    assert [c.sequence for c in setup.step().chunks] == [a]
+    assert list(setup.step().seq_ids) == ids(a)
     assert status(idle, a) == [WAITING, RUNNING]
 
 
@@ -545,7 +542,7 @@ def test_a_preempted_sequence_comes_back_to_what_is_still_cached() -> None:
     assert (a.num_computed_tokens, a.num_pending_tokens, setup.scheduler.num_running) == (0, 5, 0)
     setup.scheduler.free(setup.computed(2))  # takes the plain free block, not a cached one
     setup.extend(a)
-    assert chunks(setup.step()) == [(1, 4, 2)]
+    assert setup.step().chunks == [(1, 4, 2)]
     assert setup.table(a)[:2] == blocks[:2]
 
 
@@ -576,14 +573,14 @@ def test_blocks_that_others_share_are_not_freed_by_preemption() -> None:
 
 def test_what_cannot_be_computed_again_is_never_dropped() -> None:
     setup = Setup(num_blocks=4)
-    a, unknown, irregular = setup.computed(2), setup.computed(2, is_known=False), setup.computed(2)
-    irregular.position_offset = None
+    a, unknown, stale = setup.computed(2), setup.computed(2, is_known=False), setup.computed(2)
+    stale.is_stale = True
     setup.extend(a, num_tokens=4)
     with pytest.raises(OutOfBlocksError) as caught:
         setup.step(forced=True)
     assert (caught.value.needed, caught.value.free) == (2, 1)
     assert caught.value.group is a.group and caught.value.swap_outs == []
-    assert status(unknown, irregular) == [RUNNING, RUNNING] and setup.scheduler.num_preemptions == 0
+    assert status(unknown, stale) == [RUNNING, RUNNING] and setup.scheduler.num_preemptions == 0
 
 
 # Swap
@@ -605,7 +602,7 @@ def test_swap_moves_a_group_with_its_sharing() -> None:
     setup.manager.reset_prefix_cache()
     setup.extend(*beams)
     step = setup.step()
-    assert len(step.swap_ins) == 5 and chunks(step) == [(s.seq_id, 6, 1) for s in beams]
+    assert len(step.swap_ins) == 5 and step.chunks == [(s.seq_id, 6, 1) for s in beams]
     assert setup.pool.num_in_use == 2 + 3 + 3 and setup.manager.num_swapped_blocks == 0
     assert setup.scheduler.num_swapped_out == setup.scheduler.num_preemptions == 3
 
@@ -644,10 +641,10 @@ def test_swapped_groups_come_back_before_waiting_ones_are_admitted() -> None:
     setup.extend(b)
     first = setup.add(1, priority=-1)
     setup.extend(a)
-    assert [c.sequence for c in setup.step().chunks] == [a], "two blocks are free, three and a watermark are needed"
+    assert list(setup.step().seq_ids) == ids(a), "two blocks are free, three and a watermark are needed"
     assert status(b, first) == [SWAPPED, WAITING], "it would have fitted, but not past a swapped group"
     setup.scheduler.free(a)
-    assert [c.sequence for c in setup.step().chunks] == [b, first]
+    assert list(setup.step().seq_ids) == ids(b, first)
 
 
 def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
@@ -660,9 +657,9 @@ def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
     idle.group.is_idle = True
     setup.extend(a, b)
     step = setup.step()
-    assert [c.sequence for c in step.chunks] == [a] and len(step.swap_ins) == 2 and step.swap_outs == []
+    assert list(step.seq_ids) == ids(a) and len(step.swap_ins) == 2 and step.swap_outs == []
     step = setup.step()
-    assert [c.sequence for c in step.chunks] == [b] and len(step.swap_outs) == 4
+    assert list(step.seq_ids) == ids(b) and len(step.swap_outs) == 4
 
 
 def test_a_swapped_group_comes_back_only_with_room_for_its_copies() -> None:
@@ -690,8 +687,9 @@ def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -
     setup.extend(*rows, num_tokens=2)
     assert setup.step().chunks == []
     for _ in range(8):
-        for chunk in setup.step(forced=True).chunks:
-            chunk.sequence.is_wanted = chunk.sequence.num_pending_tokens > 0
+        ran = setup.step(forced=True).seq_ids
+        for row in rows:
+            row.is_wanted &= row.seq_id not in ran or row.num_pending_tokens > 0
         if not setup.scheduler.has_work:
             break
     assert not setup.scheduler.has_work, "both rows had their turn"
@@ -718,7 +716,7 @@ def test_a_swapped_group_left_with_nothing_computed_is_a_waiting_one() -> None:
     assert group.status is SWAPPED
     setup.scheduler.free(first)
     assert group.status is WAITING and setup.manager.num_swapped_blocks == 0
-    assert chunks(setup.step()) == [(second.seq_id, 0, 3)]
+    assert setup.step().chunks == [(second.seq_id, 0, 3)]
 
 
 def test_swap_in_now_and_make_room() -> None:
@@ -734,8 +732,8 @@ def test_swap_in_now_and_make_room() -> None:
     assert caught.value.group is a.group and status(a) == [SWAPPED]
     b.group.num_pins -= 1
     setup.scheduler.free(b)
-    step = setup.scheduler.swap_in_now(a.group)
-    assert status(a) == [RUNNING] and step.chunks == [] and setup.pool.num_in_use == 3
+    setup.scheduler.swap_in_now(a.group)
+    assert status(a) == [RUNNING] and setup.pool.num_in_use == 3
 
 
 def test_preempt_all_is_all_or_nothing() -> None:
@@ -760,7 +758,7 @@ def test_forced_runs_the_first_in_line_whoever_has_to_go() -> None:
     c = setup.add(8)
     assert setup.step().chunks == []
     step = setup.step(forced=True)
-    assert chunks(step) == [(c.seq_id, 0, 8)] and status(older, newer) == [WAITING, WAITING]
+    assert step.chunks == [(c.seq_id, 0, 8)] and status(older, newer) == [WAITING, WAITING]
 
 
 def test_forced_is_for_the_first_one_only() -> None:
@@ -769,7 +767,7 @@ def test_forced_is_for_the_first_one_only() -> None:
     a, b = setup.computed(4), setup.computed(4)
     setup.extend(a, b)
     step = setup.step(forced=True)
-    assert [c.sequence for c in step.chunks] == [a], "b may not take from an older group"
+    assert list(step.seq_ids) == ids(a), "b may not take from an older group"
     assert status(idle_older, a, b) == [RUNNING, RUNNING, WAITING]
 
 
@@ -781,10 +779,10 @@ def test_a_group_that_does_not_fit_as_a_whole_runs_row_by_row() -> None:
     for _ in range(9):
         step = setup.step()
         step = step if step.chunks else setup.step(forced=True)
-        for chunk in step.chunks:
-            if chunk.sequence.num_pending_tokens == 0:
-                done.append(chunk.sequence)
-                chunk.sequence.is_wanted = False  # its logits are out
+        for row in rows:
+            if row.seq_id in step.seq_ids and row.num_pending_tokens == 0:
+                done.append(row)
+                row.is_wanted = False  # its logits are out
         if not setup.scheduler.has_work:
             break
     assert done == rows
@@ -795,7 +793,7 @@ def test_rows_of_a_pinned_group_are_not_dropped_for_each_other() -> None:
     rows = setup.beams(6, 2)
     rows[0].group.num_pins += 1
     setup.extend(*rows, num_tokens=2)
-    assert chunks(setup.step(forced=True)) == [(rows[0].seq_id, 6, 2)], "there is room for one"
+    assert setup.step(forced=True).chunks == [(rows[0].seq_id, 6, 2)], "there is room for one"
     rows[0].is_wanted = False
     with pytest.raises(OutOfBlocksError) as caught:
         setup.step(forced=True)
@@ -822,7 +820,7 @@ def test_nothing_to_do() -> None:
     setup = Setup()
     assert not setup.scheduler.has_work
     for forced in (False, True):
-        assert setup.step(forced=forced) == SchedulerOutput()
+        assert setup.step(forced=forced) == Batch()
 
 
 # Idle time, crop, undo, nested steps
@@ -834,7 +832,7 @@ def test_a_renewed_group_is_the_newest() -> None:
     setup.scheduler.renew(a.group)
     assert [g.order for g in setup.scheduler.groups] == sorted(g.order for g in setup.scheduler.groups)
     setup.extend(a, b)
-    assert [x.sequence for x in setup.step().chunks] == [b]
+    assert list(setup.step().seq_ids) == ids(b)
     assert status(a, b, c) == [WAITING, RUNNING, RUNNING]
 
 
@@ -853,11 +851,9 @@ def test_crop_in_every_state() -> None:
     setup.run()
     assert [s.token_ids for s in (waiting, running, swapped)] == [[i] * 3 + [500, 501, 502] for i in (1, 2, 3)]
     again = setup.add([1, 1, 1, 1, 1, 1, 1])
-    assert chunks(setup.step()) == [(again.seq_id, 6, 1)], (
-        "the waiting one's old blocks are cached under its old tokens"
-    )
+    assert setup.step().chunks == [(again.seq_id, 6, 1)], "the waiting one's old blocks are cached under its old tokens"
     fresh = setup.add([2, 2, 2, 500, 501, 502, 0])
-    assert chunks(setup.step()) == [(fresh.seq_id, 6, 1)]
+    assert setup.step().chunks == [(fresh.seq_id, 6, 1)]
 
 
 @pytest.mark.parametrize("where", [WAITING, RUNNING, SWAPPED])
@@ -870,7 +866,7 @@ def test_crop_to_nothing_and_free(where: SequenceStatus) -> None:
     assert (a.num_tokens, a.num_computed_tokens, a.token_ids, a.group.status) == (0, 0, [], WAITING)
     assert setup.pool.num_in_use == setup.manager.num_swapped_blocks == 0
     setup.extend(a, num_tokens=2)
-    assert chunks(setup.step()) == [(a.seq_id, 0, 2)]
+    assert setup.step().chunks == [(a.seq_id, 0, 2)]
     setup.scheduler.free(a)
     assert list(setup.scheduler.groups) == [] and setup.pool.num_in_use == setup.scheduler.num_running == 0
 
@@ -894,7 +890,7 @@ def test_undo_takes_back_the_slots_of_a_step() -> None:
     # The copy was made, so the sequence keeps it.
     assert setup.table(child) == shared and setup.table(a) == [shared[0], step.block_copies[0][1]]
     again = setup.step()
-    assert chunks(again) == chunks(step) and again.block_copies == []
+    assert again.chunks == step.chunks and again.block_copies == []
 
 
 def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
@@ -905,7 +901,7 @@ def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
     outer = setup.scheduler.schedule()
     tables = [setup.table(s) for s in (a, b)]
     inner = setup.add(2, priority=-1)
-    assert chunks(setup.step(forced=True)) == [(inner.seq_id, 0, 2)]
+    assert setup.step(forced=True).chunks == [(inner.seq_id, 0, 2)]
     setup.add(8, priority=-1)
     with pytest.raises(OutOfBlocksError):
         setup.scheduler.schedule(forced=True)

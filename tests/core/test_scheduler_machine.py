@@ -11,9 +11,10 @@ Two drivers share it: hypothesis, which shrinks what it finds, and a seeded rand
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,9 +23,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hf_paged.core.batch import Batch, BlockMoves, Chunk
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
-from hf_paged.core.scheduler import Scheduler, SchedulerOutput
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 NUM_RANDOM_STEPS = 300_000
@@ -34,6 +36,16 @@ MAX_ROWS = 10
 MAX_LENGTH = 28
 
 WAITING, RUNNING, SWAPPED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED
+
+
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,),
+    (3,),
+    (None,),
+    (None, 4),
+    (None,),
+    (2, 6, None),
+]  # of groups of layers
 
 
 @dataclass(eq=False)
@@ -102,11 +114,11 @@ class WatchedScheduler(Scheduler):
         return is_deferred
 
     def _run_part(self, step, group):  # type: ignore[no-untyped-def]
-        num_before = len(step.output.chunks)
+        num_before = len(step.chunks)
         self.split.add(group)
         is_running = super()._run_part(step, group)
         num_rows, num_wanted = (
-            len(step.output.chunks) - num_before,
+            len(step.chunks) - num_before,
             sum(s.num_wanted_tokens > 0 for s in group.sequences),
         )
         self.events["one row of a group"] += 1 == num_rows < num_wanted
@@ -137,22 +149,23 @@ class World:
         num_swap_blocks: int = 0,
         caching: bool = True,
         overlaps: bool = False,
+        windows: tuple[int | None, ...] = (None,),
+        scheduler: Callable[..., WatchedScheduler] = WatchedScheduler,
     ) -> None:
         self.rng = rng
         self.overlaps = overlaps
         # Of each step in flight: rows with tokens that the device has chosen, and with what (None: it was the last).
         self.expected: list[list[tuple[Row, int | None]]] = []
-        self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
-        self.scheduler = WatchedScheduler(
-            self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5
-        )
+        num_blocks, num_swap_blocks = num_blocks * len(windows), num_swap_blocks * len(windows)
+        self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks, windows=windows)
+        self.scheduler = scheduler(self.manager, budget, max_num_seqs, prefers_swap=lambda group: rng.random() < 0.5)
         self.events = self.scheduler.events = Counter()
         self.ledger = Ledger()
         self.pool = self.manager.pool
         self.block_size = block_size
         self.budget = budget
         self.max_num_seqs = max_num_seqs
-        self.max_length = min(MAX_LENGTH, num_blocks * block_size)
+        self.max_length = min(MAX_LENGTH, num_blocks // len(windows) * block_size)
         self.requests: list[Request] = []
         self.rows: dict[Sequence, Row] = {}
         self.pinned: list[SequenceGroup] = []
@@ -224,6 +237,8 @@ class World:
             if len(row.inputs) + len(added) > self.max_length:
                 self._end(request)
                 return
+            if not row.sequence.is_reproducible:
+                self._slide(row)
         if is_opaque and any(row.sequence.num_pending_tokens for row in request.rows):
             is_opaque = False  # the engine would have to bring them back first
         request.forwards -= 1
@@ -244,8 +259,23 @@ class World:
         row = request.rows[cut % len(request.rows)]
         num_tokens = max(0, len(row.inputs) - cut)
         self.events[f"crop while {row.sequence.group.status}"] += num_tokens < len(row.inputs)
+        if not self.scheduler.can_crop(row.sequence, num_tokens):
+            self.events["crop refused"] += 1
+            assert not row.sequence.is_reproducible
+            with pytest.raises(ValueError, match="given back"):
+                self.scheduler.crop(row.sequence, num_tokens)
+            return
+        is_kept = self.manager.can_crop(row.sequence.seq_id, num_tokens)
         self.scheduler.crop(row.sequence, num_tokens)
+        assert is_kept or not row.sequence.num_computed_tokens
+        self.events["crop beyond a window"] += not is_kept
         del row.inputs[num_tokens:], row.values[num_tokens:]
+
+    def keep_past(self, pick: int) -> None:
+        """A caller is to cut its rows back to where they are now."""
+        request = self._pick_thinking(pick)
+        for row in request.rows if request is not None else ():
+            self.scheduler.keep_past(row.sequence)
 
     def fork(self, pick: int) -> None:
         """A copy of a cache: its rows share the blocks and go their own ways."""
@@ -309,7 +339,7 @@ class World:
         self.events["forward interrupted"] += 1
 
     def reset_prefix_cache(self) -> None:
-        self.manager.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def make_room(self, num_blocks: int) -> None:
         """Somebody needs blocks outside of a step."""
@@ -317,7 +347,7 @@ class World:
         kept = [request for request in self.requests if request.is_thinking][:1]
         protected = [group for request in kept for group in request.groups]
         before = {row: self._table(row) for request in kept for row in request.rows}
-        self._execute_copies(SchedulerOutput(swap_outs=self.scheduler.make_room(num_blocks, protected)))
+        self._execute_copies(BlockMoves(swap_outs=self.scheduler.make_room(num_blocks, protected)))
         assert before == {row: self._table(row) for row in before}, "a protected group was preempted"
         if self.pool.num_free < num_blocks:
             assert not self._preemptible(protected), "some could have been preempted"
@@ -333,7 +363,7 @@ class World:
             step = self.scheduler.swap_in_now(group)
         except OutOfBlocksError as error:
             assert error.group is group and group.status is SWAPPED
-            self._execute_copies(SchedulerOutput(swap_outs=error.swap_outs))
+            self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
         else:
             assert group.status is RUNNING
             self.events["swapped in at once"] += 1
@@ -350,16 +380,18 @@ class World:
             for row in request.rows
         ):
             return
+        for row in request.rows:
+            self._slide(row)
         requests = [(row.sequence.seq_id, num_tokens) for row in request.rows]
         need = self.manager.append_need(requests)
         swap_outs = self.scheduler.make_room(need, request.groups)
-        self._execute_copies(SchedulerOutput(swap_outs=swap_outs))
+        self._execute_copies(BlockMoves(swap_outs=swap_outs))
         try:
-            copies = self.manager.append(requests)
+            moves = self.scheduler.append([row.sequence for row in request.rows], [num_tokens] * len(request.rows))
         except OutOfBlocksError:
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
-        self._execute_copies(SchedulerOutput(block_copies=copies))
+        self._execute_copies(moves)
         for row in request.rows:
             sequence, start = row.sequence, len(row.inputs)
             self._extend(row, [0] * num_tokens, is_opaque=True)
@@ -379,7 +411,7 @@ class World:
         assert (self.pool.num_in_use, self.manager.num_swapped_blocks) == (before if fixed else (0, 0))
         if not fixed:
             self.events["release of a filled pool"] += bool(holders)
-            self.manager.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
             self.slots = [[None] * self.block_size for _ in self.slots]
 
     # A step
@@ -392,7 +424,7 @@ class World:
         step = self._schedule(max_tokens=max_tokens)
         if step is None:
             return True
-        if not step.chunks:
+        if not step.num_seqs:
             if self.settle():
                 return True
             if not self.scheduler.has_work:
@@ -401,7 +433,7 @@ class World:
             step = self._schedule(forced=True, max_tokens=max_tokens)
             if step is None:
                 return True
-            assert step.chunks, "nothing runs although everybody may be preempted"
+            assert step.num_seqs, "nothing runs although everybody may be preempted"
             self.events["forced"] += 1
         if failing:
             self._fail(step)
@@ -431,7 +463,7 @@ class World:
 
     def _schedule(
         self, forced: bool = False, only: Request | None = None, max_tokens: int | None = None
-    ) -> SchedulerOutput | None:
+    ) -> Batch | None:
         """The next step, its copies executed; `None`: somebody does not fit and was failed."""
         before, self.scheduler.split = self._before(), set()
         preemptions, swapped_out = self.scheduler.num_preemptions, self.scheduler.num_swapped_out
@@ -446,12 +478,12 @@ class World:
         assert step.num_preempted == self.scheduler.num_preemptions - preemptions
         self.events["preemption by swap"] += swapped
         self.events["preemption by recomputation"] += step.num_preempted - swapped
-        self.events["group rescheduled"] += bool(step.num_preempted and step.chunks)
+        self.events["group rescheduled"] += bool(step.num_preempted and step.num_seqs)
         self._check_step(step, before, forced, only, max_tokens)
         self._execute_copies(step)
         return step
 
-    def _execute_copies(self, step: SchedulerOutput) -> None:
+    def _execute_copies(self, step: BlockMoves) -> None:
         slots, cpu_slots = self.slots, self.cpu_slots
         for source, destination in step.swap_outs:
             cpu_slots[destination] = slots[source].copy()
@@ -468,42 +500,75 @@ class World:
         for block_id in step.new_blocks:
             slots[block_id] = [0] * self.block_size
 
-    def _run(self, step: SchedulerOutput, has_company: bool = False) -> None:
-        self._write(step)
+    def _run(self, step: Batch, has_company: bool = False) -> None:
+        chunks = self._chunks(step)
+        self._write(chunks)
         if has_company:
             self._meanwhile(step)
-        self._check_written(step)
+        for sequence, start, num_tokens in chunks:
+            row, end = self.rows[sequence], start + num_tokens
+            assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
         self.scheduler.update(step)
-        for chunk in step.chunks:
-            assert chunk.sequence.num_computed_tokens == chunk.start + chunk.num_tokens
-            assert not self.scheduler.is_in_flight(chunk.sequence.group)
-        self._deliver(step)
+        for sequence, start, num_tokens in chunks:
+            assert sequence.num_computed_tokens == start + num_tokens
+            assert not self.scheduler.is_in_flight(sequence.group)
+        self._deliver(chunks)
 
-    def _write(self, step: SchedulerOutput) -> None:
+    def _chunks(self, step: Batch) -> list[Chunk]:
+        """What runs in a step, whose data says so, too."""
+        chunks = self.scheduler.chunks(step) if step.num_seqs else []
+        assert step.chunks == [(sequence.seq_id, start, n) for sequence, start, n in chunks]
+        return chunks
+
+    def _check_data(self, step: Batch, chunks: list[Chunk]) -> None:
+        """The step's own copies say what sequences and tables do."""
+        ids, logit_rows = [], []
+        blocks: list[list[int]] = [[] for _ in step.tables]
+        for row, (sequence, start, num_tokens) in enumerate(chunks):
+            known, end = sequence.token_ids, start + num_tokens
+            if known is None:
+                ids += [0] * num_tokens
+            else:
+                ids += known[start:end] if end <= len(known) else [0]
+                place = len(ids) - 1
+                assert list(step.positions[place + 1 - num_tokens : place + 1]) == list(range(start, end))
+                if end > len(known):
+                    assert step.placeholders is not None and step.placeholders[place] == sequence.placeholder >= 0
+            tables = self.manager.block_tables(sequence.seq_id)
+            for own, table in zip(blocks, tables, strict=True):
+                own += table
+            assert all(group.counts[row] == len(tables[0]) for group in step.tables)
+            if end == sequence.num_tokens:
+                logit_rows.append(len(ids) - 1)
+            assert step.logit_starts[row + 1] == len(logit_rows)
+        assert step.token_ids.tolist() == ids and step.num_tokens == len(ids)
+        assert step.logit_rows.tolist() == logit_rows
+        assert [group.blocks.tolist() for group in step.tables] == blocks
+        assert pickle.loads(pickle.dumps(step)).digest() == step.digest()
+
+    def _write(self, chunks: list[Chunk]) -> None:
         """Runs the model: all of a chunk's context is read from the memory."""
-        for sequence, start, num_tokens in step.chunks:
+        for sequence, start, num_tokens in chunks:
             row = self.rows[sequence]
             assert self._stored(row, start) == row.values[:start], "the context of a chunk is wrong"
+            assert self.manager.can_crop(sequence.seq_id, start), "what the chunk sees was given back"
             self._write_tokens(row, start, num_tokens)
 
     def _write_tokens(self, row: Row, start: int, num_tokens: int) -> None:
         size, slots, known = self.block_size, self.slots, row.sequence.token_ids
-        table = self.manager.block_table(row.sequence.seq_id)
+        tables = self.manager.block_tables(row.sequence.seq_id)
         previous = row.values[start - 1] if start else None
         for index in range(start, start + num_tokens):
-            block_id = table[index // size]
-            assert self.pool.is_plain(block_id), "a block that is shared or findable is written"
             token = row.inputs[index] if known is None or index >= len(known) else known[index]
-            previous = slots[block_id][index % size] = _value(previous, token, index, row.request.key)
+            previous = _value(previous, token, index, row.request.key)
+            for table in tables:
+                block_id = table[index // size]
+                assert self.pool.is_plain(block_id), "a block that is shared or findable is written"
+                slots[block_id][index % size] = previous
 
-    def _check_written(self, step: SchedulerOutput) -> None:
-        for sequence, start, num_tokens in step.chunks:
-            row, end = self.rows[sequence], start + num_tokens
-            assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
-
-    def _meanwhile(self, outer: SchedulerOutput) -> None:
+    def _meanwhile(self, outer: Batch) -> None:
         """While a step runs, callers come and go on other threads, which must take nothing from it."""
-        groups = {chunk.sequence.group.arrival: chunk.sequence.group for chunk in outer.chunks}.values()
+        groups = {sequence.group.arrival: sequence.group for sequence, _, _ in self._chunks(outer)}.values()
         rows = [self.rows[sequence] for group in groups for sequence in group.sequences]
         self.in_flight = {row: self._table(row) for row in rows}
         computed = {row: row.sequence.num_computed_tokens for row in rows}
@@ -517,33 +582,33 @@ class World:
             assert row.sequence.num_computed_tokens == computed[row]
         self.in_flight = {}
 
-    def _fail(self, step: SchedulerOutput) -> None:
+    def _fail(self, step: Batch) -> None:
         """A step raises after its copies and some of its writes; then its owners run by themselves."""
-        for chunk in step.chunks[::2]:
-            self._write(SchedulerOutput(chunks=[chunk]))
+        chunks = self._chunks(step)
+        self._write(chunks[::2])
         self.scheduler.undo(step)
         self.events["undo"] += 1
         self.settle()
-        for chunk in step.chunks:
-            assert not self.scheduler.is_in_flight(chunk.sequence.group)
-            if chunk.sequence in self.rows:
-                assert self.manager.num_tokens(chunk.sequence.seq_id) == chunk.start
-                assert chunk.sequence.num_computed_tokens == chunk.start
+        for sequence, start, _ in chunks:
+            assert not self.scheduler.is_in_flight(sequence.group)
+            if sequence in self.rows:
+                assert self.manager.num_tokens(sequence.seq_id) == start
+                assert sequence.num_computed_tokens == start
         self.check()
-        if len(step.chunks) < 2:
+        if len(chunks) < 2:
             return
-        for owner in {id(c.sequence.group.owner): c.sequence.group.owner for c in step.chunks}.values():
+        for owner in {id(sequence.group.owner): sequence.group.owner for sequence, _, _ in chunks}.values():
             assert isinstance(owner, Request)
             again = self._schedule(only=owner)
-            if again is not None and again.chunks:
+            if again is not None and again.num_seqs:
                 self.events["step of one owner"] += 1
                 self._run(again)
                 self.settle()
 
-    def _deliver(self, step: SchedulerOutput) -> None:
+    def _deliver(self, chunks: list[Chunk]) -> None:
         """Hands out logits, and the tokens that follow from them."""
         delivered: dict[Request, list[Row]] = {}
-        for sequence, _, _ in step.chunks:
+        for sequence, _, _ in chunks:
             row = self.rows[sequence]
             if sequence.num_computed_tokens == sequence.num_tokens and not row.has_logits:
                 row.has_logits = True
@@ -586,7 +651,7 @@ class World:
         row.values.append(_value(row.values[-1], token, len(row.inputs), row.request.key))
         row.inputs.append(token)
         row.has_logits = False
-        self.scheduler.expect_token(sequence)
+        self.scheduler.expect_token(sequence, len(self.expected[-1]))
         self.expected[-1].append((row, token))
 
     def _grow_beams(self, request: Request) -> None:
@@ -651,13 +716,15 @@ class World:
         )
 
     def _check_step(
-        self, step: SchedulerOutput, before: Before, forced: bool, only: Request | None, max_tokens: int | None
+        self, step: Batch, before: Before, forced: bool, only: Request | None, max_tokens: int | None
     ) -> None:
-        chunks = step.chunks
+        chunks = self._chunks(step)
+        if chunks:
+            self._check_data(step, chunks)
         assert len(chunks) <= self.max_num_seqs
-        assert sum(chunk.num_tokens for chunk in chunks) <= min(self.budget, max_tokens or self.budget)
-        running = {chunk.sequence.group for chunk in chunks}
-        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
+        assert step.num_tokens <= min(self.budget, max_tokens or self.budget)
+        running = {sequence.group for sequence, _, _ in chunks}
+        assert len({sequence for sequence, _, _ in chunks}) == len(chunks)
         assert len({group.batch_key for group in running}) <= 1
         assert only is None or all(group.owner is only for group in running)
         assert chunks or not step.swap_ins, "swapped in for nothing"
@@ -681,19 +748,19 @@ class World:
             assert self._table(row) == table, "a group of a running step was preempted"
         preempted = self._check_preempted(before, running)
         self.events["preemption of an idle group"] += any(group.is_idle for group in preempted)
-        self.events["chunked prefill"] += any(c.start + c.num_tokens < c.sequence.num_tokens for c in chunks)
+        self.events["chunked prefill"] += any(start + n < sequence.num_tokens for sequence, start, n in chunks)
         if only is None:
             self._check_admitted(before, running, preempted, forced)
         # All rows of a group are scheduled unless the budget or the number of rows is spent.
         if chunks:
-            is_spent = len(chunks) == self.max_num_seqs or sum(c.num_tokens for c in chunks) == min(
+            is_spent = len(chunks) == self.max_num_seqs or step.num_tokens == min(
                 self.budget, max_tokens or self.budget
             )
-            chosen = {chunk.sequence for chunk in chunks}
+            chosen = {sequence for sequence, _, _ in chunks}
             for group in running - self.scheduler.split if not is_spent else ():
                 left_out = [s for s in group.sequences if s.num_wanted_tokens and s not in chosen]
                 assert not any(s.num_computed_tokens for s in left_out), "a row was left out"
-                is_prefilling = any(c.num_tokens > 1 and c.sequence.group is group for c in chunks)
+                is_prefilling = any(n > 1 and sequence.group is group for sequence, _, n in chunks)
                 assert is_prefilling or not left_out, "a row without computed tokens was left out"
 
     def _check_preempted(self, before: Before, running: set[SequenceGroup]) -> set[SequenceGroup]:
@@ -744,12 +811,13 @@ class World:
         self.events["out of blocks"] += 1
         group = error.group
         assert group in before.status and not self.scheduler.is_in_flight(group)
-        self._execute_copies(SchedulerOutput(swap_outs=error.swap_outs))
+        self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
         for row, table in [*before.fixed.items(), *self.in_flight.items()]:
             assert self._table(row) == table, "a group to keep was preempted"
         assert not self._preemptible([group]), "something could have been preempted"
         assert error.needed > error.free == self.pool.num_free
-        if group.is_reproducible and not group.num_pins:
+        is_cut = any(self.manager._tables[s.seq_id].keeps_from is not None for s in group.sequences)
+        if group.is_reproducible and not group.num_pins and not is_cut:
             # Not even its first row fits, by itself, beside what can't be preempted.
             blocks = {
                 block
@@ -760,7 +828,8 @@ class World:
             first = next(s for s in group.sequences if s.num_wanted_tokens)
             budget = self.budget if first.num_computed_tokens else MAX_LENGTH
             length = first.num_computed_tokens + min(first.num_wanted_tokens, budget)
-            assert self.pool.num_blocks - len(blocks) < -(-length // self.block_size) + 1, "one row alone would fit"
+            needed = self.manager.most_blocks(length, self.budget) + len(self.manager.block_tables(first.seq_id))
+            assert self.pool.num_blocks - len(blocks) < needed, "one row alone would fit"
         before.status.pop(group)  # its rows may have lost their blocks to each other, in vain
         before.computed = {row: n for row, n in before.computed.items() if row.sequence.group is not group}
         self._check_preempted(before, {group})
@@ -783,7 +852,7 @@ class World:
         swap_pool = self.manager.swap_pool
         found = []
         for group in self.scheduler.groups:
-            blocks = {block for s in group.sequences for block in self.manager.block_table(s.seq_id)}
+            blocks = {block for s in group.sequences for block in self.manager.held_blocks(s.seq_id)}
             if group.status is RUNNING and blocks and group not in kept and not group.num_pins:
                 can_swap = swap_pool is not None and len(blocks) <= swap_pool.num_free
                 if group.is_reproducible or can_swap:
@@ -825,7 +894,7 @@ class World:
         return thinking[pick % len(thinking)]
 
     def _extend(self, row: Row, tokens: list[int], is_opaque: bool = False) -> None:
-        """New tokens of a sequence that somebody waits for; opaque ones without ids, or at positions of their own."""
+        """New tokens of a sequence that is waited for; opaque ones without ids, or behind keys of other weights."""
         sequence = row.sequence
         if is_opaque:
             self.next_unknown += 100
@@ -833,7 +902,7 @@ class World:
             if self.next_unknown % 200:
                 sequence.token_ids = None
             else:
-                sequence.position_offset = None
+                sequence.is_stale = True
         if sequence.token_ids is not None:
             sequence.token_ids += tokens
         for token in tokens:
@@ -875,16 +944,26 @@ class World:
             self._free(row)
         self.requests.remove(request)
 
+    def _slide(self, row: Row) -> None:
+        if not row.sequence.num_pending_tokens and row.sequence.group.status is RUNNING:
+            self.scheduler.slide(row.sequence)
+
     def _table(self, row: Row) -> list[int]:
-        return self.manager.block_table(row.sequence.seq_id).copy()
+        return self.manager.held_blocks(row.sequence.seq_id)
 
     def _stored(self, row: Row, num_tokens: int) -> list[int | None]:
+        """What the blocks of the first group hold that is wrong, or of the last; behind the windows it was right."""
         table = self.manager._tables[row.sequence.seq_id]
         slots = self.cpu_slots if table.is_swapped else self.slots
         content: list[int | None] = []
-        for block_id in table.blocks[: -(-num_tokens // self.block_size)]:
-            content += slots[block_id]
-        return content[:num_tokens]
+        for blocks, num_gone in zip(table.groups, table.num_gone, strict=True):
+            content = [*row.values[: num_gone * self.block_size]]
+            for block_id in blocks[num_gone : -(-num_tokens // self.block_size)]:
+                content += slots[block_id]
+            del content[num_tokens:]
+            if content != row.values[:num_tokens]:
+                break
+        return content
 
 
 def _value(before: int | None, token: int, position: int, key: int) -> int:
@@ -907,6 +986,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap_share=st.sampled_from([0, 1, 2]),
         caching=st.sampled_from([True] * 5 + [False]),
         overlaps=st.booleans(),
+        windows=st.sampled_from(WINDOWS),
         seed=st.integers(0, 3),
     )
     def begin(
@@ -918,6 +998,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap_share: int,
         caching: bool,
         overlaps: bool,
+        windows: tuple[int | None, ...],
         seed: int,
     ) -> None:
         self.world = World(
@@ -929,6 +1010,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks * swap_share // 2,
             caching,
             overlaps,
+            windows,
         )
 
     @rule(
@@ -967,6 +1049,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=small, cut=st.integers(0, 12))
     def crop(self, pick: int, cut: int) -> None:
         self.world.crop(pick, cut)
+
+    @rule(pick=small)
+    def keep_past(self, pick: int) -> None:
+        self.world.keep_past(pick)
 
     @rule(pick=small)
     def fork(self, pick: int) -> None:
@@ -1043,6 +1129,7 @@ WEIGHTS = {
     "give_up": 1,
     "lay_aside": 4,
     "crop": 2,
+    "keep_past": 0.3,
     "fork": 1,
     "reorder": 0.7,
     "pin": 0.8,
@@ -1073,7 +1160,7 @@ def random_call(world: World, rng: random.Random) -> None:
                 grows=rng.randint(1, 14),
                 key=rng.random() < 0.1,
                 priority=rng.choice((0,) * 8 + (-1, 1)),
-                batch_key=rng.random() < 0.15,
+                batch_key=int(rng.random() < 0.15),  # a recording tells keys apart by their looks
                 is_opaque=rng.random() < 0.3,
                 keeps_logits=rng.random() < 0.9,
             )
@@ -1089,6 +1176,8 @@ def random_call(world: World, rng: random.Random) -> None:
             world.lay_aside(pick)
         case "crop":
             world.crop(pick, rng.choice((1, 1, 2, 3, 6, 100)))
+        case "keep_past":
+            world.keep_past(pick)
         case "fork":
             world.fork(pick)
         case "reorder":
@@ -1109,7 +1198,7 @@ def random_call(world: World, rng: random.Random) -> None:
             world.reset_prefix_cache()
 
 
-def random_world(episode: int) -> World:
+def random_world(episode: int, scheduler: Callable[..., WatchedScheduler] = WatchedScheduler) -> World:
     rng = random.Random(episode)
     num_blocks = rng.choice((rng.randint(1, 8), rng.randint(6, 20), rng.randint(6, 20), rng.randint(20, 40)))
     return World(
@@ -1121,6 +1210,8 @@ def random_world(episode: int) -> World:
         num_swap_blocks=num_blocks * rng.choice((0, 1, 2, 2)) // 2,
         caching=episode % 10 != 9,
         overlaps=episode % 2 == 1,
+        windows=WINDOWS[episode // 2 % len(WINDOWS)],
+        scheduler=scheduler,
     )
 
 
@@ -1142,6 +1233,8 @@ EVENTS = (
     "fork while waiting",
     "fork while running",
     "fork while swapped",
+    "crop beyond a window",
+    "crop refused",
     "crop while waiting",
     "crop while running",
     "crop while swapped",

@@ -89,7 +89,7 @@ def holding(label: str, *sequences: tuple[int, int, list[int]], status: str = "r
         "request_id": label,
         "status": status,
         "sequences": [
-            {"id": number, "num_tokens": tokens, "num_computed_tokens": computed, "block_table": table}
+            {"id": number, "num_tokens": tokens, "num_computed_tokens": computed, "block_tables": [table]}
             for number, (tokens, computed, table) in enumerate(sequences)
         ],
     }
@@ -104,6 +104,16 @@ def test_shared_blocks_count_once() -> None:
         Row("a · 2", 4, 1),
     ]
     assert held_rows(snapshot_of(holding("a", (3, 2, [7]), status="swapped")), {"a"}) == []
+
+
+def test_tables_of_several_groups_of_layers() -> None:
+    """A block behind a window is held no more; what is shared in one group may be in another."""
+    samples = holding("a", (10, 9, [1, 2, 3]), (10, 9, [1, 2, 4]))
+    for number, sequence in enumerate(samples["sequences"]):
+        sequence["block_tables"].append([-1, 5, 6 + number])
+    sharing = group_sharing(samples)
+    assert (sharing.held, sharing.tables, sharing.saved, sharing.sequences) == (7, 10, 3, 2)
+    assert held_rows(snapshot_of(samples), {"a"}) == [Row("a · 1", 20, 14), Row("a · 2", 8, 2)]
 
 
 def test_the_meter_keeps_the_moment_when_sharing_saved_most() -> None:

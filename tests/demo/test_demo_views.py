@@ -48,6 +48,7 @@ def make_snapshot(num_blocks: int = 5000, num_requests: int = 200, seed: int = 0
             "num_cached_tokens": 32,
             "tail": [1, 2, 3],
             "block_table": table,
+            "block_tables": [table],
         }
         group = {"id": 500 + number, "request_id": None, "status": "running", "is_idle": False, "priority": 0}
         groups.append(group | {"sequences": [sequence]})

@@ -74,6 +74,7 @@ def small_snapshot() -> dict[str, Any]:
                 "num_cached_tokens": 16,
                 "tail": [],
                 "block_table": table,
+                "block_tables": [table],
             }
             for index, table in enumerate(tables)
         ]
@@ -331,7 +332,7 @@ def test_what_changes_lights_up_for_a_moment(stage: Stage, open_tab: OpenTab, mo
     page = open_tab(stage.url, reduced_motion=motion)
     expect(page.locator("#pool")).to_contain_text("Step 2.")
     blocks = snapshot["groups"][0]["sequences"][0]["block_table"] + [40]
-    snapshot["groups"][0]["sequences"][0]["block_table"] = blocks
+    snapshot["groups"][0]["sequences"][0] |= {"block_table": blocks, "block_tables": [blocks]}
     snapshot["num_steps"] = 3
     expect(page.locator("#pool")).to_contain_text("Step 3.")
     canvas = page.locator("#pool .kv-grid canvas").first

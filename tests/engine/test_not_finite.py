@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 PATIENCE = 60
 BAD = VOCAB - 2
 BLOCK = 4
-FLAT = [name for name, model in MODELS.items() if model.runs_flat]
+BATCHED = [name for name, row in MODELS.items() if row.is_batched]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "eos_token_id": None}
 EXECUTORS = (StepExecutor, OverlappingExecutor)
 
@@ -84,8 +84,15 @@ def check(name: str, kind: str, num_good: int = 4, executors: Any = EXECUTORS, *
         engine.check_invariants()
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf", "overflow"])
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in BATCHED
+        for kind in ("nan", "inf", "overflow")
+        if (name, kind) != ("bloom", "overflow")  # it norms its embeddings
+    ],
+)
 def test_who_begins_alike_is_not_poisoned(name: str, kind: str) -> None:
     check(name, kind)
 

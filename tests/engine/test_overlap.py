@@ -37,7 +37,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SAMPLING = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
 ENDS = {"eos_token_id": [EOS, *range(40, 80)], "pad_token_id": 0}  # rows end all the time
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FLAT = [name for name, model in MODELS.items() if model.runs_flat]
+BATCHED = [name for name, row in MODELS.items() if row.is_batched]
 
 
 def patch(name: str = "llama", device: str = "cpu", **settings: Any) -> Any:
@@ -158,7 +158,7 @@ def test_a_caller_that_needs_the_pool_finds_no_step_in_flight() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("name", BATCHED)
 def test_every_model(name: str, device: str) -> None:
     model, stock = patch(name, device), build(name).to(device)
     ids = random_ids(3, 7).to(device)
@@ -333,8 +333,8 @@ def test_a_forward_that_raises_with_a_step_in_flight(at: int, monkeypatch: pytes
     run, victim = own.run, requests[1].request_id
 
     def failing(step: Any, *args: Any) -> Any:
-        for chunk in step.chunks:
-            if chunk.sequence.group.request_id == victim and chunk.start >= 5 + at:
+        for sequence, start, _ in model.paged.core.scheduler.chunks(step):
+            if sequence.group.request_id == victim and start >= 5 + at:
                 raise FloatingPointError("burnt")
         return run(step, *args)
 
@@ -525,7 +525,7 @@ def test_no_step_beyond_the_models_context(name: str, monkeypatch: pytest.Monkey
     run = runner.ModelRunner.run
 
     def watched_run(self: Any, step: Any, *args: Any) -> Any:
-        longest.extend(chunk.start + chunk.num_tokens for chunk in step.chunks)
+        longest.extend(start + num_tokens for _, start, num_tokens in step.chunks)
         return run(self, step, *args)
 
     monkeypatch.setattr(runner.ModelRunner, "run", watched_run)

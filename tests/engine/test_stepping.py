@@ -437,9 +437,11 @@ def test_a_pause_is_no_time_without_room(
     """Would break: who finds no room is refused right after a long pause, as if nobody had come back all the time."""
     monkeypatch.setattr("hf_paged.engine.step_loop.ROOM_SECONDS", 1.0)
     pair = make_pair(num_blocks=12, block_size=4, preemption="recompute", swap_space_gib=0.0)
-    embeds = torch.randn(1, 17, 64, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(1, 17, dtype=torch.long)
+    mask[0, 3] = 0  # a hole: what it holds can't be computed again
+    prompt = random_ids(1, 17, seed=1)
     given = {"max_new_tokens": 4} | ENDLESS
-    with Gate(1) as gate, in_thread(pair.paged.generate, inputs_embeds=embeds, **given, **gate.arguments):
+    with Gate(1) as gate, in_thread(pair.paged.generate, prompt, attention_mask=mask, **given, **gate.arguments):
         assert gate.reached.wait(PATIENCE)
         other = pair.engine.submit(random_ids(1, 33, seed=2), **given)
         eventually(lambda: pair.engine.core.worker.loop._stuck[1] > 0, "there is room")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, strided
+from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, step_metadata, strided
 from torch import Tensor
 
 from hf_paged.attention.metadata import AttentionMetadata
@@ -273,10 +273,8 @@ class Batch:
         self.slopes = 2.0 ** -torch.linspace(1, 6, num_heads, dtype=slope_dtype) if case.has_alibi else None
 
     def metadata(self) -> AttentionMetadata:
-        # A table may hold more blocks than this step reads.
-        tables = [[*table, *([self.null_block - 1] if row % 2 else [])] for row, table in enumerate(self.tables)]
         query_lens, seq_lens = [q for q, _ in self.shapes], [n for _, n in self.shapes]
-        return AttentionMetadata.build(tables, query_lens, seq_lens, self.case.block_size, self.null_block, CPU)
+        return step_metadata(self.tables, query_lens, seq_lens, self.case.block_size, self.null_block, CPU)
 
     def attend(self, metadata: AttentionMetadata | None = None) -> Tensor:
         case = self.case

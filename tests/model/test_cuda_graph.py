@@ -135,7 +135,7 @@ def test_sizes(most: int) -> None:
 def test_inputs(device: str) -> None:
     """What the model reads is the step's, and beyond it padding, whatever the steps before were."""
     rng = np.random.default_rng(0)
-    inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device(device))
+    inputs = DecodeInputs(8, 6, 4, 50, torch.device(device), num_groups=3)
     kinds = [WorkKind(tile=2, slots=5), WorkKind(tile=2, slots=5, window=6)]
     inputs.hold(kinds)
     addresses: dict[int, list[int]] = {}
@@ -143,23 +143,26 @@ def test_inputs(device: str) -> None:
         ids, positions = rng.integers(0, 99, rows), rng.integers(0, 99, rows)
         lens = rng.integers(1, 24, rows)
         width = int(-(-lens.max() // 4))
-        tables = np.full((rows, width), 50, np.int32)
+        tables = np.full((3, rows, width), 50, np.int32)
         for row, length in enumerate(lens):
-            tables[row, : -(-length // 4)] = rng.permutation(50)[: -(-length // 4)]
+            tables[:, row, : -(-length // 4)] = [rng.permutation(50)[: -(-length // 4)] for _ in range(3)]
         for size in (rows, rows, 8):  # the second time, tables are known
             inputs.fill(size, ids, positions, lens, tables)
-            got_ids, got_positions, metadata = inputs.views(size)
+            got_ids, got_positions, groups = inputs.views(size)
             assert got_ids.tolist() == [*ids, *[0] * (size - rows)]
             assert got_positions.tolist() == [*positions, *[0] * (size - rows)]
             last = lens - 1
-            slots = tables[np.arange(rows), last // 4] * 4 + last % 4
-            assert metadata.slot_mapping.tolist() == [*slots, *[-1] * (size - rows)]
             padded_lens = [*lens, *[1] * (size - rows)]
-            assert metadata.seq_lens.tolist() == padded_lens
-            assert metadata.block_tables[:rows, :width].tolist() == tables.tolist()
-            assert metadata.block_tables[rows:, 0].tolist() == [50] * (size - rows)
-            assert metadata.num_decodes == size and metadata.max_query_len == 1
-            found = [got_ids, got_positions, metadata.slot_mapping, metadata.seq_lens]
+            found = [got_ids, got_positions]
+            for metadata, own in zip(groups, tables, strict=True):
+                slots = own[np.arange(rows), last // 4] * 4 + last % 4
+                assert metadata.slot_mapping.tolist() == [*slots, *[-1] * (size - rows)]
+                assert metadata.seq_lens.tolist() == padded_lens
+                assert metadata.block_tables[:rows, :width].tolist() == own.tolist()
+                assert metadata.block_tables[rows:, 0].tolist() == [50] * (size - rows)
+                assert metadata.num_decodes == size and metadata.max_query_len == 1
+                found += [metadata.slot_mapping, metadata.block_tables, metadata.seq_lens]
+            metadata = groups[-1]
             for kind in kinds:
                 work = metadata.decode_work(kind)
                 items, split = share_out(np.array(padded_lens), kind)
@@ -177,7 +180,7 @@ def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a list of work for each of several kinds of layers; tables go when they change."""
     inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device("cpu"))
     inputs.hold([WorkKind(16, 5), WorkKind(16, 5, window=8), WorkKind(16, 3)])
-    step = (4, np.arange(3), np.arange(3), np.array([3, 9, 20]), np.arange(15, dtype=np.int32).reshape(3, 5))
+    step = (4, np.arange(3), np.arange(3), np.array([3, 9, 20]), np.arange(15, dtype=np.int32).reshape(1, 3, 5))
     inputs.fill(*step)
     copies: list[int] = []
     copy = Tensor.copy_
@@ -493,15 +496,6 @@ def test_weights(change: Callable[[Any], None], is_moved: bool, recorder: Record
         change(one)
     assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
     assert len(recorder.sizes) == num_recorded * (1 + is_moved)
-
-
-def test_another_dtype(recorder: Recorder) -> None:
-    ids = random_ids(2, 6)
-    stock, model = build("llama"), patch()
-    for one in (stock, model):
-        one.generate(ids, **GREEDY)
-        one.double()
-    assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
 
 
 def test_release(recorder: Recorder) -> None:

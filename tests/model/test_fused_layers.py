@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from conftest import join
 from kernel_cases import repaired_interpreter
 from models import MODELS, build, random_ids
 from torch import Tensor, nn
@@ -325,30 +323,6 @@ def test_it_is_used_in_the_engines_forwards_only(used: list[str]) -> None:
     assert not used
     for module in model.modules():
         assert "_compiled_call_impl" not in vars(module) and "forward" not in vars(module)
-
-
-def test_other_threads_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one thread is inside a forward, another one scores through the modules' own code."""
-    model = hf_paged.patch(build("llama"), num_blocks=64)
-    model.generate(IDS, **GREEDY)
-    used: list[int] = []
-    original = cpu_layers.CPULayers.rms_norm
-
-    def rms_norm(self: Any, *args: Any) -> Tensor:
-        used.append(threading.get_ident())
-        return original(self, *args)
-
-    monkeypatch.setattr(cpu_layers.CPULayers, "rms_norm", rms_norm)
-    norm = model.model.norm
-    states = torch.randn(1, 3, len(norm.weight))
-    results: list[Tensor] = []
-    with torch.no_grad(), model.paged.core.fused.scope():
-        results.append(norm(states))
-        thread = threading.Thread(target=lambda: results.append(norm(states)), daemon=True)
-        thread.start()
-        join(thread)
-    assert used == [threading.get_ident()]
-    torch.testing.assert_close(*(result.detach() for result in results))
 
 
 def test_under_autocast_inside_of_what_is_not(used: list[str]) -> None:

@@ -5,9 +5,7 @@ The models' weights are large enough to be packed, and whether that is faster is
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -404,28 +402,6 @@ def test_training_while_another_thread_generates(name: str, monkeypatch: pytest.
     for found, wanted in zip(gradients(model), expected, strict=True):
         assert torch.equal(found, wanted)
     assert_clean(model)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("when", ["behind it", "in the midst of a step"])
-def test_copies(how: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, model = make(), patch(make())
-    compare(stock, model)
-
-    def copied() -> Any:
-        return copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-
-    if when == "behind it":
-        other = copied()
-    else:
-        with held_step(model, monkeypatch):
-            other = copied()
-    assert_clean(other)
-    compare(stock, other)
-    with torch.no_grad():
-        other.lm_head.weight[5] *= -1
-        stock.lm_head.weight[5] *= -1
-    compare(stock, other)
 
 
 def test_autocast(calls: list[int]) -> None:

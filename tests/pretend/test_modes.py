@@ -65,7 +65,7 @@ def _twice(model: Any) -> Any:
 
 
 def _crowd(model: Any) -> Any:
-    return model.generate(prompts(6, 9), max_new_tokens=10, eos_token_id=None)
+    return model.generate(prompts(4, 9), max_new_tokens=10, eos_token_id=None)
 
 
 def _threads(model: Any) -> Any:

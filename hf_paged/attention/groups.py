@@ -1,0 +1,65 @@
+"""A step over several groups of layers, each with block tables of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hf_paged.attention.backends.registry import Backend, PagedStep
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.params import AttentionParams
+from hf_paged.core.cache_groups import CacheGroups
+
+
+class WindowError(ValueError):
+    """A layer asked for tokens that its group has given back.
+
+    Attributes:
+        layer: Its index in the model.
+    """
+
+    def __init__(self, layer: int, asked: int | None, kept: int) -> None:
+        super().__init__(
+            f"layer {layer} attends to {'all' if asked is None else f'the last {asked}'} tokens, its cache keeps the "
+            f"last {kept}: patch the model again if its windows have changed"
+        )
+        self.layer = layer
+
+
+class GroupedStep:
+    """Hands each layer's keys, values and queries to the step of its group."""
+
+    def __init__(self, steps: Sequence[PagedStep], groups: CacheGroups) -> None:
+        self._steps = steps
+        self._windows, self._places = groups.windows, groups.places
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        group, index = self._place(layer)
+        self._steps[group].write(key, value, index)
+
+    def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
+        group, index = self._place(params.layer)
+        asked, kept = params.sliding_window, self._windows[group]
+        if kept is not None and (asked is None or asked > kept):
+            raise WindowError(params.layer, asked, kept)
+        own = AttentionParams(index, params.scale, asked, params.softcap, params.sinks)
+        return self._steps[group].attend(query, own)
+
+    def _place(self, layer: int) -> tuple[int, int]:
+        if not 0 <= layer < len(self._places):
+            raise ValueError(f"the pool has {len(self._places)} layers, and none of number {layer}")
+        return self._places[layer]
+
+
+def paged_step(backend: Backend, metadata: Sequence[AttentionMetadata], groups: CacheGroups) -> PagedStep:
+    """What every layer of a forward calls.
+
+    Args:
+        backend: Of the pool.
+        metadata: Of each group.
+        groups: The pool's.
+    """
+    if groups.windows == (None,):  # one group that keeps everything: its layers are the pool's
+        return backend.step(metadata[0])
+    return GroupedStep([backend.step(own) for own in metadata], groups)

@@ -1,0 +1,105 @@
+"""The padded layout: rows of a step as a model with attention of its own sees them, over gathered keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_paged.attention.backends.registry import PagedStep
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.kernels import reference
+from hf_paged.kernels.transfers import to_device
+from hf_paged.memory.kv_cache import KVCache
+
+
+class PaddedLayout:
+    """`B` rows of `W` columns: each row ends in the last column, new tokens are among the last `Q`, padding is left.
+
+    Attributes:
+        width: `W`, tokens of the longest row.
+        query_width: `Q`, new tokens of the row that has most.
+        token_index: `[B, Q]` int64 on the host: which token of the packed batch is there; -1: none, but padding or one
+            whose keys are in the pool already.
+        slots: `[B, W]` int64 on the host: where a column's key is in the pool; those of padding in the null block.
+        attention_mask: `[B, W]` int64, 0 at padding.
+    """
+
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        first_tokens: np.ndarray,
+        device: torch.device,
+        shape: tuple[int, int] | None = None,
+    ) -> None:
+        """Lays out the sequences of some metadata as rows.
+
+        Args:
+            metadata: Of these sequences only.
+            first_tokens: `[B]` int64, where each one's new tokens begin in the step's packed batch.
+            device: Where the model runs.
+            shape: `W` and `Q`; `None`: as narrow as the rows let them be.
+        """
+        query_lens, seq_lens, size = metadata.host_query_lens, metadata.host_seq_lens, metadata.block_size
+        self.width, self.query_width = (int(seq_lens.max()), int(query_lens.max())) if shape is None else shape
+        columns = np.arange(self.width)
+        index = columns - (self.width - seq_lens)[:, None]  # of a column's token in its sequence
+        is_real = index >= 0
+        # A row of padding alone may have no block.
+        blocks = np.take_along_axis(metadata.host_tables, np.where(is_real, index, 0) // size, axis=1)
+        self.slots = np.where(is_real, blocks * size + index % size, metadata.null_block * size)
+        self.attention_mask = to_device(is_real.astype(np.int64), device)
+        column = np.arange(self.query_width) - (self.query_width - query_lens)[:, None]
+        self.token_index = np.where(column >= 0, first_tokens[:, None] + column, -1)
+
+
+class PaddedCache(Cache):
+    """The cache of a padded forward: new keys and values go to the pool, and all of the rows' come back."""
+
+    def __init__(self, layouts: Sequence[PaddedLayout], step: PagedStep, kv_cache: KVCache) -> None:
+        """For one forward.
+
+        Args:
+            layouts: Where tokens are, of each group of layers: they differ in their slots alone.
+            step: Writes the rows' new tokens, one row after another.
+            kv_cache: The pool.
+        """
+        layout = layouts[0]
+        super().__init__(layers=[])
+        self._layout = layout
+        self._step = step
+        self._kv_cache, self._places = kv_cache.tensor, kv_cache.groups.places
+        self._past = layout.width - layout.query_width
+        self._lengths = [self._past] * len(self._places)
+        places = layout.token_index.reshape(-1)
+        device = kv_cache.tensor.device
+        self._new = None if (places >= 0).all() else to_device(np.nonzero(places >= 0)[0], device)
+        self._slots = [to_device(own.slots, device) for own in layouts]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores `[B, num_kv_heads, Q, head_dim]` keys and values; returns `[B, num_kv_heads, W, head_dim]`."""
+        new = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        key, value = new if self._new is None else (states.index_select(0, self._new) for states in new)
+        self._step.write(key, value, layer_idx)
+        self._lengths[layer_idx] = self._layout.width
+        if self._past == 0 and key_states.dtype is self._kv_cache.dtype:
+            return key_states, value_states
+        group, index = self._places[layer_idx]
+        key, value = reference.gather_slots(self._kv_cache, index, self._slots[group])
+        return key.to(key_states.dtype), value.to(value_states.dtype)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._lengths[layer_idx]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._lengths[layer_idx] + query_length, 0
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._past > 0

@@ -1,0 +1,267 @@
+"""`Batch`: one step as plain data. What runs it needs nothing else, wherever it is."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter, getitem, sub
+
+from hf_paged.core.sequence import GivenToken, Sequence
+
+Chunk = tuple[Sequence, int, int]
+"""A sequence, the first of its tokens that run in a step, and how many do."""
+
+
+def _int64() -> array[int]:
+    return array("q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMoves:
+    """What happens to blocks before a step, in the order of these fields.
+
+    Attributes:
+        swap_outs: Block pairs `(device, CPU)`.
+        swap_ins: Block pairs `(CPU, device)`.
+        block_copies: Copy-on-write pairs `(source, destination)`. A block may be the source of one and, freed by it,
+            the destination of another: all sources are read first.
+        new_blocks: Blocks newly given to sequences.
+    """
+
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    new_blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """The block tables of a batch's rows, for layers that cache alike.
+
+    Attributes:
+        blocks: int32, the rows' blocks one row after another: copies, as they are for this step. Below 0: given back,
+            since no query of this or a later step sees it.
+        counts: int64 `[S]`, how many of them each row has.
+    """
+
+    blocks: array[int]
+    counts: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(BlockMoves):
+    """A step: S rows (sequences) of T tokens side by side, row after row. Never changed: steps overlap.
+
+    Arrays hold int64 numbers unless they say otherwise, and can be read as numpy's or torch's without a copy.
+
+    Attributes:
+        number: Of the step, counted by the scheduler; 0: nothing runs.
+        seq_ids: `[S]`.
+        starts: `[S]`, index in its sequence of each row's first token.
+        query_lens: `[S]`, tokens of each row, at least 1.
+        token_ids: `[T]`, 0 where it is not known here.
+        positions: `[T]` position ids.
+        placeholders: `[T]`, for tokens that only the device knows their place among the tokens that the step before
+            has chosen, else -1; `None`: there are none.
+        embedded: `[E]`, the tokens of the batch that were given as embeddings, which come beside it as a tensor.
+        logit_rows: `[K]`, the tokens of the batch whose logits are wanted, row after row.
+        logit_starts: `[S + 1]`, the first of each row's in `logit_rows`.
+        tables: One for each group of layers that cache alike.
+        batch_key: What the rows have in common; see `SequenceGroup`.
+        num_preempted: Sequences preempted for this step.
+        is_stalled: The first waiting group did not fit.
+    """
+
+    number: int = 0
+    seq_ids: array[int] = field(default_factory=_int64)
+    starts: array[int] = field(default_factory=_int64)
+    query_lens: array[int] = field(default_factory=_int64)
+    token_ids: array[int] = field(default_factory=_int64)
+    positions: array[int] = field(default_factory=_int64)
+    placeholders: array[int] | None = None
+    embedded: array[int] = field(default_factory=_int64)
+    logit_rows: array[int] = field(default_factory=_int64)
+    logit_starts: array[int] = field(default_factory=lambda: array("q", [0]))
+    tables: tuple[GroupTables, ...] = ()
+    batch_key: Hashable = None
+    num_preempted: int = 0
+    is_stalled: bool = False
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return len(self.seq_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row is one token, whose logits are wanted."""
+        return len(self.token_ids) == len(self.seq_ids) and self.logit_rows == array("q", range(len(self.seq_ids)))
+
+    @property
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """Of each row its sequence, its first token and how many there are."""
+        return list(zip(self.seq_ids, self.starts, self.query_lens, strict=True))
+
+    def digests(self) -> dict[str, str]:
+        """A short hash of each field that says something: what two runs of the same inputs agree on.
+
+        Without the batch key, which is an object of the caller's.
+        """
+        empty = Batch()
+        values = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "batch_key")
+        return {name: _digest(value) for name, value in values if value != getattr(empty, name)}
+
+    def digest(self) -> str:
+        """A short hash of all that `digests` covers."""
+        return _digest(self.digests())
+
+
+def group_tables(tables: list[list[array[int]]]) -> tuple[GroupTables, ...]:
+    """Copies of some rows' block tables in each group of layers."""
+    counts = array("q", map(len, tables[0]))  # the same in all groups
+    return tuple([GroupTables(_joined(own), counts) for own in tables])
+
+
+def _joined(tables: list[array[int]]) -> array[int]:
+    blocks = array("i")
+    blocks.frombytes(b"".join(tables))
+    return blocks
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()
+
+
+def lay_out(
+    chunks: list[Chunk],
+    tables: list[list[array[int]]],
+    moves: BlockMoves,
+    *,
+    number: int,
+    batch_key: Hashable,
+    num_preempted: int,
+    is_stalled: bool,
+) -> Batch:
+    """The batch of these chunks.
+
+    Args:
+        chunks: What runs, in order, at least one.
+        tables: Of each group of layers the chunks' block tables, as they are now; copied here.
+        moves: Before the step.
+        number: See `Batch`, as for the others.
+        batch_key: Of all of them.
+        num_preempted: For this step.
+        is_stalled: Whether something waits.
+    """
+    sequences, starts, query_lens = zip(*chunks, strict=True)
+    seq_ids, known, offsets, lengths, wanted = zip(*map(_COLUMNS, sequences))
+    tokens = _Tokens()
+    num_decodes = len(chunks)
+    if sum(query_lens) > num_decodes:
+        num_decodes = next(row for row, num_tokens in enumerate(query_lens) if num_tokens > 1)
+    # Decodes come first; most steps are nothing else.
+    is_done = num_decodes > 0 and tokens.add_decodes(known, offsets, starts, lengths, wanted, num_decodes)
+    tokens.add(chunks, num_decodes if is_done else 0)
+    return Batch(
+        swap_outs=moves.swap_outs,
+        swap_ins=moves.swap_ins,
+        block_copies=moves.block_copies,
+        new_blocks=moves.new_blocks,
+        number=number,
+        seq_ids=array("q", seq_ids),
+        starts=array("q", starts),
+        query_lens=array("q", query_lens),
+        token_ids=tokens.ids,
+        positions=tokens.positions,
+        placeholders=tokens.placeholders(),
+        embedded=tokens.embedded,
+        logit_rows=tokens.logit_rows,
+        logit_starts=tokens.logit_starts,
+        tables=group_tables(tables),
+        batch_key=batch_key,
+        num_preempted=num_preempted,
+        is_stalled=is_stalled,
+    )
+
+
+_COLUMNS = attrgetter("seq_id", "token_ids", "position_offset", "num_tokens", "wanted")
+
+
+class _Tokens:
+    """A batch's tokens, and which logits are wanted, in the making."""
+
+    def __init__(self) -> None:
+        self.ids, self.positions, self.logit_rows, self.logit_starts = _int64(), _int64(), _int64(), array("q", [0])
+        self.embedded = _int64()
+        self.places: dict[int, int] = {}
+
+    def add_decodes(
+        self,
+        known: tuple[list[int] | None, ...],
+        offsets: tuple[int, ...],
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        wanted: tuple[list[int] | None, ...],
+        num: int,
+    ) -> bool:
+        """The first `num` rows column by column, if they are their sequences' last tokens, known and wanted; or not."""
+        if wanted.count(None) < len(wanted) or list(map(sub, lengths[:num], starts)) != [1] * num:
+            return False
+        try:
+            self.ids = array("q", map(getitem, known[:num], starts))  # type: ignore[arg-type]
+            self.positions = array("q", map(add, offsets[:num], starts))
+        except (IndexError, TypeError):  # of some the host knows no id
+            self.ids = _int64()
+            return False
+        if min(self.ids) < 0:  # a `GivenToken`
+            self.ids, self.positions = _int64(), _int64()
+            return False
+        self.logit_rows, self.logit_starts = array("q", range(num)), array("q", range(num + 1))
+        return True
+
+    def add(self, chunks: list[Chunk], first_row: int) -> None:
+        """The chunks from `first_row` on, one by one."""
+        for row in range(first_row, len(chunks)):
+            sequence, start, num_tokens = chunks[row]
+            known, offset = sequence.token_ids, sequence.position_offset
+            first, end = len(self.ids), start + num_tokens
+            if known is None:
+                self.positions.extend(range(offset + start, offset + end))
+                self.ids.frombytes(bytes(8 * num_tokens))
+            elif start < sequence.given_end:
+                self._add_given(known[start:end], offset + start)
+            else:
+                self.positions.extend(range(offset + start, offset + end))
+                if end <= len(known):
+                    self.ids.extend(known[start:end])
+                else:
+                    assert num_tokens == 1, "only the last token may be unknown"
+                    self.places[first] = sequence.placeholder
+                    self.ids.append(0)
+            if sequence.wanted is not None:
+                self.logit_rows.extend([first + index - start for index in sequence.wanted if start <= index < end])
+            elif end == sequence.num_tokens:
+                self.logit_rows.append(first + num_tokens - 1)
+            self.logit_starts.append(len(self.logit_rows))
+
+    def _add_given(self, tokens: list[int], first_position: int) -> None:
+        for position, token in enumerate(tokens, first_position):
+            if not isinstance(token, GivenToken):
+                self.ids.append(token)
+                self.positions.append(position)
+                continue
+            if token.embeddings is not None:
+                self.embedded.append(len(self.ids))
+            self.ids.append(token.token_id)
+            self.positions.append(token.position)
+
+    def placeholders(self) -> array[int] | None:
+        """See `Batch`."""
+        return array("q", [self.places.get(i, -1) for i in range(len(self.ids))]) if self.places else None

@@ -1,0 +1,27 @@
+"""What a layer caches of each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A layer that caches keys and values.
+
+    Attributes:
+        kv_heads: Key/value heads.
+        key_dim: Elements of a head's key.
+        value_dim: Elements of a head's value.
+        window: Tokens that a query sees, itself included; `None`: all before it.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that a token takes."""
+        return self.kv_heads * (self.key_dim + self.value_dim)

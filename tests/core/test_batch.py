@@ -1,0 +1,120 @@
+"""`Batch`: one step as data, the same whoever reads it and whatever happens to its sequences later."""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
+from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
+
+
+def sequence(seq_id: int, tokens: list[int] | None, num_tokens: int | None = None, **facts: Any) -> Sequence:
+    num_tokens = len(tokens or ()) if num_tokens is None else num_tokens
+    return Sequence(seq_id, SequenceGroup(seq_id), tokens, num_tokens, **facts)
+
+
+def batch_of(*chunks: Chunk, tables: list[list[int]] | None = None, **facts: Any) -> Batch:
+    tables = tables or [[row] for row, _ in enumerate(chunks)]
+    facts = {"number": 1, "batch_key": None, "num_preempted": 0, "is_stalled": False} | facts
+    return lay_out(list(chunks), [[array("i", table) for table in tables]], BlockMoves(new_blocks=[3]), **facts)
+
+
+def test_rows_lie_side_by_side() -> None:
+    batch = batch_of(
+        (sequence(7, [10, 11, 12], position_offset=2), 2, 1),
+        (sequence(8, [20, 21, 22, 23, 24]), 1, 3),
+        tables=[[4, 5], [9]],
+    )
+    assert batch.chunks == [(7, 2, 1), (8, 1, 3)]
+    assert (batch.num_seqs, batch.num_tokens, batch.is_decode) == (2, 4, False)
+    assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([12, 21, 22, 23], [4, 1, 2, 3])
+    (tables,) = batch.tables
+    assert (tables.blocks.tolist(), tables.counts.tolist()) == ([4, 5, 9], [2, 1])
+    assert memoryview(tables.blocks).itemsize == 4 and memoryview(batch.token_ids).itemsize == 8
+    assert (batch.logit_rows.tolist(), batch.logit_starts.tolist()) == ([0], [0, 1, 1]), "the prompt goes on"
+    assert batch.placeholders is None and not batch.embedded
+
+
+@pytest.mark.parametrize("has_prompt", [False, True])
+def test_tokens_that_only_the_device_knows(has_prompt: bool) -> None:
+    rows = [(sequence(1, [5, 6]), 1, 1), (sequence(2, [7, 8], 3, placeholder=4), 2, 1)]
+    batch = batch_of(*rows, *([(sequence(3, [1, 2, 3]), 0, 2)] if has_prompt else []))
+    rest = [1, 2] if has_prompt else []
+    assert batch.token_ids.tolist() == [6, 0, *rest]
+    assert batch.placeholders is not None and batch.placeholders.tolist() == [-1, 4, *(-1 for _ in rest)]
+    assert batch.is_decode is not has_prompt
+
+
+def test_tokens_given_as_embeddings_or_at_positions_of_their_own() -> None:
+    given = [3, GivenToken.at(9, 20), GivenToken.embedded(7, "states", 0), GivenToken.embedded(8, "states", 1), 6]
+    row = sequence(2, given, given_end=4, position_offset=1)
+    batch = batch_of((sequence(1, [5]), 0, 1), (row, 0, 5), (row, 1, 1), (row, 4, 1))
+    assert batch.token_ids.tolist() == [5, 3, 20, 0, 0, 6, 20, 6]
+    assert batch.positions.tolist() == [0, 1, 9, 7, 8, 5, 9, 5]
+    assert batch.embedded.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_decode_at_a_position_of_its_own(at: int) -> None:
+    """Would break: its number taken for an id, where rows of one token are laid out all at once."""
+    rows = [(sequence(1, [5, 6]), 1, 1), (sequence(2, [GivenToken.at(9, 20)], given_end=1), 0, 1)]
+    batch = batch_of(*(rows if at else rows[::-1]))
+    assert batch.token_ids[at] == 20 and batch.positions[at] == 9 and batch.is_decode
+
+
+def test_given_tokens_are_told_apart() -> None:
+    """Would break: a prefix hit between tokens of other ids, positions or embeddings; none between equal ones."""
+    tokens = [GivenToken.at(p, i) for p in (0, 1, 2**31 - 1) for i in (0, 1, 5)]
+    tokens += [GivenToken.embedded(0, "states", 0), GivenToken.embedded(0, "states", 0)]
+    assert len(set(tokens)) == len(tokens) and max(tokens) < 0 and min(tokens) >= -(2**63)
+    assert GivenToken.at(7, 5) == GivenToken.at(7, 5)
+
+
+def test_which_logits_are_wanted() -> None:
+    """In the caller's order, as far as the chunk holds them; without a wish the last token's."""
+    first = sequence(1, [1, 2, 3, 4], wanted=[3, 1, 1, 0])
+    batch = batch_of((sequence(0, [9], wanted=[]), 0, 1), (first, 1, 3), (sequence(2, [1, 2]), 0, 2))
+    assert batch.logit_rows.tolist() == [3, 1, 1, 5]
+    assert batch.logit_starts.tolist() == [0, 0, 3, 4]
+
+
+def test_it_stays_what_it_was() -> None:
+    own, table = sequence(1, [1, 2]), array("i", [5])
+    batch = lay_out([(own, 1, 1)], [[table]], BlockMoves(), number=1, batch_key="k", num_preempted=0, is_stalled=False)
+    digest = batch.digest()
+    assert own.token_ids is not None
+    own.token_ids[1], table[0] = 70, 71
+    assert batch.token_ids.tolist() == [2] and batch.tables[0].blocks.tolist() == [5] and batch.digest() == digest
+    with pytest.raises(FrozenInstanceError):
+        batch.number = 2  # type: ignore[misc]
+
+
+def test_it_travels_whole() -> None:
+    rows = [(sequence(i, list(range(300)), 300), 299, 1) for i in range(64)]
+    batch = batch_of(*rows, batch_key=("cpu", False), num_preempted=2)
+    packed = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+    assert pickle.loads(packed) == batch and pickle.loads(packed).digests() == batch.digests()
+    assert len(packed) < 64 * 8 * 10 + 1500, "numbers, no objects"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tables": [[6]]}, "tables"),
+        ({"number": 2}, "number"),
+        ({"is_stalled": True}, "is_stalled"),
+        ({"batch_key": "other"}, None),
+    ],
+)
+def test_digests_say_what_differs(change: dict[str, Any], field: str | None) -> None:
+    own = (sequence(1, [1, 2]), 1, 1)
+    one, other = batch_of(own), batch_of(own, **change)
+    names = {*one.digests(), *other.digests()}
+    differing = {name for name in names if one.digests().get(name) != other.digests().get(name)}
+    assert differing == ({field} if field else set())
+    assert (one.digest() == other.digest()) is (field is None)

@@ -225,15 +225,12 @@ class Scheduler(Admission):
 
     # A step
 
-    def schedule(
-        self, *, forced: bool = False, only: object = None, known_only: bool = False, max_tokens: int | None = None
-    ) -> Batch:
+    def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> Batch:
         """Chooses the next step and allocates its blocks. Its sequences are in flight until `update` or `undo`.
 
         Args:
             forced: Nothing is running or will come back by itself: the first group in line may preempt any other.
             only: Groups of this owner only.
-            known_only: Groups without expected tokens only.
             max_tokens: A smaller token budget than usual.
 
         Returns:
@@ -244,7 +241,7 @@ class Scheduler(Admission):
                 `group` says which. Nothing is in flight, but its `swap_outs` are to be executed.
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
-        step = Step(budget, self._max_num_seqs, only, forced, known_only)
+        step = Step(budget, self._max_num_seqs, only, forced)
         num_preemptions, num_stalls = self.num_preemptions, self.num_admission_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True

@@ -17,7 +17,6 @@ class Step:
     num_seqs: int
     only: object
     forced: bool
-    known_only: bool = False
     batch_key: Hashable = None
     has_key: bool = False
     skipped_key: tuple[Hashable] | None = None
@@ -30,7 +29,7 @@ class Step:
     @property
     def is_open(self) -> bool:
         """Whether decodes of its batch key may join, whoever's they are."""
-        return self.has_key and self.only is None and not self.known_only and not self.needs_tokens
+        return self.has_key and self.only is None and not self.needs_tokens
 
     @property
     def is_full(self) -> bool:
@@ -39,8 +38,6 @@ class Step:
     def admits(self, group: SequenceGroup) -> bool:
         """Whether the group may share this step."""
         if self.only is not None and group.owner is not self.only:
-            return False
-        if self.known_only and group.expects_tokens:
             return False
         if self.has_key and group.batch_key != self.batch_key:
             self.skipped_key = self.skipped_key or (group.batch_key,)

@@ -67,7 +67,6 @@ def test_a_contiguous_allocator(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         return submit("cache" if kind == "cache" else "samples", *args, **facts | alone)
 
     monkeypatch.setattr(world, "submit", submit_alone)
-    monkeypatch.setattr(world, "_step_inside", lambda outer: None)  # which finds no run and may preempt nobody
     monkeypatch.setattr(
         "test_scheduler_machine.WEIGHTS", {call: {"step": 30, "submit": 15}.get(call, 2) for call in CALLS}
     )

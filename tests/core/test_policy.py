@@ -67,6 +67,7 @@ def test_a_contiguous_allocator(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         return submit("cache" if kind == "cache" else "samples", *args, **facts | alone)
 
     monkeypatch.setattr(world, "submit", submit_alone)
+    monkeypatch.setattr(world, "_meanwhile", lambda step: None)  # forks, which share blocks
     monkeypatch.setattr(
         "test_scheduler_machine.WEIGHTS", {call: {"step": 30, "submit": 15}.get(call, 2) for call in CALLS}
     )

@@ -120,10 +120,9 @@ class CallerForwards:
         model = self._core.runner.model
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
-        is_own = config.num_hidden_layers == self._core.traits.num_layers and not (
-            model.training and is_stochastic(model)
-        )
-        return is_own and (self._core.traits.is_batched or self._core.traits.regime_length is not None)
+        traits = self._core.traits
+        is_own = config.num_hidden_layers == traits.num_layers and not (model.training and is_stochastic(model))
+        return is_own and (traits.is_batched or traits.regime_length is not None)
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""

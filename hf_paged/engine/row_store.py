@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -70,17 +69,16 @@ class RowStore:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
         self._core.abandoned.extend(sequences)
 
-    def crop_sequences(self, cuts: SequenceOf[tuple[Sequence, int]]) -> None:
+    def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None:
         """Cuts sequences to so many of their first tokens, all or none.
 
         Raises:
             RuntimeError: What is behind the windows of so few tokens has been given back.
         """
         with self.transaction():
+            manager = self._core.manager
             for sequence, num_tokens in cuts:
-                if sequence.num_computed_tokens > num_tokens and not self._core.manager.can_crop(
-                    sequence.seq_id, num_tokens
-                ):
+                if sequence.num_computed_tokens > num_tokens and not manager.can_crop(sequence.seq_id, num_tokens):
                     raise RuntimeError(
                         f"the cache can't be cropped to {num_tokens} tokens: layers with a sliding window have given "
                         "back what lies behind it; call activate_past_recording() before the forwards to be undone"
@@ -113,18 +111,19 @@ class RowStore:
 
     @deferred_interrupt()
     def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
-        """Gives each sequence slots for tokens whose ids nobody told us.
+        """Gives each sequence slots for tokens whose ids are not known.
 
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
-        if self._core.current_loop is not None:
-            self._core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
+        core = self._core
+        if core.current_loop is not None:
+            core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
         with self.resident(sequences), self.transaction():
             self.append(sequences, [num_tokens] * len(sequences))
             for sequence in sequences:
                 sequence.token_ids = None
-                self._core.scheduler.extend_computed(sequence, num_tokens)
+                core.scheduler.extend_computed(sequence, num_tokens)
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
 
@@ -182,9 +181,8 @@ class RowStore:
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self.resident(held), self.transaction():
             group, index = self._pool.kv_cache.groups.places[layer]
-            slots = np.full(
-                (len(sequences), width), self._pool.kv_cache.null_block * self._core.config.block_size, dtype=np.int64
-            )
+            null_slot = self._pool.kv_cache.null_block * self._core.config.block_size
+            slots = np.full((len(sequences), width), null_slot, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))

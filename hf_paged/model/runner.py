@@ -196,8 +196,8 @@ class ModelRunner:
         self._is_plain = is_plain
         self._num_moves = num_moves
         self._config = config
-        self._inside: int | None = None  # the thread that is in a step's forward
         self._prepared_for: int | None = None  # the thread whose forwards find the model as they need it
+        self._inside: int | None = None  # the thread that is in a step's forward
         self._compiled: Callable[..., Any] | None = None
         self._graphs: tuple[int, DecodeGraphs] | None = None  # and where the weights were
         self.configs = attention_configs(model)

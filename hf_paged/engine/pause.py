@@ -107,13 +107,14 @@ class Pause:
             while (event := self._turn(before)) is None:
                 check_interrupt()
                 with self._loop.condition:
-                    if self._loop.has_work or self._let_one_go():
+                    has_work, is_ajar = self._loop.has_work, self._let_one_go()
+                    if has_work or is_ajar:
                         waiting_since = time.monotonic()
                     elif time.monotonic() - waiting_since > STEP_SECONDS or not (
                         self._loop.decoding_loops.is_any_away() or is_expected()
                     ):
                         return None
-                    if not self._loop.has_work:
+                    if is_ajar or not has_work:
                         self._loop.condition.wait(ARRIVAL_GAP)
             return as_dicts(event[0], event[1:])[0]
         finally:
@@ -132,7 +133,10 @@ class Pause:
             if log.last_step is before:
                 loop.turn(lambda: True)
                 loop.settle()
-            return None if log.last_step is before else log.last_step
+            if log.last_step is before:
+                return None
+            self._is_ajar = False  # before a thread that is held can look
+            return log.last_step
 
     # Threads that run the model themselves
 

@@ -277,7 +277,7 @@ class CallCounter:
 
     def _listen(self) -> None:
         """Hears why calls run stock `generate()`, also the warnings that `warning_once` would swallow."""
-        logger: Any = logging.getLogger("hf_paged.api.generation")
+        logger: Any = logging.getLogger("hf_paged.api.routing")
         warning_once: Callable[..., None] = logger.warning_once
 
         def listener(message: str, *args: Any, **kwargs: Any) -> None:

@@ -54,10 +54,10 @@ def bring_back(model: Any, length: int, swaps: bool) -> float:
     [sequence] = cache.sequences
     synchronize(model.device)
     started = time.perf_counter()
-    with engine.transaction():
-        pairs = engine.scheduler.preempt(sequence.group, allow_swap=swaps)
+    with engine.core.transaction():
+        pairs = engine.core.scheduler.preempt(sequence.group, allow_swap=swaps)
         assert bool(pairs) == swaps
-        engine._pool.execute_swap_outs(pairs)
+        engine.core.pool.execute_swap_outs(pairs)
     model(ids[:, length:], past_key_values=cache, logits_to_keep=1)
     synchronize(model.device)
     seconds = time.perf_counter() - started
@@ -98,7 +98,7 @@ def measure(
         enable_prefix_caching=False,
         max_num_batched_tokens=8192,
     ):
-        pool = model.paged._pool
+        pool = model.paged.core.pool
         bring_back(model, lengths[0], swaps=True)  # allocates the swap space
         for length in todo:
             seconds: dict[str, list[float]] = {"recompute": [], "swap": []}

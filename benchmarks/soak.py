@@ -481,7 +481,7 @@ class Soak:
             return
         faulthandler.dump_traceback(all_threads=True)
         if self.engine.lock.acquire(timeout=5):
-            for group in self.engine.scheduler.groups:
+            for group in self.engine.core.scheduler.groups:
                 tqdm.write(str(group))
             tqdm.write(str(self.left_over()))
             tqdm.write(str(self.engine.stats()))
@@ -716,10 +716,10 @@ class Soak:
 
     def state_of(self, request: Any, prompt: list[int]) -> str:
         """Where a request is at this moment, as far as it can be told."""
-        with self.engine.transaction():
+        with self.engine.core.transaction():
             if request.is_done:
                 return "done"
-            groups = self.engine.scheduler.groups
+            groups = self.engine.core.scheduler.groups
             for group in groups:
                 ids = group.sequences[0].token_ids if group.sequences else None
                 if ids is not None and ids[: len(prompt)] == prompt:
@@ -811,7 +811,7 @@ class Soak:
             request = self.submit(
                 spec, request_id=f"twice-{spec.index}", max_new_tokens=MAX_NEW, min_new_tokens=MAX_NEW
             )
-            with self.engine._worker.exclusive():  # it must not end meanwhile
+            with self.engine.core.worker.loop.exclusive():  # it must not end meanwhile
                 is_done = request.is_done
                 with suppress(ValueError, QueueFullError):
                     self.engine.submit(spec.prompt, request_id=f"twice-{spec.index}")
@@ -867,7 +867,7 @@ class Soak:
         """Gauges in their range, counters that only grow."""
         stats, last = self.engine.stats(), self.last_stats
         assert 0 <= stats.num_free_blocks <= stats.num_blocks, stats
-        assert stats.kv_tokens_stored <= stats.kv_slots_allocated <= stats.num_blocks * self.engine.manager.block_size
+        assert stats.kv_tokens_stored <= stats.kv_slots_allocated <= stats.num_blocks * self.engine.config.block_size
         for name in (
             "num_preemptions",
             "num_cow_copies",
@@ -900,15 +900,15 @@ class Soak:
         while time.monotonic() < deadline:
             stats = engine.stats()
             live = [s for chat in self.conversations for s in chat.cache.sequences if s is not None]
-            if stats.num_waiting == 0 and len(engine.manager.sequences()) <= len(live):
+            if stats.num_waiting == 0 and len(engine.core.manager.sequences()) <= len(live):
                 break
             time.sleep(0.01)
         try:
             engine.check_invariants()
             live_ids = {s.seq_id for s in live}
-            extra = set(engine.manager.sequences()) - live_ids
+            extra = set(engine.core.manager.sequences()) - live_ids
             assert not extra, f"{len(extra)} sequences that are not held"
-            assert not engine.scheduler.has_work, "work that is not waited for"
+            assert not engine.core.scheduler.has_work, "work that is not waited for"
             assert stats.num_waiting == 0, f"{stats.num_waiting} waiting"
             for name, left in self.left_over().items():
                 assert not left, f"{name}: {left}"
@@ -918,16 +918,14 @@ class Soak:
 
     def left_over(self) -> dict[str, Any]:
         """What the engine's queues hold; all empty when nothing runs."""
-        worker, submissions = self.engine._worker, self.engine._submissions
+        core, loop = self.engine.core, self.engine.core.worker.loop
         return {
-            "sinks": list(worker._sinks),
-            "callers": list(worker._callers),
-            "ready rows": worker._num_ready_rows,
-            "steps": list(worker._running),
-            "runs": list(self.engine._runs),
-            "active requests": list(submissions._active),
-            "jobs": list(submissions._jobs),
-            "in flight": list(self.engine.scheduler._in_flight),
+            "sinks": list(core.executor.sinks),
+            "loops": list(loop.decoding_loops._loops),
+            "runs": list(core.runs),
+            "active requests": list(self.engine._submissions._active),
+            "jobs": list(self.engine._threads._jobs),
+            "in flight": list(core.scheduler._in_flight),
         }
 
     def verify(self) -> None:
@@ -1018,13 +1016,13 @@ class Soak:
             self.violation(f"{len(lost)} requests without exactly one outcome, such as {lost[:5]}")
         self.conversations.clear()
         gc.collect()
-        stats, swap_pool = engine.stats(), engine.manager.swap_pool
+        stats, swap_pool = engine.stats(), engine.core.manager.swap_pool
         in_use = stats.num_blocks - stats.num_free_blocks
-        swapped = engine.manager.num_swapped_blocks
+        swapped = engine.core.manager.num_swapped_blocks
         if in_use or swapped or (swap_pool is not None and swap_pool.num_free != swap_pool.num_blocks):
             self.violation(f"blocks leaked: {in_use} in the pool, {swapped} in CPU memory")
-        if list(engine.scheduler.groups) or engine.manager.sequences():
-            self.violation(f"groups leaked: {list(engine.scheduler.groups)}")
+        if list(engine.core.scheduler.groups) or engine.core.manager.sequences():
+            self.violation(f"groups leaked: {list(engine.core.scheduler.groups)}")
         deadline = time.monotonic() + 10
         while (more := self._more_threads(threads_before)) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -142,7 +142,7 @@ class Pair:
         with mock.patch.object(support, "_probe", PROBES):
             self.paged = hf_paged.patch(copy.deepcopy(stock), **settings)
         if self.engine.config.use_async_batching:
-            self.engine._executor.__class__ = OverlappingExecutor
+            self.engine.core.executor.__class__ = OverlappingExecutor
         self.delta: dict[str, int] = {}
         self.seen = watch_tokens(self.paged)
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hf_paged.api.generation import PagedGenerationMixin, attach, detach
+from hf_paged.api.generation import PagedGenerationMixin
+from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.support import is_supported, unwrap
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_paged.api.generation import attach, base_class, detach
+from hf_paged.api.patched_class import attach, detach
+from hf_paged.api.routing import base_class
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.memory.spec import AttentionSpec

@@ -132,7 +132,7 @@ class PagedCache(Cache):
         engine = getattr(model, "paged", None)
         if engine is None:
             raise ValueError(f"PagedCache needs a patched model: call hf_paged.patch(model) first, got {model!r:.100}")
-        self._setup(engine)
+        self._setup(engine.store)
 
     @classmethod
     def for_call(cls, store: SequenceStore, fan_out: int) -> PagedCache:

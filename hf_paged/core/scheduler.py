@@ -25,7 +25,6 @@ class _Step:
     num_seqs: int
     only: object
     forced: bool
-    known_only: bool = False
     batch_key: Hashable = None
     has_key: bool = False
     skipped_key: tuple[Hashable] | None = None
@@ -38,7 +37,7 @@ class _Step:
     @property
     def is_open(self) -> bool:
         """Whether decodes of its batch key may join, whoever's they are."""
-        return self.has_key and self.only is None and not self.known_only and not self.needs_tokens
+        return self.has_key and self.only is None and not self.needs_tokens
 
     @property
     def is_full(self) -> bool:
@@ -47,8 +46,6 @@ class _Step:
     def admits(self, group: SequenceGroup) -> bool:
         """Whether the group may share this step."""
         if self.only is not None and group.owner is not self.only:
-            return False
-        if self.known_only and group.expects_tokens:
             return False
         if self.has_key and group.batch_key != self.batch_key:
             self.skipped_key = self.skipped_key or (group.batch_key,)
@@ -381,15 +378,12 @@ class Scheduler:
 
     # A step
 
-    def schedule(
-        self, *, forced: bool = False, only: object = None, known_only: bool = False, max_tokens: int | None = None
-    ) -> Batch:
+    def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> Batch:
         """Chooses the next step and allocates its blocks. Its sequences are in flight until `update` or `undo`.
 
         Args:
             forced: Nothing is running or will come back by itself: the first group in line may preempt any other.
             only: Groups of this owner only.
-            known_only: Groups without expected tokens only.
             max_tokens: A smaller token budget than usual.
 
         Returns:
@@ -400,7 +394,7 @@ class Scheduler:
                 `group` says which. Nothing is in flight, but its `swap_outs` are to be executed.
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
-        step = _Step(budget, self._max_num_seqs, only, forced, known_only)
+        step = _Step(budget, self._max_num_seqs, only, forced)
         num_preemptions, num_stalls = self.num_preemptions, self.num_admission_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True

@@ -58,9 +58,6 @@ class LogitsSink(Protocol):
     def fail(self, error: BaseException) -> None:
         """Ends with an error. The pool's lock is held."""
 
-    def renew_locks(self) -> None:
-        """In a forked child: whoever held them is not there."""
-
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
@@ -95,7 +92,6 @@ class StepExecutor:
 
     Attributes:
         sinks: Who waits for a sequence's pending tokens, and as which row.
-        running: Steps that are being launched: one, and those that run inside it (a hook's).
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
     """
@@ -107,7 +103,6 @@ class StepExecutor:
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
         self.sinks: dict[int, tuple[LogitsSink, int]] = {}
-        self.running: list[Batch] = []
         self.num_steps = 0
         self.num_prefill_tokens = 0
 
@@ -120,7 +115,7 @@ class StepExecutor:
     def overlaps(self) -> bool:
         """Whether a step is to be launched before the one before is over.
 
-        Not where a user's code runs in the model: it may run steps of its own inside of one.
+        Not where a user's code runs in the model: rows that have ended would show it one token too many.
         """
         setting = self._pool.config.use_async_batching
         return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self._runner.is_plain
@@ -129,6 +124,10 @@ class StepExecutor:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
         return self._tables.setdefault(device, TokenTable(device))
 
+    def check_outside(self) -> None:
+        """See `ModelRunner.check_outside`."""
+        self._runner.check_outside()
+
     def prepared(self) -> AbstractContextManager[None]:
         """See `ModelRunner.prepared`."""
         return self._runner.prepared()
@@ -136,7 +135,6 @@ class StepExecutor:
     def launch(self, batch: Batch) -> None:
         """Queues a step. Takes it back if anything raises. The step lock is held."""
         pool = self._pool
-        self.running.append(batch)
         try:
             device = self._runner.placement[1]
             with on_steps_stream(device), _autocast(batch.batch_key):
@@ -145,11 +143,9 @@ class StepExecutor:
                 logits = self._runner.run(batch, kv_cache, self._embeddings(batch), self._chosen_before(batch))
         except BaseException:
             with pool.lock:
-                self.running.remove(batch)
                 pool.scheduler.undo(batch)
             raise
         with pool.lock, on_steps_stream(device):
-            self.running.remove(batch)
             rows = StepRows.of(pool.scheduler.chunks(batch))
             offers = pool.scheduler.update(batch, is_checked=False)
             check = _check(kv_cache, offers) if offers else None
@@ -160,11 +156,8 @@ class StepExecutor:
             timer.stop()
 
     def collect(self) -> None:
-        """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held.
-
-        Of the newest inside a step that is being launched (in a hook): rows of the others may be in that one, too.
-        """
-        done = self._in_flight.pop() if self.running else self._in_flight.popleft()
+        """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held."""
+        done = self._in_flight.popleft()
         outcomes: list[Outcome] = []
         is_finite = [False] * len(done.offers)
         seconds = 0.0
@@ -190,12 +183,6 @@ class StepExecutor:
             num_tokens = done.rows.num_tokens
             if num_tokens > 4 * len(done.rows.columns[0]):
                 self._pool.cost.note_prefill(num_tokens, seconds)
-
-    def forget_in_flight(self) -> None:
-        """In a forked child: their tokens will never be known."""
-        while self._in_flight:
-            offers = self._in_flight.popleft().offers
-            self._pool.scheduler.settle(offers, [False] * len(offers))
 
     def _embeddings(self, batch: Batch) -> Tensor | None:
         """`[E, hidden_size]`, what the batch's tokens of `embedded` were given as; in slices, as it was given."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import Sequence
+from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.engine.worker import CallCancelledError, Caller, StepWorker
+from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import Handover, hand_out
 from hf_paged.sampling.sampler import Choice, Outcome
@@ -30,7 +31,7 @@ class ForwardItem:
         worker: StepWorker,
         sequences: list[Sequence],
         wanted: np.ndarray,
-        caller: Caller | None = None,
+        caller: DecodingLoop | None = None,
     ) -> None:
         """Queues the sequences. The pool's lock is held.
 
@@ -57,7 +58,7 @@ class ForwardItem:
             sequence.logits_from = int(wanted[row].min()) if has_wanted else sequence.num_tokens
             is_last = wanted.shape[1] == 1 and sequence.logits_from == sequence.num_tokens - 1
             sequence.wanted = None if is_last else wanted[row].tolist()
-        worker.arrive(caller, len(sequences))
+        worker.loop.decoding_loops.arrive(caller, len(sequences))
         if pending:
             worker.add(self, pending)
         else:
@@ -76,7 +77,7 @@ class ForwardItem:
         """
         caller = self._caller
         if caller is not None:
-            caller.on_cancel = lambda: self._worker.order(self._give_up)
+            caller.on_cancel = lambda: self._worker.loop.order(self._give_up)
             if caller.is_cancelled:
                 caller.on_cancel()
         try:
@@ -98,10 +99,7 @@ class ForwardItem:
         """Stops waiting; returns when no step with these sequences is running any more."""
         if self.is_done:
             return
-        if self._worker.is_mine:
-            self.fail(RuntimeError("cancelled"))
-            return
-        with self._worker.exclusive(), self._pool.lock:
+        with self._worker.loop.exclusive(), self._pool.lock:
             if not self.is_done:
                 self.fail(RuntimeError("cancelled"))
 
@@ -136,7 +134,7 @@ class ForwardItem:
         for sequence in self._sequences:
             # Should it be preempted for the others from here on, that is the next forward's business.
             if sequence.num_pending_tokens == 0:
-                self._worker.remove(sequence)
+                self._worker.loop.remove(sequence)
         if not any(sequence.is_wanted for sequence in self._sequences):
             self._finish()
         return []
@@ -151,13 +149,10 @@ class ForwardItem:
         self._error = error
         self._finish()
 
-    def renew_locks(self) -> None:
-        self._done = threading.Event()
-
     def _finish(self) -> None:
         if self.is_done:
             return
         for sequence in self._sequences:
-            self._worker.remove(sequence)
-        self._worker.leave(self._caller, len(self._sequences))
+            self._worker.loop.remove(sequence)
+        self._worker.loop.decoding_loops.leave(self._caller)
         self._done.set()

@@ -1,106 +1,82 @@
-"""`Pause`: what keeps a worker's steps from running, and the tickets for single ones."""
+"""`Pause`: the gate that holds the steps back, and single steps while it does."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from hf_paged.core.event_log import Event
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_paged.core.event_log import Event, as_dicts
+from hf_paged.core.interrupts import check_interrupt, wait_interruptibly
+from hf_paged.engine.decoding_loop import ARRIVAL_GAP, DecodingLoop
 from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.openmp import rest_threads
+from hf_paged.engine.step_loop import StepLoop, without_modes
 
 logger = logging.getLogger(__name__)
 
-
-class Ticket:
-    """Permission for one step. Whoever runs it leaves the step's event, and the event's id."""
-
-    def __init__(self) -> None:
-        self.event: tuple[int, Event] | None = None
+REST_SECONDS = 0.05  # without work, after which a worker's helping threads end
+STEP_SECONDS = 1.0  # that `step` waits for callers who are busy between two forwards, if there is no other work
 
 
 class Pause:
-    """A switch, and a queue of tickets. Changed with the pool's lock held.
+    """A switch. While it is on, a step runs only if it is asked for, on the thread that asks."""
 
-    Attributes:
-        num_held: Threads that it keeps from running the model themselves.
-    """
+    def __init__(self, pool: KVPool, loop: StepLoop, notify: Callable[[], None]) -> None:
+        """Of one loop.
 
-    def __init__(self, pool: KVPool) -> None:
+        Args:
+            pool: Its pool.
+            loop: What it holds back.
+            notify: See `StepWorker.notify`.
+        """
         self._pool = pool
+        self._loop = loop
+        self._notify = notify
         self._is_on = False
         self._thread_id: int | None = None  # that paused and has not been warned
-        self._tickets: deque[Ticket] = deque()
-        self.num_held = 0
+        self._stepper = threading.Lock()  # of the thread that asks for a step
+        # Threads that it keeps from running the model themselves, and whether one of them may go.
+        self._num_held, self._is_ajar = 0, False
 
     @property
     def is_on(self) -> bool:
-        """Whether steps need a ticket.
+        """Whether steps only run when they are asked for.
 
         A pause ends with the main thread: else the interpreter would wait for ever for threads that wait for a step.
         """
         return self._is_on and threading.main_thread().is_alive()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether steps run as if there were no such thing."""
-        return not self._is_on and not self._tickets
+    def allows(self) -> bool:
+        """Whether a step may run that was not asked for."""
+        return not self.is_on
 
-    @property
-    def holds(self) -> bool:
-        """Whether no step may run now."""
-        return self.is_on and not self._tickets
-
-    def begin(self) -> bool:
-        """Switches it on; returns whether it was off."""
-        was_off, self._is_on = not self._is_on, True
-        self._thread_id = threading.get_ident()
-        return was_off
+    def begin(self) -> None:
+        """From the step on that runs now, and is waited for, no other does. See `Engine.pause`."""
+        with self._pool.lock:
+            was_off, self._is_on = not self._is_on, True
+            self._thread_id = threading.get_ident()
+        if self._loop.is_mine:
+            return  # in a hook inside a step, which can't be waited for
+        try:
+            with self._loop.holding():
+                pass
+        except BaseException:  # Ctrl-C
+            if was_off:
+                self.end()
+            raise
 
     def end(self) -> None:
-        """Switches it off. The next steps are also those that were asked for."""
-        self._is_on = False
-
-    def reset_after_fork(self) -> None:
-        """Nobody is there who would end it."""
-        self._is_on, self.num_held = False, 0
-        self._tickets.clear()
-
-    def ask(self, ticket: Ticket) -> None:
-        """Asks for a step."""
-        self._tickets.append(ticket)
-
-    def withdraw(self, ticket: Ticket) -> None:
-        """Doesn't want it any more. No step runs."""
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
-
-    @contextmanager
-    def step(self, is_free: bool = False) -> Iterator[bool]:
-        """Around what may run a step: whether it may. The step lock is held, the pool's is not.
-
-        A ticket is used up by a step that got as far as the log; else the next one may use it.
-
-        Args:
-            is_free: It needs no ticket.
-        """
-        log, ticket = self._pool.log, None
-        before = log.last_step
-        try:
-            with self._pool.lock:
-                may_run = is_free or not self.holds
-                if may_run and not is_free and self._tickets:
-                    ticket = self._tickets.popleft()
-            yield may_run
-        finally:
-            if ticket is not None:
-                with self._pool.lock:
-                    if log.last_step is before:
-                        self._tickets.appendleft(ticket)
-                    else:
-                        ticket.event = log.last_step
+        """Steps run again."""
+        with self._pool.lock:
+            self._is_on = False
+            self._loop.forget_refusals()  # the time of the pause doesn't count
+            self._notify()
 
     def warn(self) -> None:
         """Says so, once a pause, if it is the pausing thread itself that is about to wait for a step."""
@@ -110,3 +86,97 @@ class Pause:
                 "hf_paged: this thread called pause() and now waits for a step: it goes on when another thread calls "
                 "resume() or step() (Ctrl-C ends the call)"
             )
+
+    def step(self, is_expected: Callable[[], bool]) -> dict[str, Any] | None:
+        """Runs one turn of the loop, or lets one of those run who are held; waits a moment for what is about to come.
+
+        Args:
+            is_expected: Whether a caller is about to bring work.
+
+        Returns:
+            The step's event; `None` if there is nothing to run.
+        """
+        if not self.is_on:
+            raise RuntimeError("the engine is not paused: call pause() before step()")
+        wait_interruptibly(lambda timeout: self._stepper.acquire(timeout=-1 if timeout is None else timeout))
+        try:
+            with self._loop.holding():
+                before = self._pool.log.last_step
+                self._loop.forget_refusals()
+            waiting_since = time.monotonic()
+            while (event := self._turn(before)) is None:
+                check_interrupt()
+                with self._loop.condition:
+                    if self._loop.has_work or self._let_one_go():
+                        waiting_since = time.monotonic()
+                    elif time.monotonic() - waiting_since > STEP_SECONDS or not (
+                        self._loop.decoding_loops.is_any_away() or is_expected()
+                    ):
+                        return None
+                    if not self._loop.has_work:
+                        self._loop.condition.wait(ARRIVAL_GAP)
+            return as_dicts(event[0], event[1:])[0]
+        finally:
+            with self._pool.lock:
+                self._is_ajar = False
+            self._stepper.release()
+            rest_threads()
+
+    def _turn(self, before: tuple[int, Event] | None) -> tuple[int, Event] | None:
+        """Runs a turn unless there was a step since; returns that step's event, if there was one."""
+        loop, log = self._loop, self._pool.log
+        with loop.condition:
+            if loop.has_work:
+                loop.decoding_loops.gather()
+        with _disable_current_modes(), without_modes(), loop.holding():
+            if log.last_step is before:
+                loop.turn(lambda: True)
+                loop.settle()
+            return None if log.last_step is before else log.last_step
+
+    # Threads that run the model themselves
+
+    def _let_one_go(self) -> bool:
+        """Lets one of those who are held run its forward, if there are any. The pool's lock is held."""
+        self._is_ajar = self._num_held > 0
+        if self._is_ajar:
+            self._loop.condition.notify_all()
+        return self._is_ajar
+
+    @property
+    def _holds(self) -> bool:
+        return self.is_on and not self._is_ajar
+
+    @contextmanager
+    def forwarding(self, needs_step: Callable[[], bool], caller: DecodingLoop | None = None) -> Iterator[None]:
+        """`StepLoop.exclusive`, for a caller who may have to run the model in it: that waits for `end`, or is a step.
+
+        Args:
+            needs_step: Whether it has to; asked when no step runs.
+            caller: Waits no longer when it is cancelled.
+        """
+        is_held = False
+        try:
+            while True:
+                with self._loop.exclusive():
+                    if not self._holds or not needs_step():
+                        with self._pool.lock:
+                            self._num_held -= is_held
+                            is_held = self._is_ajar = False
+                        yield
+                        return
+                self.warn()
+                with self._loop.condition:
+                    if not is_held:
+                        self._num_held, is_held = self._num_held + 1, True
+                        self._loop.condition.notify_all()
+                    while self._holds:
+                        check_interrupt()
+                        if caller is not None:
+                            caller.check_cancelled()
+                        # A dropped handle and the main thread's end notify no waiting thread.
+                        self._loop.condition.wait(REST_SECONDS)
+        finally:
+            if is_held:
+                with self._pool.lock:
+                    self._num_held -= 1

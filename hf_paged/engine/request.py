@@ -194,7 +194,7 @@ class Request:
 
         Raises:
             TimeoutError: It isn't finished by then; it goes on running, and `result` can be called again.
-            RuntimeError: It isn't finished, and this thread is inside a step (in a hook of the model).
+            RuntimeError: It isn't finished, and this thread is inside a step (in a hook of an inner module).
             Exception: What the request raised.
         """
         state, condition = self._state, self._state.condition

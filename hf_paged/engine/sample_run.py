@@ -15,8 +15,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import Sequence
+from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.engine.worker import CACHE_SALT, StepWorker
+from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import StepNoise
@@ -207,9 +208,6 @@ class SampleRun:
             for row in self.rows:
                 self._end(row, "error")
 
-    def renew_locks(self) -> None:
-        self._done = threading.Event()
-
     def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
         oldest, starts = self._oldest_step(), batch.logit_starts
         return [
@@ -298,7 +296,7 @@ class SampleRun:
             return
         row.finish_reason = reason
         if row.sequence is not None:
-            self._worker.remove(row.sequence)
+            self._worker.loop.remove(row.sequence)
             self._pool.scheduler.free(row.sequence, reason)
             row.sequence = None
         self._num_open -= 1

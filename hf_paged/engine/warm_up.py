@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from hf_paged.core.interrupts import check_interrupt
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.engine.worker import StepWorker, without_modes
+from hf_paged.engine.step_loop import StepLoop, without_modes
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.runner import ModelRunner
@@ -40,7 +40,7 @@ class WarmUp:
     no_graphs: str | None
 
 
-def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bool) -> WarmUp:
+def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_flat: bool) -> WarmUp:
     """Runs steps of no sequence's and records the graphs; what runs otherwise waits meanwhile.
 
     Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros again
@@ -49,7 +49,7 @@ def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bo
     Args:
         pool: Makes its tensor, if it has none.
         runner: Runs the steps.
-        worker: Who else runs steps.
+        loop: Of the other steps.
         runs_flat: Whether steps run over the pool: for a model that doesn't, there is nothing to prepare.
 
     Raises:
@@ -57,12 +57,10 @@ def warm_up(pool: KVPool, runner: ModelRunner, worker: StepWorker, runs_flat: bo
         ValueError: `cuda_graphs=True` or `compile_decode=True`, and there can be no graphs here.
         Exception: What the model raises.
     """
-    if worker.is_mine:
-        raise RuntimeError("this thread is inside a step: it can't warm up")
     started = time.perf_counter()
     num_kernels, num_graphs, graph_bytes = 0, 0, 0
     no_graphs: str | None = "the model's own attention runs, over gathered keys and values"
-    with worker.exclusive(), without_modes():
+    with loop.exclusive(), without_modes():
         kv_cache = pool.kv_cache
         device = kv_cache.tensor.device
         with among_steps(device), torch.autocast(device.type, enabled=False):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -133,24 +134,49 @@ class HostCall:
         return value
 
 
-class _HostCalls(threading.local):
-    """The call that the current thread prepares.
+@dataclass(slots=True)
+class CallState:
+    """A `generate()` call on its way through transformers' preparation.
 
     Attributes:
-        call: It; `None` outside of preparations and in those over the caller's tensors themselves.
+        is_submitted: It is only to be prepared.
+        host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
         hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
     """
 
-    call: HostCall | None = None
-    hides_device = False
-
-    def take(self) -> HostCall | None:
-        """The call, whose preparation is over."""
-        call, self.call = self.call, None
-        return call
+    is_submitted: bool = False
+    host: HostCall | None = None
+    hides_device: bool = False
 
 
-HOST_CALLS = _HostCalls()
+# The innermost one of this thread.
+CALL: ContextVar[CallState | None] = ContextVar("hf_paged_call", default=None)
+
+
+def hides_device() -> bool:
+    """See `CallState`."""
+    call = CALL.get()
+    return call is not None and call.hides_device
+
+
+@contextmanager
+def preparing(call: CallState) -> Iterator[None]:
+    """Within it, `call` is this thread's."""
+    token = CALL.set(call)
+    try:
+        yield
+    finally:
+        CALL.reset(token)
+
+
+def end_of_preparation() -> tuple[bool, HostCall | None]:
+    """What its loop is told of a call, once: whether it was submitted, and its host copies."""
+    call = CALL.get()
+    if call is None:
+        return False, None
+    host, call.host = call.host, None
+    return call.is_submitted, host
+
 
 _PREPARATION = {
     name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -196,6 +197,10 @@ class ModelState:
 
 _STATES: weakref.WeakSet[ModelState] = weakref.WeakSet()
 _STATES_LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(
+        before=_STATES_LOCK.acquire, after_in_parent=_STATES_LOCK.release, after_in_child=_STATES_LOCK.release
+    )
 
 
 @lru_cache

@@ -197,6 +197,7 @@ class ModelRunner:
         self._num_moves = num_moves
         self._config = config
         self._prepared_for: int | None = None  # the thread whose forwards find the model as they need it
+        self._inside: int | None = None  # the thread that is in a step's forward
         self._compiled: Callable[..., Any] | None = None
         self._graphs: tuple[int, DecodeGraphs] | None = None  # and where the weights were
         self.configs = attention_configs(model)
@@ -214,6 +215,11 @@ class ModelRunner:
         return model
 
     @property
+    def living_model(self) -> PreTrainedModel | None:
+        """The patched model, `None` if it no longer exists."""
+        return self._model()
+
+    @property
     def placement(self) -> tuple[torch.dtype, torch.device]:
         """The model's dtype and device."""
         return self._placement() or (self.model.dtype, self.model.device)
@@ -222,6 +228,32 @@ class ModelRunner:
     def is_plain(self) -> bool:
         """Whether nothing but torch's and transformers' own code runs in forwards now."""
         return self._is_plain()
+
+    def check_outside(self) -> None:
+        """Refuses what takes another step: this thread is in one.
+
+        Raises:
+            RuntimeError: It is, in a hook of an inner module, say.
+        """
+        if self.is_inside:
+            raise RuntimeError(
+                "this thread is inside a step (in a hook of one of the model's modules), which can't wait for another "
+                "step: call the model in a logits processor, a streamer or a hook of the patched model itself, or on "
+                "another thread"
+            )
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in a step's forward of this model."""
+        return self._inside == threading.get_ident()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._inside = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._inside = None
 
     def _may_infer(self) -> bool:
         """Whether forwards may run in inference mode now."""
@@ -366,7 +398,7 @@ class ModelRunner:
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = num_kept
         mode = torch.inference_mode() if may_infer else nullcontext()
-        with mode, self._scopes():
+        with mode, self._scopes(), self._stepping():
             output = self._forward(
                 self.model,
                 attention_mask=layout.attention_mask,
@@ -403,7 +435,7 @@ class ModelRunner:
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
         step = paged_step(kv_cache.backend, metadata, kv_cache.groups)
-        with mode, scopes, forward_context(step, kv_cache.tensor.device) as sentinel:
+        with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
                 self.model,
                 position_ids=tokens.position_ids[None],
@@ -590,5 +622,5 @@ class ModelRunner:
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""
-        with self._layers():
+        with self._layers(), self._stepping():
             return self._forward(self.model, *args, **kwargs)

@@ -84,7 +84,7 @@ def test_a_pool_of_half_the_size() -> None:
     for kind in ("auto", "fp8_e4m3"):
         model = hf_paged.patch(build("llama").bfloat16(), kv_cache_dtype=kind, num_blocks=8)
         model.generate(random_ids(1, 5), max_new_tokens=2)
-        sizes[kind] = (model.paged.bytes_per_block, model.paged.kv_cache.tensor.nbytes)
+        sizes[kind] = (model.paged.bytes_per_block, model.paged.core.kv_cache.tensor.nbytes)
     assert sizes["auto"] == tuple(2 * size for size in sizes["fp8_e4m3"])
 
 
@@ -96,7 +96,7 @@ def test_kernels_agree_with_plain_torch() -> None:
             build("llama"), kv_cache_dtype="fp8_e4m3", attention_backend=backend, block_size=4, num_blocks=64
         )
         results.append(model.generate(random_ids(2, 9), max_new_tokens=5))
-        assert model.paged.kv_cache.backend.name == backend
+        assert model.paged.core.kv_cache.backend.name == backend
     assert torch.equal(*results)
 
 

@@ -539,30 +539,6 @@ def test_generate_inside_a_processor(pair: Pair) -> None:
     pair.generate(make=lambda model: {"logits_processor": [Reentrant(model)]}, **ragged_batch(), max_new_tokens=4)
 
 
-def test_generate_inside_a_layer(pair: Pair) -> None:
-    """Would break: the same from a hook, in the middle of a forward that the engine drives."""
-    texts: dict[int, list[Tensor]] = {id(model): [] for model in (pair.stock, pair.paged)}
-
-    def add_hook(model: Any) -> None:
-        is_busy = False
-
-        def hook(*_: Any) -> None:
-            nonlocal is_busy
-            if not is_busy:
-                is_busy = True
-                texts[id(model)].append(model.generate(random_ids(1, 5), max_new_tokens=3))
-                is_busy = False
-
-        model.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
-
-    for model in (pair.stock, pair.paged):
-        add_hook(model)
-    pair.generate(**ragged_batch(), max_new_tokens=3)
-    stock, paged = texts.values()
-    assert_same(stock, paged)
-    assert len(paged) == 3
-
-
 def own_loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **kwargs: Any) -> Tensor:
     """A user's decoding method: greedy, over the cache that `generate()` prepared."""
     cache = kwargs["past_key_values"]

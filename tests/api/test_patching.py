@@ -536,7 +536,7 @@ def test_dropped_model_dies(used: bool) -> None:
     if used:
         text_of(model)
         text_of(hf_paged.patch(hf_paged.unpatch(model), **SETTINGS))
-    dead, engine, pool = weakref.ref(model), weakref.ref(model.paged), weakref.ref(model.paged.kv_cache)
+    dead, engine, pool = weakref.ref(model), weakref.ref(model.paged), weakref.ref(model.paged.core.kv_cache)
     del model
     for _ in range(100):  # the worker's thread may be on its way out of its last step
         gc.collect()

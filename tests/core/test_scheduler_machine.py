@@ -169,7 +169,7 @@ class World:
         self.requests: list[Request] = []
         self.rows: dict[Sequence, Row] = {}
         self.pinned: list[SequenceGroup] = []
-        self.in_flight: dict[Row, list[int]] = {}  # rows of the steps that are running, with their tables
+        self.in_flight: dict[Row, list[int]] = {}  # rows of the step that is running, with their tables
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.cpu_slots: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.history: list[list[int]] = [[]]  # tokens of what was freed lately: prompts worth asking for again
@@ -416,13 +416,11 @@ class World:
 
     # A step
 
-    def step(self, failing: bool = False, nested: bool = False, max_tokens: int | None = None) -> bool:
+    def step(self, failing: bool = False, has_company: bool = False, max_tokens: int | None = None) -> bool:
         """What the engine's worker does; False if nothing could run.
 
-        `failing`: it raises in the model; `nested`: a hook in the model runs steps of its own.
+        `failing`: it raises in the model; `has_company`: callers come and go while it runs.
         """
-        if nested:
-            self.settle()
         step = self._schedule(max_tokens=max_tokens)
         if step is None:
             return True
@@ -440,7 +438,7 @@ class World:
         if failing:
             self._fail(step)
         else:
-            self._run(step, nested)
+            self._run(step, has_company)
             self.settle(num_kept=1)
         return True
 
@@ -502,11 +500,11 @@ class World:
         for block_id in step.new_blocks:
             slots[block_id] = [0] * self.block_size
 
-    def _run(self, step: Batch, nested: bool = False) -> None:
+    def _run(self, step: Batch, has_company: bool = False) -> None:
         chunks = self._chunks(step)
         self._write(chunks)
-        if nested and not self.in_flight:
-            self._step_inside(step)
+        if has_company:
+            self._meanwhile(step)
         for sequence, start, num_tokens in chunks:
             row, end = self.rows[sequence], start + num_tokens
             assert self._stored(row, end) == row.values[:end], "a chunk was overwritten in its own step"
@@ -568,19 +566,16 @@ class World:
                 assert self.pool.is_plain(block_id), "a block that is shared or findable is written"
                 slots[block_id][index % size] = previous
 
-    def _step_inside(self, outer: Batch) -> None:
-        """A hook inside the model's forward runs steps of its own, which must take nothing from the running one."""
+    def _meanwhile(self, outer: Batch) -> None:
+        """While a step runs, callers come and go on other threads, which must take nothing from it."""
         groups = {sequence.group.arrival: sequence.group for sequence, _, _ in self._chunks(outer)}.values()
         rows = [self.rows[sequence] for group in groups for sequence in group.sequences]
         self.in_flight = {row: self._table(row) for row in rows}
         computed = {row: row.sequence.num_computed_tokens for row in rows}
-        request = self.submit("cache", self.rng.randrange(8), 1, [0, 1, 1], batch_key=self.rng.randrange(2))
-        for _ in range(6):
-            if request is None or request not in self.requests or request.is_thinking or not self.step():
-                break
-            self.events["step inside a step"] += 1
-        if request in self.requests and not self._is_in_flight(request):
-            self._end(request)
+        self.submit("cache", self.rng.randrange(8), 1, [0, 1, 1], batch_key=self.rng.randrange(2))
+        for leave in (self.cancel, self.drop_row, self.give_up):
+            leave(self.rng.randrange(8))
+        self.events["callers beside a step"] += 1
         for row in rows:
             assert self.scheduler.is_in_flight(row.sequence.group)
             assert self._table(row) == self.in_flight[row], "a running step lost its blocks"
@@ -1034,9 +1029,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, **request: object) -> None:
         self.world.submit(**request)  # type: ignore[arg-type]
 
-    @rule(failing=rarely, nested=rarely, max_tokens=st.sampled_from([None, None, None, 1, 3]))
-    def step(self, failing: bool, nested: bool, max_tokens: int | None) -> None:
-        self.world.step(failing, nested, max_tokens)
+    @rule(failing=rarely, has_company=rarely, max_tokens=st.sampled_from([None, None, None, 1, 3]))
+    def step(self, failing: bool, has_company: bool, max_tokens: int | None) -> None:
+        self.world.step(failing, has_company, max_tokens)
 
     @rule(count=st.integers(2, 9))
     def steps(self, count: int) -> None:
@@ -1256,7 +1251,7 @@ EVENTS = (
     "release of a filled pool",
     "undo",
     "step of one owner",
-    "step inside a step",
+    "callers beside a step",
     "left out until tokens are known",
     "ended while it ran",
 )

@@ -143,7 +143,7 @@ def in_threads(actions: dict[str, Callable[[], Any]], pair: Pair | None = None, 
         name: threading.Thread(target=run, args=(name, action), name=name, daemon=True)
         for name, action in actions.items()
     }
-    with pair.engine._worker.exclusive() if pair is not None else nullcontext():
+    with pair.engine.core.worker.loop.exclusive() if pair is not None else nullcontext():
         for thread in threads.values():
             thread.start()
         while pair is not None and pair.engine.num_waiting < num_waiting and not errors:
@@ -573,7 +573,7 @@ def test_a_shared_system_prompt_is_computed_and_stored_once(make_pair: MakePair,
     generate = functools.partial(pair.paged.generate, **arguments)
     with counted(pair) as delta:
         if kind == "requests":
-            with pair.engine._worker.exclusive():  # all are there before the first step
+            with pair.engine.core.worker.loop.exclusive():  # all are there before the first step
                 submitted = [pair.engine.submit(prompt, **arguments) for prompt in prompts]
             found = [request.result(PATIENCE).prompt_token_ids + request.result().token_ids for request in submitted]
         else:
@@ -632,7 +632,7 @@ def test_a_group_shares_its_blocks_as_before_when_it_comes_back(
     expected = enter_alone(1, pair.stock.generate, **prompt, **arguments)
 
     def run() -> Any:
-        with pair.engine._worker.exclusive():
+        with pair.engine.core.worker.loop.exclusive():
             request = pair.engine.submit(**older)
             generate = functools.partial(entrance.enter, 1, pair.paged.generate, **prompt, **arguments)
             results: list[Tensor] = []
@@ -803,7 +803,7 @@ def test_what_cannot_be_computed_again_goes_first_where_only_one_fits(make_pair:
     embeds = {"inputs_embeds": stock().get_input_embeddings()(ids).detach()}
     length = {"max_new_tokens": 12, "eos_token_id": None}
     with counted(pair) as delta:
-        with pair.engine._worker.exclusive():  # both begin together, and are in the pool when it is full
+        with pair.engine.core.worker.loop.exclusive():  # both begin together, and are in the pool when it is full
             older = pair.engine.submit(prompt, **length)
             newer = threading.Thread(
                 target=lambda: results.append(pair.paged.generate(**embeds, **length)), daemon=True

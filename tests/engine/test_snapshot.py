@@ -329,14 +329,14 @@ def test_a_refused_prompt_leaves_no_events(make_pair: MakePair) -> None:
 
 def test_a_step_that_failed_is_undone_in_the_events(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: events that claim blocks of a step that never was."""
-    ledger, runner = Ledger(), pair.engine._runner
+    ledger, runner = Ledger(), pair.engine.core.runner
     run = runner.run
     pair.engine.submit(random_ids(1, 3), max_new_tokens=1).result(PATIENCE)
     pair.engine.pause()
     good, bad = (pair.engine.submit(random_ids(1, 9, seed=n), max_new_tokens=3, **ENDLESS) for n in range(2))
 
     def failing(step: Any, *args: Any) -> Any:
-        if any(s.group.request_id == bad.request_id for s, _, _ in pair.engine.scheduler.chunks(step)):
+        if any(s.group.request_id == bad.request_id for s, _, _ in pair.engine.core.scheduler.chunks(step)):
             raise FloatingPointError("burnt")
         return run(step, *args)
 

@@ -27,7 +27,7 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.engine.worker import STEP_SECONDS
+from hf_paged.engine.pause import STEP_SECONDS
 
 MakePair = Callable[..., Pair]
 
@@ -174,7 +174,7 @@ def test_ctrl_c_in_pause(pair: Pair, was_paused: bool) -> None:
     with brake.at(step=2) as reached:
         reached()
         if was_paused:
-            pair.engine._worker._pause.begin()
+            pair.engine.core.worker.pause._is_on = True
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             pair.engine.pause()
@@ -204,7 +204,7 @@ def test_an_idle_engine_stays_paused(pair: Pair, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("hf_paged.engine.worker.REST_SECONDS", 0.01)
     pair.engine.submit(random_ids(1, 9), max_new_tokens=3).result(PATIENCE)
     pair.engine.pause()
-    eventually(lambda: pair.engine._worker._thread is None, "the thread doesn't end")
+    eventually(lambda: pair.engine.core.worker._thread is None, "the thread doesn't end")
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3, **ENDLESS)
     before = time.process_time()
     assert is_still(pair, 0.5)
@@ -231,8 +231,8 @@ def test_cancelling_frees_the_blocks_in_a_pause(
         # A forward of its own waits as one in the queue does.
         eventually(
             lambda: (
-                pair.engine.stats().num_waiting + pair.engine._worker._pause.num_held == 1
-                or pair.engine.scheduler.has_work
+                pair.engine.stats().num_waiting + pair.engine.core.worker.pause._num_held == 1
+                or pair.engine.core.scheduler.has_work
             ),
             "its next forward is not there",
         )
@@ -435,7 +435,7 @@ def test_a_pause_is_no_time_without_room(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, is_stepped: bool
 ) -> None:
     """Would break: who finds no room is refused right after a long pause, as if nobody had come back all the time."""
-    monkeypatch.setattr("hf_paged.engine.worker.ROOM_SECONDS", 1.0)
+    monkeypatch.setattr("hf_paged.engine.step_loop.ROOM_SECONDS", 1.0)
     pair = make_pair(num_blocks=12, block_size=4, preemption="recompute", swap_space_gib=0.0)
     mask = torch.ones(1, 17, dtype=torch.long)
     mask[0, 3] = 0  # a hole: what it holds can't be computed again
@@ -444,7 +444,7 @@ def test_a_pause_is_no_time_without_room(
     with Gate(1) as gate, in_thread(pair.paged.generate, prompt, attention_mask=mask, **given, **gate.arguments):
         assert gate.reached.wait(PATIENCE)
         other = pair.engine.submit(random_ids(1, 33, seed=2), **given)
-        eventually(lambda: pair.engine._worker._stuck[1] > 0, "there is room")
+        eventually(lambda: pair.engine.core.worker.loop._stuck[1] > 0, "there is room")
         pair.engine.pause()
         time.sleep(1.1)
         if is_stepped:
@@ -463,7 +463,7 @@ def test_a_pause_is_no_time_without_room(
 
 def test_a_step_that_raises_fails_its_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: the error comes to whoever pressed the button, or the button hangs."""
-    runner = pair.engine._runner
+    runner = pair.engine.core.runner
     run = runner.run
 
     def failing(*args: Any) -> Any:
@@ -502,11 +502,11 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
     """Would break: who asked for a step waits until everything is over."""
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=200, **ENDLESS)
-    with pair.engine._worker.exclusive():
+    with pair.engine.core.worker.loop.exclusive():
         outcome: list[Any] = []
         thread = threading.Thread(target=lambda: outcome.append(pair.engine.step()), daemon=True)
         thread.start()
-        eventually(lambda: not pair.engine._worker._pause.holds, "it doesn't ask for a step")
+        eventually(pair.engine.core.worker.pause._stepper.locked, "it doesn't ask for a step")
         pair.engine.resume()
     join(thread)
     event = outcome[0]
@@ -563,30 +563,6 @@ def test_pause_and_step_in_a_hook(pair: Pair) -> None:
     settle(pair)
 
 
-def test_a_generate_inside_a_paused_step(pair: Pair) -> None:
-    """Would break: a hook that generates, in a step that was asked for, hangs."""
-    expected = pair.stock.generate(random_ids(1, 5), max_new_tokens=3)
-    found: list[Tensor] = []
-    is_armed = [False]
-
-    def hook(*_: Any) -> None:
-        if is_armed[0]:
-            is_armed[0] = False
-            found.append(pair.paged.generate(random_ids(1, 5), max_new_tokens=3))
-
-    pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(hook))
-    pair.engine.submit(random_ids(1, 5), max_new_tokens=1).result(PATIENCE)
-    pair.engine.pause()
-    request = pair.engine.submit(random_ids(1, 9, seed=1), max_new_tokens=4, **ENDLESS)
-    is_armed[0] = True
-    event = pair.engine.step()
-    assert event is not None and event["num_tokens"] == 9
-    assert torch.equal(found[0], expected)
-    assert len(step_all(pair)) == 3 and request.is_done
-    pair.engine.resume()
-    settle(pair)
-
-
 # The end of things
 
 
@@ -628,7 +604,7 @@ def test_a_dropped_engine_in_a_pause() -> None:
     model = hf_paged.patch(build("llama"), block_size=4, num_blocks=64)
     model.paged.pause()
     request = model.paged.submit(random_ids(1, 9), max_new_tokens=8)
-    thread = model.paged._worker._thread
+    thread = model.paged.core.worker._thread
     assert thread is not None
     del model, request
     gc.collect()

@@ -24,7 +24,7 @@ def test_on_cpu(backend: str) -> None:
     assert done.no_graphs == "CUDA graphs need a CUDA device, the model is on cpu"
     assert done.seconds > 0
     assert model.paged.stats() == before
-    assert not model.paged.kv_cache.tensor.any(), "the null block is zeros again"
+    assert not model.paged.core.kv_cache.tensor.any(), "the null block is zeros again"
     ids = random_ids(2, 9)
     assert torch.equal(model.generate(ids, max_new_tokens=5), build("llama").generate(ids, max_new_tokens=5))
 
@@ -35,7 +35,7 @@ def test_all_models(name: str) -> None:
     model = hf_paged.patch(build(name), **SMALL)
     done = model.paged.warm_up()
     assert ("own attention" in str(done.no_graphs)) == (not model.paged.traits.runs_flat)
-    assert not model.paged.kv_cache.tensor.any()
+    assert not model.paged.core.kv_cache.tensor.any()
 
 
 def test_a_model_that_raises() -> None:

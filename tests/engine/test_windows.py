@@ -22,7 +22,7 @@ every_model = pytest.mark.parametrize("name", SLIDING)
 
 def windows(pair: Pair) -> tuple[int | None, ...]:
     """Of each group of layers."""
-    return pair.engine.kv_cache.groups.windows
+    return pair.engine.core.kv_cache.groups.windows
 
 
 def held(pair: Pair) -> list[list[int]]:
@@ -50,7 +50,7 @@ def test_blocks_that_a_sequence_holds(
     @hf_paged.packed_hook
     def look(*_: Any) -> None:
         nonlocal num_rows
-        manager = pair.engine.manager
+        manager = pair.engine.core.manager
         for seq_id in manager.sequences():
             num_rows += 1
             for table, window in zip(manager.block_tables(seq_id), windows(pair), strict=True):
@@ -90,7 +90,7 @@ def test_what_fits_a_pool() -> None:
     assert stats.peak_blocks_in_use <= 7 * 5 + -(-(15 + 24) // 4) + 1
     expected = stock.generate(prompts, **given)
     assert [output.token_ids for output in outputs] == expected[:, 180:].tolist()
-    assert model.paged.manager.most_blocks(204, 1) <= 5
+    assert model.paged.core.manager.most_blocks(204, 1) <= 5
     whole = hf_paged.patch(build("llama"), block_size=4, num_blocks=50)
     with pytest.raises(ValueError, match="needs 51 KV blocks of 4 tokens, the pool has 50"):
         whole.paged.submit(prompts[0], **given)
@@ -102,7 +102,7 @@ def test_what_fits_a_pool() -> None:
 def test_preempted_rows(make_pair: MakePair, name: str, preemption: str, arguments: dict[str, Any]) -> None:
     """Would break: windows of rows that come back, and of samples and beams that shared them."""
     settings: dict[str, Any] = {"block_size": 2, "max_num_batched_tokens": 6, "preemption": preemption}
-    num_blocks = make_pair(name, **settings).engine.manager.most_blocks(25, 6) + 6
+    num_blocks = make_pair(name, **settings).engine.core.manager.most_blocks(25, 6) + 6
     pair = make_pair(name, num_blocks=num_blocks, **settings)
     pair.generate(input_ids=random_ids(3, 12), max_new_tokens=14, **arguments)
     assert pair.delta["num_preemptions"] > 0
@@ -121,7 +121,7 @@ def test_candidates_taken_back(make_pair: MakePair, name: str, arguments: dict[s
     @hf_paged.packed_hook
     def look(*_: Any) -> None:
         nonlocal most
-        manager = pair.engine.manager
+        manager = pair.engine.core.manager
         for seq_id in manager.sequences():
             if manager.num_tokens(seq_id) > 20:  # behind the prompt
                 for table, window in zip(manager.block_tables(seq_id), windows(pair), strict=True):
@@ -189,7 +189,7 @@ def test_a_failed_forward_takes_back_what_it_can(make_pair: MakePair, monkeypatc
     cache = new_cache(pair.paged)
     with torch.no_grad():
         pair.paged(ids[:, :12], past_key_values=cache)
-        run, calls = type(pair.engine._runner).run, []
+        run, calls = type(pair.engine.core.runner).run, []
 
         def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(1)
@@ -198,7 +198,7 @@ def test_a_failed_forward_takes_back_what_it_can(make_pair: MakePair, monkeypatc
             return run(self, *args, **kwargs)
 
         with monkeypatch.context() as patched:
-            patched.setattr(type(pair.engine._runner), "run", fails)
+            patched.setattr(type(pair.engine.core.runner), "run", fails)
             with pytest.raises(RuntimeError, match="on purpose"):
                 pair.paged(ids[:, 12:36], past_key_values=cache)
         pair.engine.check_invariants()

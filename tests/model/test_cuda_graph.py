@@ -213,7 +213,7 @@ def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> Non
     assert tokens == expected
     model.paged.check_invariants()
     if device == "cuda" and name in READ_BACK:
-        assert not recorder.sizes and "waits for the device" in model.paged._runner._graphs[1].reason
+        assert not recorder.sizes and "waits for the device" in model.paged.core.runner._graphs[1].reason
         return
     assert recorder.sizes == capture_sizes(12)[::-1], "all sizes, once"
     assert len(recorder.steps) >= 13 and set(recorder.steps) > {1, 2, 4}
@@ -514,7 +514,7 @@ def test_release(recorder: Recorder) -> None:
 def test_a_model_that_is_dropped(recorder: Recorder) -> None:
     model = patch()
     model.generate(random_ids(2, 6), **GREEDY)
-    reference, pool = weakref.ref(model), weakref.ref(model.paged.kv_cache)
+    reference, pool = weakref.ref(model), weakref.ref(model.paged.core.kv_cache)
     hf_paged.unpatch(model)
     del model
     gc.collect()

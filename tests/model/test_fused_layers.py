@@ -269,7 +269,7 @@ def test_a_users_modules_are_never_tried() -> None:
 
 
 def fused(model: Any) -> list[Any]:
-    calls = model.paged._fused._calls
+    calls = model.paged.core.fused._calls
     assert calls, "nothing is fused"
     return calls
 
@@ -281,7 +281,7 @@ def test_logits(name: str) -> None:
     results = []
     for is_fused in (True, False):
         if not is_fused:
-            model.paged._fused._calls = []
+            model.paged.core.fused._calls = []
         model.paged.reset_prefix_cache()
         cache = PagedCache(model)
         with torch.no_grad():
@@ -335,10 +335,10 @@ def test_under_autocast_inside_of_what_is_not(used: list[str]) -> None:
     with torch.no_grad():
         with torch.autocast("cpu", dtype=BF16):
             expected = layer.mlp(layer.input_layernorm(states))
-        with engine._layers():
-            with torch.autocast("cpu", dtype=BF16), engine._layers():
+        with engine.core._layers():
+            with torch.autocast("cpu", dtype=BF16), engine.core._layers():
                 found = layer.mlp(layer.input_layernorm(states))
-                with torch.autocast("cpu", enabled=False), engine._layers():
+                with torch.autocast("cpu", enabled=False), engine.core._layers():
                     layer.mlp(layer.input_layernorm(states))
             assert not used
             layer.mlp(layer.input_layernorm(states))
@@ -448,7 +448,7 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "layer_kernels", lambda dtype, device: "can't be compiled here")
     model = hf_paged.patch(build("llama"), num_blocks=64)
     assert torch.equal(model.generate(IDS, **GREEDY), build("llama").generate(IDS, **GREEDY))
-    assert model.paged._fused._calls == []
+    assert model.paged.core.fused._calls == []
 
 
 def test_a_model_that_is_gone() -> None:

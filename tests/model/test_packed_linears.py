@@ -155,7 +155,7 @@ def test_tokens(name: str, calls: list[int]) -> None:
     stock = make(name)
     model = patch(make(name))
     compare(stock, model)
-    layers = model.paged._linears._layers
+    layers = model.paged.core.linears._layers
     assert len(layers) == (2 * 5 + 1 if name == "llama" else 2 * 4 + 1)
     calls.clear()
     for arguments in (
@@ -199,14 +199,14 @@ def test_shapes(calls: list[int]) -> None:
             with torch.no_grad():
                 expected = layer(states)
                 calls.clear()
-                with model.paged._linears.scope():
+                with model.paged.core.linears.scope():
                     found = layer(states)
             assert len(calls) == 1
             assert found.shape == expected.shape and found.is_contiguous() == expected.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         calls.clear()
         for own in (torch.float64, torch.bfloat16):  # refused by torch, in torch's words
-            with torch.no_grad(), model.paged._linears.scope(), pytest.raises(RuntimeError, match="dtype"):
+            with torch.no_grad(), model.paged.core.linears.scope(), pytest.raises(RuntimeError, match="dtype"):
                 layer(torch.randn(2, width, dtype=own))
         assert not calls
 
@@ -216,7 +216,7 @@ def test_an_argument_by_its_name() -> None:
     model = patch(make("gpt2"))
     model.generate(IDS, **GREEDY)
     states = torch.randn(2, 384)
-    with torch.no_grad(), model.paged._linears.scope():
+    with torch.no_grad(), model.paged.core.linears.scope():
         torch.testing.assert_close(model.lm_head(input=states), states @ model.lm_head.weight.t())
         model.transformer.h[0].attn.c_attn(x=states)
 
@@ -329,7 +329,7 @@ def test_data_that_no_sample_shows() -> None:
     """`reset_prefix_cache()` is what the documentation says to call after writes to `.data`."""
     stock, model = make(), patch(make())
     compare(stock, model)
-    layer = model.paged._linears._layers[-1]
+    layer = model.paged.core.linears._layers[-1]
     assert layer.module is model.lm_head
     sampled = torch.zeros(400 * 384, dtype=torch.bool)
     sampled[layer.sample_index] = True
@@ -465,7 +465,7 @@ def test_a_forward_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(type(error)):
                 model.generate(IDS, **GREEDY)
         assert_clean(model)
-        assert all(layer.thread_id is None for layer in model.paged._linears._layers)
+        assert all(layer.thread_id is None for layer in model.paged.core.linears._layers)
     compare(stock, model)
 
 
@@ -512,7 +512,7 @@ def test_no_room_for_copies(calls: list[int]) -> None:
     stock, model = make(), patch(make(), memory_fraction=1e-9)
     compare(stock, model)
     assert calls
-    for layer in model.paged._linears._layers:
+    for layer in model.paged.core.linears._layers:
         assert layer.weight.data_ptr() == layer.module.weight.data_ptr() and layer.sample is None
     for one in (stock, model):
         one.lm_head.weight.data[3, 4] += 50
@@ -527,13 +527,13 @@ def test_no_room_for_copies(calls: list[int]) -> None:
 def test_release() -> None:
     stock, model = make(), patch(make())
     compare(stock, model)
-    copies = [weakref.ref(layer.weight) for layer in model.paged._linears._layers]
+    copies = [weakref.ref(layer.weight) for layer in model.paged.core.linears._layers]
     assert any(ref() is not None for ref in copies)
     model.paged.release()
     gc.collect()
     assert not any(ref() is not None for ref in copies)
     compare(stock, model)
-    copies = [weakref.ref(layer.weight) for layer in model.paged._linears._layers]
+    copies = [weakref.ref(layer.weight) for layer in model.paged.core.linears._layers]
     hf_paged.unpatch(model)
     gc.collect()
     assert not any(ref() is not None for ref in copies)
@@ -543,7 +543,7 @@ def test_what_is_not_faster_is_left_alone(monkeypatch: pytest.MonkeyPatch, calls
     monkeypatch.setattr(packed_linears, "TRIALS", _Always(False))
     stock, model = make(), patch(make())
     compare(stock, model)
-    assert model.paged._linears._layers == [] and not calls
+    assert model.paged.core.linears._layers == [] and not calls
 
 
 @pytest.mark.parametrize("gains", [(False, True), (True, False)], ids=["many rows", "few rows"])
@@ -576,7 +576,7 @@ def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, 
     model.generate(IDS, **GREEDY)
     few, many = (gain > trial.MIN_GAIN for gain in gains)
     assert list(trials._is_faster.values()) == [few] * 5 + [many] * 5
-    assert bool(model.paged._linears._layers) == (few or many)
+    assert bool(model.paged.core.linears._layers) == (few or many)
     num_measured = sum(measured)
     compare(make("gpt2"), patch(make("gpt2")))
     assert sum(measured) == num_measured > 0 and len(trials._is_faster) == 10
@@ -609,7 +609,7 @@ def test_an_operation_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.M
     monkeypatch.setattr(trial, "MIN_GAIN", 0.0)
     stock, model = make(), patch(make())
     compare(stock, model)
-    assert num_wrong and model.paged._linears._layers == []
+    assert num_wrong and model.paged.core.linears._layers == []
 
 
 def test_layers_that_are_not_taken() -> None:
@@ -732,7 +732,7 @@ def test_with_hooks_there_is_neither_inference_mode_nor_autograd(
     assert seen and not any(tensor.is_inference() for tensor in seen)
     assert modes == {(False, False)}
     assert not any(tensor.requires_grad for tensor in seen)
-    assert not model.paged.kv_cache.tensor.requires_grad
+    assert not model.paged.core.kv_cache.tensor.requires_grad
     assert calls, "with hooks, layers are multiplied as they are"
     handle.remove()
     trains(stock, model)
@@ -758,7 +758,7 @@ def test_a_hook_that_comes_while_a_request_runs() -> None:
     request = model.paged.submit(IDS[0], max_new_tokens=60, do_sample=False)
     tokens = iter(request)
     next(tokens)
-    with model.paged._worker.exclusive():
+    with model.paged.core.worker.loop.exclusive():
         handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
     request.result(30)
     handle.remove()

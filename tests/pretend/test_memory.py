@@ -64,11 +64,11 @@ def test_the_steps(cuda_graphs: bool | None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pretend_cuda.memory, "free", 2**20)
     settings = {"memory_fraction": 1.0, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     model = hf_paged.patch(model.to(CUDA), cuda_graphs=cuda_graphs, **settings)
-    pool = model.paged.kv_cache.tensor.nbytes
-    reserved = model.paged._runner.reserved_bytes(64, 4)
+    pool = model.paged.core.kv_cache.tensor.nbytes
+    reserved = model.paged.core.runner.reserved_bytes(64, 4)
     assert 0 <= 2**20 - reserved - pool < model.paged.bytes_per_block
     if cuda_graphs is None:  # whose memory is not used twice on this device
-        runner = model.paged._runner
+        runner = model.paged.core.runner
         monkeypatch.setattr(runner, "_config", replace(runner._config, cuda_graphs=False))
         own = graph_bytes(runner.activation_bytes(4), 4, 2048, 4, -(-runner.max_context // 4))
         assert reserved - runner.reserved_bytes(64, 4) == own > 0

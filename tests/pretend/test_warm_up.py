@@ -73,7 +73,7 @@ def test_what_stays_as_it_was() -> None:
     assert torch.equal(model.generate(ids, **greedy), expected)
     cache = hf_paged.PagedCache(model)
     model(ids[:, :9], past_key_values=cache)
-    pool = model.paged.kv_cache.tensor
+    pool = model.paged.core.kv_cache.tensor
     before = pool.clone(), model.paged.stats(), torch.cuda.get_rng_state(), torch.get_rng_state()
     picture = model.paged.snapshot()
     request = model.paged.submit(ids[0].tolist(), **greedy)
@@ -83,7 +83,7 @@ def test_what_stays_as_it_was() -> None:
     assert (second.num_graphs, second.graph_bytes) == (first.num_graphs, first.graph_bytes) == (3, first.graph_bytes)
     assert torch.equal(torch.cuda.get_rng_state(), before[2]) and torch.equal(torch.get_rng_state(), before[3])
     assert not pool[-1].any()
-    table = model.paged.manager.block_table(cache.sequences[0].seq_id)
+    table = model.paged.core.manager.block_table(cache.sequences[0].seq_id)
     assert torch.equal(pool[table], before[0][table])
     logits = model(ids[:, 9:], past_key_values=cache).logits
     torch.testing.assert_close(logits, stock(ids).logits[:, 9:].detach(), rtol=1e-4, atol=1e-5)
@@ -128,7 +128,7 @@ def test_in_any_mode() -> None:
     with torch.inference_mode(), torch.device(CUDA), torch.autocast("cuda", dtype=torch.bfloat16):
         done = model.paged.warm_up()
     assert done.num_graphs == 1
-    tensors = [model.paged.kv_cache.tensor, model.paged._runner._graphs[1]._logits]
+    tensors = [model.paged.core.kv_cache.tensor, model.paged.core.runner._graphs[1]._logits]
     assert not any(tensor.is_inference() for tensor in tensors) and tensors[1].dtype == torch.float32
     with pretend_cuda.watch() as seen:
         model.generate(random_ids(1, 5).to(CUDA), max_new_tokens=2, eos_token_id=None)

@@ -534,7 +534,7 @@ def test_requests_of_many_kinds_at_once(dtype: torch.dtype, limits: dict[str, in
     for seed, (ids, own) in enumerate(zip(prompts, arguments)):
         torch.manual_seed(seed)
         expected.append(stock.generate(ids, **own)[:, ids.shape[1] :].tolist())
-    with model.paged._worker.exclusive():
+    with model.paged.core.worker.loop.exclusive():
         requests = []
         for seed, (ids, own) in enumerate(zip(prompts, arguments)):
             torch.manual_seed(seed)
@@ -590,7 +590,7 @@ def test_only_the_request_with_nan_fails(own: dict[str, Any]) -> None:
         expected.append(stock.generate(torch.tensor([prompt]), **arguments)[:, len(prompt) :].tolist())
     with pytest.raises((RuntimeError, ValueError)):
         stock.generate(torch.tensor([[*prompt, BAD, prompt[0]]]), **others[0])
-    with model.paged._worker.exclusive():
+    with model.paged.core.worker.loop.exclusive():
         requests = []
         for number, arguments in enumerate(others):
             if number == 2:

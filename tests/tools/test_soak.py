@@ -15,7 +15,7 @@ import torch
 from models import tiny_lm, tiny_tokenizer
 
 import hf_paged
-from hf_paged.engine.engine import Engine
+from hf_paged.engine.row_store import RowStore
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they import each other
 soak, sharing, threads = (importlib.import_module(name) for name in ("soak", "sharing", "threads"))
@@ -53,7 +53,7 @@ class TestSoak:
     def test_leaked_blocks_are_a_violation(
         self, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Engine, "abandon_sequences", lambda engine, sequences: None)
+        monkeypatch.setattr(RowStore, "abandon_sequences", lambda store, sequences: None)
         monkeypatch.setattr(soak, "SETTLE_SECONDS", 0.5)
         monkeypatch.setattr(soak, "MIX", {"forwards": 1})
         report = soak.soak(6, lengths, verify_every=1, num_clients=2, num_blocks=256)

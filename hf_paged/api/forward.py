@@ -1,0 +1,69 @@
+"""The forward of a patched class: over a `PagedCache` the engine runs it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_paged.api.routing import ENGINE, IGNORED_BY_FORWARD
+from hf_paged.attention.cache import PagedCache
+from hf_paged.model.forward_call import ForwardCall
+
+
+def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a patched class: over a `PagedCache` the engine runs it, everything else is the original's."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        given = dict(bound.arguments)
+        cache = given.get("past_key_values")
+        # What wraps a forward (accelerate) may call it when the model is not patched any more.
+        engine = None if torch.compiler.is_compiling() else self.__dict__.get(ENGINE)
+        if engine is not None:
+            engine.core.check_outside()
+        if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
+            return original(self, *args, **kwargs)
+        # What compiles the model compiles its forward, not the engine: locks, queues, steps of everybody's rows.
+        run = _uncompiled_paged if torch.compiler.is_compiling() else _forward_paged
+        return run(self, cache, signature, given)
+
+    return forward
+
+
+def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, given: dict[str, Any]) -> Any:
+    """A forward over a `PagedCache`, by the engine; `given`: the arguments as bound to the original's signature."""
+    del given[next(iter(given))]  # self
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    return_dict = given.pop("return_dict", None)
+    call = ForwardCall(
+        input_ids=given.pop("input_ids", None),
+        inputs_embeds=given.pop("inputs_embeds", None),
+        attention_mask=given.pop("attention_mask", None),
+        position_ids=given.pop("position_ids", None),
+        logits_to_keep=given.pop("logits_to_keep", 0),
+    )
+    for name in ("past_key_values", "use_cache", *IGNORED_BY_FORWARD):
+        given.pop(name, None)
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if given.get(name) is None and getattr(self.config, name, False):
+            given[name] = True  # asked for by the config
+    # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
+    call.others = {name: value for name, value in given.items() if value is not None and value is not False}
+    call.on_host()  # before anything is locked
+    output = self.paged.forwards.forward(cache, call)
+    wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
+    return output.to_tuple() if wants_tuple else output
+
+
+_uncompiled_paged = torch.compiler.disable(
+    _forward_paged,
+    reason="a forward over a PagedCache is no part of a graph: compile the model without fullgraph=True",
+)

@@ -1,0 +1,204 @@
+"""Which road a `generate()` call takes: the engine's rows, one of transformers' loops over a `PagedCache`, or stock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.utils import logging
+
+from hf_paged.attention.cache import PagedCache
+from hf_paged.core.config import PagedConfig
+from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.sample_run import SampleCall
+from hf_paged.kernels.transfers import to_host
+from hf_paged.model.runner import is_stochastic
+from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows
+from hf_paged.sampling.random import DRAWS
+
+logger = logging.get_logger(__name__)
+
+# What `generate()` needs for stop strings and hands on to every forward, where no model looks at it.
+IGNORED_BY_FORWARD = {"tokenizer"}
+
+
+ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
+BASE = "_hf_paged_base"  # of a patched class, the class that it was made from
+
+
+def base_class(model: nn.Module) -> type[PreTrainedModel]:
+    """The model's class without ours."""
+    base: type[PreTrainedModel] = getattr(type(model), BASE, type(model))
+    return base
+
+
+def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:
+    """Why a call must run stock `generate()` with its own cache, or `None`."""
+    if cache is not None:
+        return f"past_key_values is a {type(cache).__name__}"
+    if generation_config.use_cache is False:
+        return "use_cache=False"
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        return f"cache_implementation={generation_config.cache_implementation!r}"
+    if generation_config.output_attentions and generation_config.return_dict_in_generate:
+        return "output_attentions=True"
+    if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
+        return "its PEFT adapter brings learned keys and values in a cache of its own"
+    if model.training and is_stochastic(model):
+        return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
+    return None
+
+
+def _peft_type(model: nn.Module) -> str | None:
+    """Type of the PEFT wrapper whose `generate()` is running: it puts a method of its own on the model for the time."""
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
+    return None if kind is None else str(getattr(kind, "value", kind))
+
+
+def fall_back(config: PagedConfig, reason: str) -> None:
+    """Warns that a call runs stock `generate()`, or raises `UnsupportedCallError` under `strict=True`."""
+    if config.strict:
+        raise UnsupportedCallError(f"{reason}: only stock generate() can run this call, and strict=True forbids it")
+    logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
+
+
+@dataclass(slots=True)
+class LoopCall:
+    """One of transformers' decoding loops, about to begin.
+
+    Attributes:
+        input_ids: `[rows, width]`.
+        processors: Logits processors.
+        criteria: Stopping criteria.
+        generation_config: Prepared.
+        others: The loop's other arguments, `past_key_values` among them.
+    """
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    others: dict[str, Any]
+
+    @property
+    def cache(self) -> PagedCache | None:
+        """Its cache, if that is a paged one."""
+        cache = self.others.get("past_key_values")
+        return cache if isinstance(cache, PagedCache) else None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments but for the ids, by name."""
+        return self.others | {
+            "logits_processor": self.processors,
+            "stopping_criteria": self.criteria,
+            "generation_config": self.generation_config,
+        }
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether no processor or criterion looks at more than one row, or is the caller's own."""
+        return are_row_wise((*self.processors, *self.criteria))
+
+
+def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall | None:
+    """The call as rows for the engine to sample, if that can't be told from transformers' own loop; else `None`.
+
+    `device` is where the caller has its tensors.
+
+    It can't be told when all of the caller's code in it is transformers' own and row-wise, when no per-step outputs are
+    asked
+    for, and when nothing hooks or overrides the forward and its preparation.
+    """
+    engine: Engine = model.paged
+    input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
+    generation_config, kwargs = call.generation_config, call.others
+    if call.cache is None or not (
+        engine.forwards.is_batched()
+        and rows_may_leave(engine, call)
+        and (pads_finished(criteria) or ends_together(criteria))
+        and not call.cache.sequences
+        and input_ids.shape[1] > 0
+        and _is_plain(model)
+        and take_any_rows(processors)
+    ):
+        return None
+    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer"}
+    known |= IGNORED_BY_FORWARD
+    if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
+        return None
+    rows, width = input_ids.shape
+    if kwargs.get("streamer") is not None and rows > 1:
+        return None  # a streamer is given the tokens of all rows step by step
+    padding = [0] * rows
+    mask: Tensor | None = kwargs.get("attention_mask")
+    positions: Tensor | None = kwargs.get("position_ids")
+    if positions is not None and (positions.shape != input_ids.shape or positions.is_floating_point()):
+        return None
+    if mask is not None and mask.shape != input_ids.shape:
+        return None
+    if input_ids.device.type == "cuda":
+        found = {name: value for name, value in (("mask", mask), ("positions", positions)) if value is not None}
+        input_ids, *copies = to_host([input_ids, *found.values()])
+        copy_of = dict(zip(found, copies, strict=True))
+        mask, positions = copy_of.get("mask"), copy_of.get("positions")
+    if mask is not None:
+        padding = (mask == 0).sum(dim=1).tolist()
+        if (mask == 0).long().cumprod(dim=1).sum(dim=1).tolist() != padding or max(padding) == width:
+            return None
+    if positions is not None:
+        # On the host by name: the caller may have set another default device.
+        expected = torch.arange(width, device="cpu") - torch.tensor(padding, device="cpu")[:, None]
+        if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
+            return None
+    generator = None
+    if generation_config.do_sample:
+        generator = torch.Generator(device)
+        generator.set_state(DRAWS.entry[torch.device(generator.device)])
+    pad = generation_config._pad_token_tensor
+    return SampleCall(
+        input_ids=input_ids,
+        padding=padding,
+        num_samples=generation_config.num_return_sequences or 1,
+        processors=processors,
+        criteria=criteria,
+        device=device,
+        do_sample=bool(generation_config.do_sample),
+        pad_token_id=0 if pad is None else int(pad),
+        generator=generator,
+    )
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether each step of transformers' loop would do nothing but call the model's forward with the next token."""
+    own = vars(model)
+    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+    methods = (getattr(base_class(model), name, None) for name in names)
+    return (
+        not model._forward_hooks
+        and not model._forward_pre_hooks
+        and "forward" not in own
+        and not any(name in own for name in names)
+        and all(method is None or method.__module__.startswith("transformers.") for method in methods)
+    )
+
+
+def rows_may_leave(engine: Engine, call: LoopCall) -> bool:
+    """Whether finished rows can be left out of the remaining forwards without a difference that a caller could see.
+
+    Not if the cache outlives the call, per-step outputs were asked for, or a caller's own code looks at the whole
+    batch.
+    """
+    return (
+        call.cache is not None
+        and call.cache.owned_by_call
+        and not engine.forwards.check_hooks()
+        and engine.traits.rows_independent
+        and not call.generation_config.return_dict_in_generate
+        and call.is_row_wise
+    )

@@ -1,0 +1,282 @@
+"""`CallerForwards`: forwards that a caller's own code makes over a `PagedCache`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput, logging
+
+from hf_paged.attention.cache import PagedCache
+from hf_paged.attention.metadata import padded_tables
+from hf_paged.core.batch import Chunk, group_tables
+from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.core.event_log import StepRows
+from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.core.sequence import Sequence
+from hf_paged.engine.core import EngineCore
+from hf_paged.engine.decoding_loop import CACHE_SALT
+from hf_paged.engine.forward_item import ForwardItem
+from hf_paged.engine.row_store import RowStore
+from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
+from hf_paged.model.flat_forward import FlatForward, plain_padding, sees_padding
+from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
+from hf_paged.model.runner import is_stochastic
+
+logger = logging.get_logger(__name__)
+
+
+class CallerForwards:
+    """Runs forwards of callers beside whatever else runs, in the layout that they can run in."""
+
+    def __init__(self, core: EngineCore, store: RowStore) -> None:
+        """Of one engine, over caches of `store`."""
+        self._core = core
+        self._store = store
+
+    @deferred_interrupt()
+    @torch.no_grad()
+    def forward(self, cache: PagedCache, call: ForwardCall) -> ModelOutput:
+        """Runs one forward of the patched model over a cache of its pool, beside whatever else runs.
+
+        Args:
+            cache: Grows by the call's columns.
+            call: The arguments.
+
+        Returns:
+            What the model's own forward would, in the caller's shape. The logits of finished (retired) rows are zeros.
+
+        Raises:
+            ValueError: The cache belongs to another model, the batch size changed, or the tokens could never fit.
+            OutOfBlocksError: The pool is held by sequences that can't be preempted.
+            UnsupportedCallError: See `check_hooks`.
+        """
+        caller = cache.caller
+        if caller is not None:
+            caller.check_cancelled()
+        with self._core.transaction():
+            self._core.collect_abandoned()
+            if cache.store is not self._store:
+                raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
+            self.check_hooks()
+            _ = self._core.kv_cache  # follows the model to another device or dtype while preempted rows can return
+            batch, length = call.tokens.shape[:2]
+            if length == 0:
+                raise ValueError("the input is empty: give at least one token")
+            if cache.fan_out > 1 and not call.repeats_rows(cache.fan_out):
+                cache.split_fan_out()
+            fan_out = cache.fan_out
+            if not cache.sequences:
+                cache.open_rows(batch // fan_out)
+            if cache.batch_size != batch:
+                raise ValueError(f"got {batch} rows for a PagedCache of {cache.batch_size} rows")
+            call = call.select(slice(None, None, fan_out)) if fan_out > 1 else call
+            active = [row for row, sequence in enumerate(cache.sequences) if sequence is not None]
+            is_partial = len(active) < len(cache.sequences)
+            call = call.select(active) if is_partial else call
+            width = cache.get_seq_length()
+            live = [sequence for sequence in cache.sequences if sequence is not None]
+            before = [_Mark.of(sequence) for sequence in live]
+            for sequence in live:
+                if not sequence.is_reproducible:  # kept so far, should a forward fail; from here on it goes back to now
+                    self._core.scheduler.slide(sequence)
+            takes_positions = self._core.runner.takes_positions
+            padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
+            self._store.hold(live, is_idle=False)
+        try:
+            if padding is None:
+                output = self._forward_gathered(cache, call, active if is_partial else None)
+            elif not self.is_batched() or sees_padding(call, padding, width):
+                output = self._forward_called(cache, call, active, padding)
+            else:
+                output = self._forward_flat(cache, call, active, padding)
+        except BaseException:
+            with self._core.transaction():
+                for mark in before:
+                    mark.restore(self._core)
+                if width == 0:
+                    self._store.free_sequences(sequence for sequence in cache.sequences if sequence is not None)
+                cache.rewind(width)
+            raise
+        finally:
+            if caller is None and not cache.owned_by_call:
+                self._store.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=True)
+        output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
+        if fan_out > 1:
+            output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
+        output["past_key_values"] = cache
+        return output
+
+    def is_batched(self) -> bool:
+        """Whether forwards of the model as it is now can share steps with others."""
+        return self._core.traits.is_batched and self._is_own() and not self._core.model_state.needs_rows
+
+    def _is_own(self) -> bool:
+        """Whether what the model stores of a token follows from the row's tokens and positions, at least at first."""
+        # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
+        model = self._core.runner.model
+        config = model.config.get_text_config(decoder=True)
+        # Dropout in training mode is the model's own attention's business.
+        traits = self._core.traits
+        is_own = config.num_hidden_layers == traits.num_layers and not (model.training and is_stochastic(model))
+        return is_own and (traits.is_batched or traits.regime_length is not None)
+
+    def look_at_hooks(self) -> None:
+        """At the beginning of a call: finds the hooks of modules that were put into the model since."""
+        self._core.model_state.look_at_hooks()
+
+    def check_hooks(self) -> bool:
+        """Whether hooks on inner modules have to be shown whole, padded batches. Warns where they cost the flat batch.
+
+        Raises:
+            UnsupportedCallError: The same under `strict=True`.
+        """
+        if not self._core.model_state.needs_rows:
+            return False
+        if self._core.traits.runs_flat:
+            reason = "forward hooks on the model's inner modules may address rows or columns"
+            if self._core.config.strict:
+                raise UnsupportedCallError(
+                    f"{reason}: calls can only run padded, and strict=True forbids it; hf_paged.packed_hook marks "
+                    "hooks that treat all tokens alike"
+                )
+            logger.warning_once(
+                f"hf_paged: {reason}: calls run padded, one after another, as long as they are there; "
+                "hf_paged.packed_hook marks hooks that treat all tokens alike"
+            )
+        return True
+
+    def _forward_called(
+        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
+    ) -> ModelOutput:
+        """A forward by itself in the caller's shape, whose padding is seen; what is stored is that of any forward."""
+        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
+        width = cache.get_seq_length()
+        cache.set_padding(padding, active)
+        flat = FlatForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
+        device = self._core.pool.kv_device
+        with self._store.resident(sequences, has_forward=True), among_steps(device):
+            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
+            with self._core.transaction():
+                self._extend(cache, flat, width)
+                new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
+                self._store.append(sequences, new)
+                kv_cache = self._core.kv_cache
+                tables = padded_tables(
+                    group_tables(self._core.manager.tables([sequence.seq_id for sequence in sequences])),
+                    kv_cache.groups.windows,
+                    kv_cache.null_block,
+                    np.int64,
+                )
+            output: ModelOutput = self._core.runner.run_called(
+                tables,
+                np.array(new),
+                np.array([sequence.num_tokens for sequence in sequences]),
+                kv_cache,
+                (width + flat.length, flat.length),
+                call.arguments(),
+            )
+            with self._core.transaction():
+                limit = self._core.traits.regime_length
+                if limit is not None and flat.longest >= limit:  # from here on, frequencies are those of the moment
+                    for sequence in sequences:
+                        sequence.is_stale = True
+                offers = self._core.scheduler.book_computed(sequences)
+                sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
+                self._core.scheduler.settle(offers, sums.isfinite().tolist())
+                self._book_forward(sequences, lengths, started)
+        cache.advance(flat.length)
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
+        return output
+
+    def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
+        """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
+        chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths, strict=True)]
+        number = self._core.executor.count_step(len(chunks), sum(n for _, _, n in chunks))
+        self._core.executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
+
+    def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
+        """The model's own padded forward, by itself; `cache.update` stores and gathers."""
+        sequences = [sequence for sequence in cache.sequences if sequence is not None]
+        with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
+            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
+            cache.select_active(active)
+            output: ModelOutput = self._core.runner.run_unpatched(
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **call.arguments(),
+            )
+            cache.select_active(None)
+            with self._core.transaction():
+                self._book_forward(sequences, lengths, started)
+        hand_out([value for name, value in output.items() if name != "past_key_values"])
+        return output
+
+    def _forward_flat(
+        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
+    ) -> CausalLMOutputWithPast:
+        """The call's real tokens, in the next steps' flat batches."""
+        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
+        width = cache.get_seq_length()
+        cache.set_padding(padding, active)
+        flat = FlatForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
+        item: ForwardItem | None = None
+        try:
+            with self._core.worker.leading():
+                item = self._enqueue(cache, flat, width)
+                logits = item.wait()
+        except BaseException:
+            if item is not None:
+                item.cancel()
+            let_steps_first(self._core.pool.kv_device)  # they may read what the caller gave
+            raise
+        cache.advance(flat.length)
+        return CausalLMOutputWithPast(logits=logits)
+
+    def _enqueue(self, cache: PagedCache, flat: FlatForward, width: int) -> ForwardItem:
+        item: ForwardItem | None = None
+        try:
+            with self._core.transaction():
+                caller = cache.caller
+                self._extend(cache, flat, width)
+                longest = max(sequence.num_tokens for sequence in flat.sequences)
+                self._core.pool.check_fits(longest, longest, 0)
+                item = ForwardItem(self._core.pool, self._core.worker, flat.sequences, flat.wanted_logits(), caller)
+            return item
+        except BaseException:
+            if item is not None:
+                item.cancel()  # Ctrl-C, held back until the end of the transaction
+            raise
+
+    def _extend(self, cache: PagedCache, flat: FlatForward, width: int) -> None:
+        """Adds a call's tokens to its sequences. The pool's lock is held."""
+        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+        device = self._core.pool.kv_device
+        let_caller_first(device)
+        with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
+            # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+            flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._core.model_state, salt)
+        batch_key = self._core.batch_key()
+        for sequence in flat.sequences:
+            sequence.group.batch_key = batch_key
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A sequence's state before a forward, to go back to if the forward fails."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> _Mark:
+        return cls(sequence, sequence.num_tokens)
+
+    def restore(self, core: EngineCore) -> None:
+        # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
+        with core.transaction():
+            core.scheduler.crop(self.sequence, min(self.num_tokens, self.sequence.num_tokens))

@@ -1,0 +1,119 @@
+"""`Calls`: the two ways in: rows that the engine samples, and one of transformers' loops over a cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from hf_paged.attention.cache import PagedCache
+from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.core.sequence import Sequence
+from hf_paged.engine.core import EngineCore
+from hf_paged.engine.decoding_loop import DecodingLoop
+from hf_paged.engine.openmp import rest_threads
+from hf_paged.engine.room import Room
+from hf_paged.engine.row_store import RowStore
+from hf_paged.engine.sample_run import SampleCall, SampleRun
+from hf_paged.memory.streams import let_caller_first, on_steps_stream
+
+
+class Calls:
+    """Starts `generate()` calls and requests, on their callers' threads."""
+
+    def __init__(self, core: EngineCore, store: RowStore, room: Room) -> None:
+        """Of one engine."""
+        self._core = core
+        self._store = store
+        self._room = room
+
+    @contextmanager
+    def decoding(self, cache: PagedCache, num_blocks: int = 0) -> Iterator[None]:
+        """The length of one of transformers' decoding loops over a cache, on the caller's thread.
+
+        Args:
+            cache: The cache.
+            num_blocks: What its rows need in the pool beside each other and can't give back before the end. The loop
+                begins when earlier ones leave so many.
+        """
+        loop = self._core.current_loop
+        if loop is None:
+            self._room.wait()  # a request has waited already, and others wait for its thread
+            loop = DecodingLoop()
+        outer, cache.caller = cache.caller, loop
+        loop.cache, loop.thread_id = cache, threading.get_ident()
+        self._store.hold(_rows(cache), is_idle=False)
+        for sequence in _rows(cache):
+            sequence.num_prompt_tokens, sequence.group.request_id = 0, loop.request_id
+        try:
+            with self._room.reserving(loop, num_blocks), self._core.worker.loop.decoding_loops.running(loop):
+                yield
+        finally:
+            cache.caller, loop.cache = outer, None
+            if not cache.owned_by_call:
+                self._store.hold(_rows(cache), is_idle=True)
+                for sequence in _rows(cache):
+                    sequence.group.request_id = None
+
+    @deferred_interrupt()
+    def start(
+        self,
+        call: SampleCall,
+        on_token: Callable[[int], None] | None = None,
+        waits: bool = True,
+        on_end: Callable[[SampleRun], None] | None = None,
+    ) -> SampleRun:
+        """Starts a call whose rows the engine samples.
+
+        Args:
+            call: What to generate.
+            on_token: Called with every token of row 0, by the loop: it must only hand it on.
+            waits: The caller waits: while the queue is full, and then for the result.
+            on_end: Called when the run is over, by the loop.
+        """
+        core = self._core
+        if waits:
+            self._room.wait()
+            core.worker.pause.warn()
+        run: SampleRun | None = None
+        let_caller_first(core.pool.kv_device)
+
+        def end() -> None:
+            assert run is not None
+            core.runs.discard(run)
+            core.num_generated_tokens += run.num_tokens
+            if on_end is not None:
+                on_end(run)
+
+        try:
+            with core.transaction(), on_steps_stream(core.pool.kv_device):
+                _ = core.kv_cache
+                state_key, batch_key = core.model_state.key(), core.batch_key()
+                run = SampleRun(call, core.pool, core.worker, state_key, batch_key, on_token, end)
+                core.runs.add(run)
+            if not waits:
+                core.worker.resign()
+                if not core.worker.loop.is_mine:
+                    rest_threads()
+            return run
+        except BaseException:
+            if run is not None:
+                self.cancel(run)  # Ctrl-C, held back until the end of the transaction
+            raise
+
+    def cancel(self, run: SampleRun) -> None:
+        """Ends a run before the next step. Takes no lock."""
+        self._core.worker.loop.order(run.cancel)
+
+    def leading(self) -> AbstractContextManager[None]:
+        """Around a run that is waited for: see `StepWorker.leading`."""
+        return self._core.worker.leading()
+
+    def wake(self) -> None:
+        """Has the worker look at what there is to do."""
+        with self._core.pool.lock:
+            self._core.worker.notify()
+
+
+def _rows(cache: PagedCache) -> list[Sequence]:
+    return [sequence for sequence in cache.sequences if sequence is not None]

@@ -1,0 +1,225 @@
+"""`EngineCore`: the one owner of a patched model's queues, tables, pool and rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.config import PagedConfig
+from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.core.metrics import EngineStats
+from hf_paged.core.scheduler import Scheduler
+from hf_paged.core.sequence import Sequence
+from hf_paged.engine.decoding_loop import DecodingLoop
+from hf_paged.engine.executor import StepExecutor, autocast_state
+from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.sample_run import SampleRun
+from hf_paged.engine.worker import StepWorker
+from hf_paged.memory.kv_cache import KVCache
+from hf_paged.model.fused_layers import FusedLayers
+from hf_paged.model.model_state import ModelState
+from hf_paged.model.packed_linears import PackedLinears
+from hf_paged.model.runner import ModelRunner, ModelTraits
+from hf_paged.sampling.stop_strings import StopStringTables
+
+# The request whose loop this thread runs, and the engine that it was submitted to.
+_CURRENT: ContextVar[tuple[object, DecodingLoop] | None] = ContextVar("hf_paged_current_loop", default=None)
+
+
+class EngineCore:
+    """State, and who runs the steps over it. What callers may do to it is elsewhere: rows, forwards, calls.
+
+    Attributes:
+        config: The settings.
+        traits: What `is_supported` found out about the model's architecture.
+        linears: Layers of the engine's forwards, and
+        fused: more of them.
+        model_state: What keys and values depend on in the model.
+        runner: Runs steps.
+        pool: Tables, scheduler and tensor.
+        executor: Runs steps of the scheduler.
+        worker: Finds a thread for them.
+        stop_strings: Tables of vocabularies.
+        abandoned: Sequences of caches that are gone, filled by finalizers, without the lock.
+        runs: Calls whose rows the engine samples.
+        num_generated_tokens: Of calls that are over.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: PagedConfig,
+        forward: Callable[..., Any],
+        traits: ModelTraits,
+    ) -> None:
+        """Binds to a model.
+
+        Args:
+            model: The model; held weakly.
+            config: The settings.
+            forward: The forward function of the model's class before patching, unbound.
+            traits: What `is_supported` found out about its architecture.
+        """
+        self.config = config
+        self.traits = traits
+        self.linears = PackedLinears(model, config.memory_fraction)
+        self.fused = FusedLayers(model)
+        self.model_state = state = ModelState(model, self.linears, self.fused)
+        # What a user's own code sees is its to keep, and must be ordinary tensors.
+        self.runner = ModelRunner(
+            model,
+            forward,
+            model._supports_logits_to_keep(),
+            self._layers,
+            traits,
+            is_plain=lambda: state.is_plain,
+            num_moves=lambda: state.num_moves,
+            config=config,
+        )
+        self.pool = KVPool(config, traits, self.runner)
+        self.executor = StepExecutor(self.pool, self.runner)
+        self.worker = StepWorker(self.pool, self.executor, self.collect_abandoned)
+        self.stop_strings = StopStringTables()
+        self.abandoned: deque[Sequence] = deque()
+        self.runs: set[SampleRun] = set()
+        self.num_generated_tokens = 0
+
+    @contextmanager
+    def _layers(self) -> Iterator[None]:
+        """Within it, forwards of the model on this thread compute its layers in the engine's way."""
+        with self.linears.scope(), self.fused.scope():
+            yield
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The patched model. Raises `RuntimeError` when it no longer exists."""
+        return self.runner.model
+
+    @property
+    def manager(self) -> BlockManager:
+        """The block tables, made at first use with the pool's size."""
+        return self.pool.manager
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler over `manager`."""
+        return self.pool.scheduler
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
+        return self.pool.kv_cache
+
+    # Where a thread is
+
+    def check_outside(self) -> None:
+        """Refuses what takes a step while this thread is in one. Raises `RuntimeError`."""
+        self.runner.check_outside()
+
+    @property
+    def current_loop(self) -> DecodingLoop | None:
+        """The request of this engine's whose loop this thread runs."""
+        current = _CURRENT.get()
+        return current[1] if current is not None and current[0] is self else None
+
+    @contextmanager
+    def running_request(self, loop: DecodingLoop) -> Iterator[None]:
+        """Within it this thread runs a request's loop."""
+        token = _CURRENT.set((self, loop))
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    # Tables
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """The pool's lock, with Ctrl-C held back to its end: nothing inside is left half done. Re-entrant."""
+        with self.pool.lock, deferred_interrupt():
+            yield
+
+    def free(self, sequence: Sequence) -> None:
+        """Ends a sequence and releases its blocks. The pool's lock is held."""
+        self.worker.loop.remove(sequence)
+        self.scheduler.free(sequence)
+
+    def collect_abandoned(self) -> None:
+        """Frees what finalizers left behind. The pool's lock is held."""
+        while self.abandoned:
+            self.free(self.abandoned.popleft())
+
+    def batch_key(self) -> Hashable:
+        """What the rows of a step have in common: this thread's autocast state."""
+        return autocast_state(self.runner.placement[1])
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with keys and values in the pool."""
+        with self.pool.lock:
+            return self.scheduler.num_running if self.pool.is_made else 0
+
+    def count_generated(self, num_tokens: int) -> None:
+        """Books tokens that a call handed out."""
+        with self.transaction():
+            self.num_generated_tokens += num_tokens
+
+    def stats(self, num_waiting: int) -> EngineStats:
+        """A snapshot of the gauges and counters. The pool's lock is held."""
+        self.collect_abandoned()
+        if not self.pool.is_made:
+            num_blocks = self.config.num_blocks or 0
+            return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
+        manager, blocks, scheduler = self.manager, self.manager.pool, self.scheduler
+        self.pool.record_peak()
+        return EngineStats(
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            num_running=scheduler.num_running,
+            num_waiting=num_waiting,
+            num_swapped=scheduler.num_swapped,
+            num_preemptions=scheduler.num_preemptions,
+            num_swapped_out=scheduler.num_swapped_out,
+            num_admission_stalls=scheduler.num_admission_stalls,
+            num_cow_copies=manager.num_cow_copies,
+            prefix_cache_hit_tokens=manager.prefix_hit_tokens,
+            prefix_cache_query_tokens=manager.prefix_query_tokens,
+            peak_blocks_in_use=blocks.peak_in_use,
+            kv_tokens_stored=manager.num_stored_tokens,
+            kv_slots_allocated=manager.num_allocated_slots,
+            peak_kv_tokens_stored=self.pool.peak[1],
+            peak_kv_slots_allocated=self.pool.peak[2],
+            num_steps=self.executor.num_steps,
+            num_prefill_tokens=self.executor.num_prefill_tokens,
+            num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),
+        )
+
+    # Everything at once
+
+    def reset_prefix_cache(self) -> int:
+        """See `Engine.reset_prefix_cache`."""
+        with self.transaction():
+            self.model_state.forget()
+            return self.scheduler.reset_prefix_cache() if self.pool.is_made else 0
+
+    def release(self) -> None:
+        """See `Engine.release`."""
+        with self.worker.loop.exclusive(), self.transaction():
+            self.collect_abandoned()
+            self.pool.release()
+            self.model_state.forget()
+            self.runner.forget_graphs()
+
+    def close(self) -> None:
+        """Ends everything that runs, and the worker's thread. What comes later starts anew."""
+        loop = self.worker.loop
+        with loop.exclusive(), self.transaction():
+            loop.fail_all(RuntimeError("the model was unpatched while this call was running"))
+            self.worker.pause.end()
+        self.worker.stop()

@@ -1,0 +1,104 @@
+"""`LoopRequest`: a request whose tokens one of transformers' loops chooses, on a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from hf_paged.engine.core import EngineCore
+from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop, salted
+from hf_paged.engine.prepared_call import LoopResult, PreparedCall
+from hf_paged.engine.request import RequestState
+
+
+class LoopRequest:
+    """Runs a prepared loop, and puts what comes of it into the request's state."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        state: RequestState,
+        call: PreparedCall,
+        loop: DecodingLoop,
+        cache_salt: Hashable,
+        on_end: Callable[[], None],
+    ) -> None:
+        """Of one engine.
+
+        Args:
+            core: Where it runs.
+            state: Of the request.
+            call: Its loop.
+            loop: What it counts as.
+            cache_salt: Of what it generates.
+            on_end: Called when it is over.
+        """
+        self._core = core
+        self._state = state
+        self._call = call
+        self._loop = loop
+        self._cache_salt = cache_salt
+        self._on_end = on_end
+
+    def abandon(self) -> None:
+        """Ends it at its next forward. Takes no lock."""
+        self._loop.is_cancelled = True
+        on_cancel = self._loop.on_cancel
+        if on_cancel is not None:
+            on_cancel()
+
+    def run(self) -> None:
+        """Runs it to its end."""
+        state, call = self._state, self._call
+        try:
+            with self._core.running_request(self._loop), torch.no_grad(), salted(self._cache_salt):
+                self._loop.check_cancelled()
+                result: LoopResult = call.work(_TokenStreamer(state) if call.is_streamable else None)  # type: ignore[operator]
+        except CallCancelledError:
+            state.finish([list(state.tokens)], ["cancelled"])
+        except BaseException as error:
+            state.fail(error)
+        else:
+            width = call.prompt.shape[1]
+            limit = call.generation_config.max_length - width
+            rows = [_read_row(row, call.generation_config, limit) for row in result.sequences[:, width:].tolist()]
+            scores = None if result.scores is None else result.scores.tolist()
+            state.finish([tokens for tokens, _ in rows], [reason for _, reason in rows], scores)
+        finally:
+            self._on_end()
+
+
+class _TokenStreamer(BaseStreamer):
+    """Hands the tokens of transformers' loop to a request."""
+
+    def __init__(self, state: RequestState) -> None:
+        self._state = state
+
+    def put(self, value: Tensor) -> None:
+        for token in value.reshape(-1).tolist():
+            self._state.push(token)
+
+    def end(self) -> None:
+        """Nothing to do: the loop's result ends the request."""
+
+
+def _read_row(tokens: list[int], generation_config: Any, max_tokens: int) -> tuple[list[int], str]:
+    """A generated row up to its end, and why it ended there."""
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    eos_ids = set() if eos is None else set(eos.reshape(-1).tolist())
+    for position, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: position + 1], "eos"
+    if pad is not None:
+        pad_id = int(pad)
+        end = len(tokens)
+        while end > 1 and tokens[end - 1] == pad_id:
+            end -= 1
+        if end < len(tokens):
+            return tokens[:end], "stop"
+    return tokens, "length" if len(tokens) >= max_tokens else "stop"

@@ -1,0 +1,71 @@
+"""What `submit()` takes: one prompt, in any of its forms, and the arguments beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.transfers import to_host
+
+_NOT_TAKEN = {
+    "streamer": "iterate the request instead",
+    "inputs_embeds": "submit() takes token ids",
+    "inputs": "give the prompt as input_ids",
+    "synced_gpus": "it is for models that several processes run in lock-step",
+    "output_scores": "a RequestOutput has no per-step outputs; call generate()",
+    "output_logits": "a RequestOutput has no per-step outputs; call generate()",
+    "output_attentions": "a RequestOutput has no per-step outputs; call generate()",
+    "output_hidden_states": "a RequestOutput has no per-step outputs; call generate()",
+}
+
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+
+
+def one_prompt(input_ids: Any, model: Any) -> Tensor:
+    """A prompt in any of the accepted forms as `[1, L]`, on the CPU. Waits for one that lies on a GPU."""
+    if isinstance(input_ids, np.ndarray) and input_ids.dtype.kind in "biuf":
+        input_ids = torch.from_numpy(input_ids.copy(order="C"))
+    if isinstance(input_ids, Tensor):
+        is_dense = input_ids.layout is torch.strided and not input_ids.is_nested and not input_ids.is_meta
+        if input_ids.dtype not in _ID_DTYPES or not is_dense:
+            kind = f"{input_ids.dtype}, {input_ids.layout}, on {input_ids.device}"
+            raise ValueError(f"a prompt is a list or a dense tensor of integer token ids, got a tensor of {kind}")
+        shape = tuple(input_ids.shape)
+        if input_ids.ndim == 2 and shape[0] == 1:
+            input_ids = input_ids[0]
+        elif input_ids.ndim != 1:
+            raise ValueError(
+                f"submit() takes one prompt, a 1-D tensor or [1, L], got shape {shape}; submit each row by itself, or "
+                "use engine.generate(list of prompts)"
+            )
+        prompt: list[int] = to_host([input_ids])[0].tolist()
+    else:
+        is_list = isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes | bytearray | memoryview)
+        if not is_list or any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in input_ids):
+            raise ValueError(
+                f"a prompt is a list of integer token ids or a tensor, got {input_ids!r:.80}; a batch or text goes "
+                "through a tokenizer and engine.generate(list of prompts)"
+            )
+        prompt = list(input_ids)
+    if len(prompt) == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    vocab_size, low, high = model.get_input_embeddings().num_embeddings, min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocab_size}")
+    return torch.as_tensor(prompt, dtype=torch.int64, device="cpu")[None]
+
+
+def check_arguments(arguments: dict[str, Any], priority: Any, cache_salt: Any) -> None:
+    """Raises `ValueError` for what a request can't have."""
+    for name, reason in _NOT_TAKEN.items():
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise ValueError(f"submit() does not take {name}: {reason}")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer, got {priority!r}")
+    if cache_salt is not None and not isinstance(cache_salt, str | int | bytes):
+        raise ValueError(f"cache_salt must be a string, an integer or bytes, got {cache_salt!r:.80}")

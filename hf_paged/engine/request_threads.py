@@ -1,0 +1,140 @@
+"""`RequestThreads`: threads for requests whose tokens one of transformers' loops chooses."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hf_paged.engine.decoding_loop import DecodingLoop
+from hf_paged.engine.worker import EXIT_SECONDS
+
+
+class _RequestThread(threading.local):
+    """A thread that runs requests: whose it is, and how many requests it waits for itself."""
+
+    owner: RequestThreads | None = None
+    num_waits = 0
+
+
+_THREAD = _RequestThread()  # one for all engines, which may wait for each other
+
+
+def is_request_thread() -> bool:
+    """Whether this thread runs a request, of whatever engine."""
+    return _THREAD.owner is not None
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """What a wait for a request is to be done in: a thread that runs one itself is not counted meanwhile."""
+    owner = _THREAD.owner
+    if owner is None:
+        yield
+        return
+    thread_id = threading.get_ident()
+    owner.count_thread(-1)
+    try:
+        yield
+    finally:
+        # A coroutine may be ended by the garbage collector, wherever that runs.
+        if threading.get_ident() == thread_id:
+            owner.count_thread(1)
+
+
+@dataclass(slots=True, order=True)
+class LoopJob:
+    """A request to run.
+
+    Attributes:
+        priority: The lower, the earlier.
+        number: In order of arrival.
+        loop: The loop it is.
+        run: Runs it, to its end, on one of the threads. Raises nothing.
+    """
+
+    priority: int
+    number: int
+    loop: DecodingLoop = field(compare=False)
+    run: Callable[[], None] = field(compare=False)
+
+
+class RequestThreads:
+    """At most so many threads at a time. Not counted: those that wait for a request themselves (in a processor), which
+    may be in need of a thread.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._lock = threading.RLock()  # a wait may be ended by the garbage collector
+        self._jobs: list[LoopJob] = []  # a heap
+        self._running: set[DecodingLoop] = set()
+        self._numbers = itertools.count()
+        self._is_frozen = False
+        self.num_threads = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a thread."""
+        return len(self._jobs)
+
+    def add(self, loop: DecodingLoop, run: Callable[[], None]) -> LoopJob:
+        """Queues a request by its loop's priority."""
+        with self._lock:
+            job = LoopJob(loop.priority, next(self._numbers), loop, run)
+            heapq.heappush(self._jobs, job)
+            self._start_thread()
+            return job
+
+    def remove(self, job: LoopJob) -> bool:
+        """Takes a request out of the queue; returns whether it was there."""
+        with self._lock:
+            is_queued = job in self._jobs
+            if is_queued:
+                self._jobs.remove(job)
+                heapq.heapify(self._jobs)
+            return is_queued
+
+    def count_thread(self, change: int) -> None:
+        """The calling thread counts no more, from the first of its waits on; or again, from the end of the last."""
+        num_waits = _THREAD.num_waits
+        _THREAD.num_waits = num_waits - change
+        if 0 in (num_waits, _THREAD.num_waits):
+            with self._lock:
+                self.num_threads += change
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Starts one for what is queued, if there may be one more. The lock is held."""
+        if self._jobs and self.num_threads < self._max_threads:
+            self.num_threads += 1
+            threading.Thread(target=self._serve, name="hf_paged_request", daemon=True).start()
+
+    def _serve(self) -> None:
+        _THREAD.owner = self
+        while True:
+            with self._lock:
+                if not self._jobs or self.num_threads > self._max_threads or self._is_frozen:
+                    self.num_threads -= 1
+                    return
+                job = heapq.heappop(self._jobs)
+                self._running.add(job.loop)
+            try:
+                job.run()
+            finally:
+                self._running.discard(job.loop)
+            del job
+
+    def freeze(self) -> None:
+        """At the interpreter's end: loops come to a forward, where they wait for good, or to their own end.
+
+        Nothing that is queued begins. A thread that were in the midst of torch's code then would abort the process.
+        """
+        self._is_frozen = True
+        deadline = time.monotonic() + EXIT_SECONDS
+        while any(not loop.is_waiting for loop in list(self._running)) and time.monotonic() < deadline:
+            time.sleep(0.001)

@@ -1,0 +1,272 @@
+"""`RowStore`: what a `PagedCache` asks for: rows that are made, forked, cropped and freed, written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+from torch import Tensor
+
+from hf_paged.core.block_table import GONE
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.engine.core import EngineCore
+from hf_paged.engine.forward_item import ForwardItem
+from hf_paged.engine.kv_pool import KV_DTYPES
+from hf_paged.kernels import reference
+from hf_paged.kernels.transfers import to_device
+from hf_paged.memory.streams import among_steps, hand_out
+
+
+class RowStore:
+    """Rows in one engine's pool, for `PagedCache` (`cache.SequenceStore`)."""
+
+    def __init__(self, core: EngineCore) -> None:
+        """Over the pool of `core`."""
+        self._core = core
+        self._pool = core.pool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that store keys and values."""
+        return self._core.traits.num_layers
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """See `EngineCore.transaction`."""
+        return self._core.transaction()
+
+    # Rows
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence with an empty block table, in a group of its own."""
+        loop = self._core.current_loop
+        with self.transaction():
+            scheduler = self._core.scheduler
+            group = scheduler.new_group(loop.priority, request_id=loop.request_id) if loop else None
+            return scheduler.new_sequence(group)
+
+    def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
+        """A sequence equal to this one that shares all its blocks.
+
+        Args:
+            sequence: The parent.
+            apart: Scheduled and preempted by itself, not together with its parent.
+        """
+        with self.transaction():
+            scheduler = self._core.scheduler
+            is_apart = apart and sequence.group.status != "swapped"
+            return scheduler.fork(sequence, scheduler.new_group() if is_apart else None)
+
+    def free_sequences(self, sequences: Iterable[Sequence]) -> None:
+        """Ends sequences and releases their blocks."""
+        with self.transaction():
+            for sequence in sequences:
+                self._core.free(sequence)
+
+    def abandon_sequences(self, sequences: Iterable[Sequence]) -> None:
+        """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
+        self._core.abandoned.extend(sequences)
+
+    def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None:
+        """Cuts sequences to so many of their first tokens, all or none.
+
+        Raises:
+            RuntimeError: What is behind the windows of so few tokens has been given back.
+        """
+        with self.transaction():
+            manager = self._core.manager
+            for sequence, num_tokens in cuts:
+                if sequence.num_computed_tokens > num_tokens and not manager.can_crop(sequence.seq_id, num_tokens):
+                    raise RuntimeError(
+                        f"the cache can't be cropped to {num_tokens} tokens: layers with a sliding window have given "
+                        "back what lies behind it; call activate_past_recording() before the forwards to be undone"
+                    )
+            for sequence, num_tokens in cuts:
+                self._core.scheduler.crop(sequence, num_tokens)
+
+    def keep_past(self, sequences: Iterable[Sequence]) -> None:
+        """From now on layers with a window keep what lies behind it, until the next crop."""
+        with self.transaction():
+            for sequence in sequences:
+                self._core.scheduler.keep_past(sequence)
+
+    def windows(self) -> list[int | None]:
+        """Of each layer, the last tokens that it keeps and a query sees, itself included; `None`: all."""
+        return [layer.window for layer in self._core.traits.layers]
+
+    def hold(self, sequences: Iterable[Sequence], is_idle: bool) -> None:
+        """Notes whether a call is generating with these sequences, or only a `PagedCache` holds them.
+
+        A call that begins over sequences that were idle comes after all others.
+        """
+        with self.transaction():
+            for group in {sequence.group.arrival: sequence.group for sequence in sequences}.values():
+                if group.is_idle and not is_idle:
+                    self._core.scheduler.renew(group)
+                group.is_idle = is_idle
+
+    # Keys and values
+
+    @deferred_interrupt()
+    def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
+        """Gives each sequence slots for tokens whose ids are not known.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them.
+        """
+        core = self._core
+        if core.current_loop is not None:
+            core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
+        with self.resident(sequences), self.transaction():
+            self.append(sequences, [num_tokens] * len(sequences))
+            for sequence in sequences:
+                sequence.token_ids = None
+                core.scheduler.extend_computed(sequence, num_tokens)
+                sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
+            self._pool.record_peak()
+
+    def append(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """Gives each sequence slots for so many tokens more; all are in the pool. The pool's lock is held.
+
+        Raises:
+            OutOfBlocksError: The pool can't hold them.
+        """
+        self._pool.log.step = self._core.executor.num_steps + 1
+        manager, scheduler = self._core.manager, self._core.scheduler
+        requests = [(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count]
+        for sequence in sequences:
+            scheduler.slide(sequence)
+        groups = [sequence.group for sequence in sequences]
+        self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
+        try:
+            moves = scheduler.append(sequences, counts)
+        except OutOfBlocksError as error:
+            blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
+            if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
+                error.needed += len(blocks)
+            raise self._pool.out_of_blocks(error) from None
+        self._pool.execute_moves(moves)
+
+    @deferred_interrupt()
+    def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
+        """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
+        with among_steps(key.device), self.transaction():
+            length = key.shape[2]
+            group, index = self._pool.kv_cache.groups.places[layer]
+            slots = np.stack(
+                [
+                    self._slots(sequence, group, np.arange(first, first + length))
+                    for sequence, first in zip(sequences, start, strict=True)
+                ]
+            )
+            kv_cache = self._pool.kv_cache.tensor
+            reference.reshape_and_cache(
+                key.detach().transpose(1, 2).flatten(0, 1),
+                value.detach().transpose(1, 2).flatten(0, 1),
+                kv_cache,
+                index,
+                to_device(slots.reshape(-1), kv_cache.device),
+            )
+
+    @deferred_interrupt()
+    def read_tokens(
+        self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer as `[B, num_kv_heads, width, head_dim]`.
+
+        Zeros in the padding, for `None`, and where a layer with a window has given tokens back.
+        """
+        held = [sequence for sequence in sequences if sequence is not None]
+        with among_steps(self._pool.kv_device), self.resident(held), self.transaction():
+            group, index = self._pool.kv_cache.groups.places[layer]
+            null_slot = self._pool.kv_cache.null_block * self._core.config.block_size
+            slots = np.full((len(sequences), width), null_slot, dtype=np.int64)
+            for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
+                if sequence is not None:
+                    slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
+            kv_cache = self._pool.kv_cache.tensor
+            self._pool.flush_copies()
+            key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device))
+            if kv_cache.dtype in KV_DTYPES.values():
+                dtype = self._core.model.dtype
+                key, value = key.to(dtype), value.to(dtype)
+        hand_out((key, value))
+        return key, value
+
+    def _slots(self, sequence: Sequence, group: int, token_index: np.ndarray) -> np.ndarray:
+        table = np.array(self._core.manager.blocks(sequence.seq_id, group), dtype=np.int64)
+        table[table == GONE] = self._pool.kv_cache.null_block
+        block_size = self._core.config.block_size
+        return table[token_index // block_size] * block_size + token_index % block_size
+
+    # In the pool, all of them
+
+    @contextmanager
+    def resident(self, sequences: list[Sequence], has_forward: bool = False) -> Iterator[None]:
+        """Within it these sequences are in the pool, all of them beside each other, and no step runs.
+
+        Args:
+            sequences: The sequences.
+            has_forward: The model is run within: while the engine is paused, that waits, or is a step.
+
+        Raises:
+            ValueError: The model's weights, adapters or hooks are not those that one of them was computed with.
+            OutOfBlocksError: They don't fit beside each other.
+            RuntimeError: This thread is inside a step, and not that of these sequences.
+        """
+        groups = {sequence.group.arrival: sequence.group for sequence in sequences}
+
+        def needs_step() -> bool:
+            return has_forward or any(sequence.num_pending_tokens for sequence in sequences)
+
+        if self._core.runner.is_inside and all(group.num_pins for group in groups.values()):
+            yield  # the forward that this thread is in has them there
+            return
+        with self._core.worker.pause.forwarding(needs_step, self._core.current_loop):
+            pinned: list[SequenceGroup] = []
+            try:  # around the pinning too, behind which Ctrl-C may come
+                with self.transaction():
+                    for group in groups.values():
+                        group.num_pins += 1
+                        pinned.append(group)
+                self._bring_back(sequences)
+                yield
+            finally:
+                with self.transaction():
+                    for group in pinned:
+                        group.num_pins -= 1
+
+    def _bring_back(self, sequences: list[Sequence]) -> None:
+        """Computes preempted sequences again, or swaps them in. The step lock is held."""
+        core = self._core
+        with self.transaction():
+            lost = [s for s in sequences if s.num_pending_tokens > 0 or s.group.status == "swapped"]
+            if not lost:
+                return
+            state = core.model_state.key()
+            for sequence in lost:
+                if sequence.num_pending_tokens:
+                    sequence.check_state(state)
+            swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
+            for group in swapped.values():
+                try:
+                    self._pool.execute_moves(core.scheduler.swap_in_now(group))
+                except OutOfBlocksError as error:
+                    self._pool.execute_swap_outs(error.swap_outs)
+                    raise self._pool.out_of_blocks(error) from None
+            lost = [sequence for sequence in lost if sequence.num_pending_tokens > 0]
+            if not lost:
+                return
+            for sequence in lost:
+                sequence.group.batch_key = core.batch_key()
+        item: ForwardItem | None = None
+        try:
+            with self.transaction():
+                item = ForwardItem(self._pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
+            item.wait()
+        except BaseException:
+            if item is not None:
+                item.cancel()
+            raise

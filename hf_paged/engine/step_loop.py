@@ -1,0 +1,331 @@
+"""`StepLoop`: turns of the loop in which the rows of all callers meet, and which thread may run one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import _pop_mode_temporarily
+
+from hf_paged.core.batch import Batch
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.interrupts import wait_interruptibly
+from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.engine.decoding_loop import ARRIVAL_GAP, DecodingLoops
+from hf_paged.engine.executor import LogitsSink, StepExecutor
+from hf_paged.engine.kv_pool import KVPool
+
+ROOM_SECONDS = 5.0  # without any step, after which a group that finds no room beside what callers hold is refused
+
+
+class StepLoop:
+    """Schedules and runs steps over one pool. The loop is a role: the thread that holds the step lock has it.
+
+    Two locks. The pool's lock guards tables and queues, and is held for bookkeeping only. The step lock belongs to
+    the thread that runs steps: the worker's, a lone caller's, or that of a caller that needs the pool to itself
+    (`exclusive`). A thread with the pool's lock never waits for the step lock.
+
+    On a GPU a step is launched before the tokens of the one before are known here: the device has the next step's work
+    while the host hands out tokens, ends rows and schedules. A row that ends has then run one step too many. A thread
+    that takes the step lock finds no step in flight.
+
+    Attributes:
+        condition: Over the pool's lock; notified when work arrives and after every step.
+        decoding_loops: Callers' own, which steps wait for.
+        woken: Set when there may be something to do.
+        num_exclusive: Threads that have, or wait for, the pool to themselves.
+    """
+
+    def __init__(self, pool: KVPool, executor: StepExecutor, collect_abandoned: Callable[[], None]) -> None:
+        """Of one pool.
+
+        Args:
+            pool: Tables and tensor.
+            executor: Runs steps.
+            collect_abandoned: Frees what finalizers left behind; called before every step, under the pool's lock.
+        """
+        self._pool = pool
+        self._executor = executor
+        self._collect_abandoned = collect_abandoned
+        self.condition = threading.Condition(pool.lock)
+        self.decoding_loops = DecodingLoops(self.condition, executor)
+        self.woken = threading.Event()
+        self.num_exclusive = 0
+        self._lock = threading.RLock()
+        self._holder: int | None = None
+        self._is_turn = False
+        self._orphaned_by: BaseException | None = None
+        self._orders: deque[Callable[[], None]] = deque()
+        self._token_limit: int | None = None
+        self._stuck = (-1, 0.0)  # how many steps had been run when a group found no room, and since when
+
+    # Work arrives
+
+    def add(self, sink: LogitsSink, sequences: Iterable[tuple[int, Sequence]]) -> None:
+        """Queues sequences with pending tokens. The pool's lock is held."""
+        for row, sequence in sequences:
+            self._executor.sinks[sequence.seq_id] = (sink, row)
+            sequence.is_wanted = True
+            sequence.group.owner = sink
+            self._pool.scheduler.wake(sequence.group)
+
+    def remove(self, sequence: Sequence) -> None:
+        """This sequence's tokens are not waited for any more. The pool's lock is held."""
+        self._executor.sinks.pop(sequence.seq_id, None)
+        sequence.is_wanted = False
+
+    def order(self, action: Callable[[], None]) -> None:
+        """Has something done before the next step (a cancellation). Takes no lock: a finalizer may call it."""
+        self._orders.append(action)
+
+    def wake(self) -> None:
+        """Has the worker's thread and those that wait look again. The pool's lock is held."""
+        self.woken.set()
+        self.condition.notify_all()
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether something is to be done whether or not steps may run."""
+        return bool(self._orders)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do anything."""
+        return (
+            self.has_orders
+            or self._executor.num_in_flight > 0
+            or (self._pool.is_made and self._pool.scheduler.has_work)
+        )
+
+    # Who has the role
+
+    @contextmanager
+    def holding(self, keeps_in_flight: bool = False) -> Iterator[None]:
+        """Within it this thread has the step lock. Re-entrant."""
+        self.check_orphaned()
+        wait_interruptibly(self._acquire)
+        outer, self._holder = self._holder, threading.get_ident()
+        try:
+            if not keeps_in_flight:
+                self.settle()
+            yield
+        finally:
+            self._holder = outer
+            self._lock.release()
+
+    def _acquire(self, timeout: float | None) -> bool:
+        return self._lock.acquire(timeout=-1 if timeout is None else timeout)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Within it no step runs but those of this thread. Re-entrant. The pool's lock must not be held.
+
+        Raises:
+            RuntimeError: This thread is inside a step.
+        """
+        self._executor.check_outside()
+        is_counted = False
+        try:  # around the counting too: Ctrl-C right behind it would stop the loop for good
+            with self._pool.lock:
+                self.num_exclusive += 1
+                is_counted = True
+            with self.holding():
+                yield
+        finally:
+            with self._pool.lock:
+                self.num_exclusive -= is_counted
+                self.wake()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the step lock: within `exclusive`, in a turn, or inside a step."""
+        return self._holder == threading.get_ident()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no thread has it."""
+        return self._holder is None
+
+    def keep(self) -> None:
+        """At the interpreter's end: takes the step lock for good, as soon as the step that runs is over."""
+        if self._lock.acquire(timeout=10):
+            self._holder = threading.get_ident()
+            self.settle()
+
+    def orphan(self, error: BaseException) -> None:
+        """In a forked child, where the threads that ran this loop are not: what comes to it raises."""
+        self._orphaned_by = error
+
+    def check_orphaned(self) -> None:
+        """Raises the error of `orphan`."""
+        if self._orphaned_by is not None:
+            raise self._orphaned_by
+
+    # A turn
+
+    def turn(self, may_step: Callable[[], bool]) -> None:
+        """What was ordered, and if `may_step` a step of whatever can run."""
+        with self.holding(keeps_in_flight=True):
+            self._is_turn = True
+            try:
+                if may_step():
+                    self._advance()
+                else:
+                    with self._pool.lock:
+                        self._housekeep()
+            except BaseException as error:
+                with self._pool.lock:
+                    self.fail_all(error)  # whatever went wrong, no request waits for ever
+            finally:
+                self._is_turn = False
+
+    def fail_all(self, error: BaseException) -> None:
+        """Carries out what was ordered; all others that wait for a step get the error. Both locks are held."""
+        self._housekeep()
+        for sink in {id(sink): sink for sink, _ in self._executor.sinks.values()}.values():
+            sink.fail(error)
+
+    def forget_refusals(self) -> None:
+        """Groups that found no room begin to wait for it now."""
+        self._stuck = (-1, 0.0)
+
+    def _advance(self) -> None:
+        if self.step():
+            return
+        with self.condition:
+            if not self.has_work or self.num_exclusive:
+                return
+            # Nothing fits beside what callers hold who are between two forwards: a moment to come back.
+            if self.decoding_loops.is_any_between_forwards:
+                self.condition.wait(ARRIVAL_GAP)
+        if not self.step() and not self.step(forced=True):
+            with self.condition:  # only what a step of another thread is busy with
+                self.condition.wait(ARRIVAL_GAP)
+
+    def step(self, only: LogitsSink | None = None, *, forced: bool = False) -> bool:
+        """Runs one step, of all rows or of one owner's; False if nothing could run. The step lock is held.
+
+        Where steps overlap, the tokens of this one are handed out by the next call.
+        """
+        overlaps = self._executor.overlaps
+        if forced or not overlaps:
+            self.settle()
+        with self._pool.lock:
+            self._housekeep()
+            has_work = self._pool.is_made and self._pool.scheduler.has_work
+            step = Batch()
+            if has_work and (found := self._schedule(only=only, forced=forced, max_tokens=self._token_limit)):
+                step = found
+            elif has_work:
+                return True
+        if not step.num_seqs:
+            return self.settle()
+        try:
+            self._run(step, keeps_in_flight=overlaps)
+        except BaseException as error:  # a hook that calls sys.exit() ends its request, not the loop of all
+            owners = [self._executor.sinks[seq_id][0] for seq_id in step.seq_ids]  # before rows end
+            self.settle()
+            self._isolate(step, owners, error)
+        return True
+
+    def settle(self) -> bool:
+        """Hands out all tokens that are on their way; returns whether there were any. The step lock is held."""
+        if not self._executor.num_in_flight:
+            return False
+        self._collect(num_kept=0)
+        return True
+
+    def _run(self, step: Batch, keeps_in_flight: bool = False) -> None:
+        """Launches a step, and hands out tokens: its own, or (`keeps_in_flight`) those of the one before."""
+        self._executor.launch(step)
+        self._token_limit = None
+        self._collect(num_kept=int(keeps_in_flight))
+
+    def _collect(self, num_kept: int) -> None:
+        while self._executor.num_in_flight > num_kept:
+            self._executor.collect()
+        with self.condition:
+            self.condition.notify_all()
+
+    def _housekeep(self) -> None:
+        self._collect_abandoned()
+        while self._orders:
+            self._orders.popleft()()
+
+    def _schedule(self, **options: Any) -> Batch | None:
+        """The next step; `None` if a group finds no room, at the moment or (then it was failed) for good.
+
+        The pool's lock is held.
+        """
+        self._pool.log.step = self._executor.num_steps + 1
+        try:
+            step = self._pool.scheduler.schedule(**options)
+        except OutOfBlocksError as error:
+            self._pool.execute_swap_outs(error.swap_outs)
+            if self._may_find_room():
+                self.condition.wait(ARRIVAL_GAP)
+                return None
+            group: SequenceGroup = error.group
+            sink: Any = group.owner
+            sink.fail(self._pool.out_of_blocks(error))
+            return None
+        if not step.num_seqs:
+            self._pool.execute_swap_outs(step.swap_outs)
+        return step
+
+    def _may_find_room(self) -> bool:
+        """Whether a caller who is busy elsewhere may yet give back blocks that can't be taken from it.
+
+        Only for so long: it may itself be waiting for the group that finds no room (a `generate()` in a processor).
+        """
+        if not self._is_turn or not self.decoding_loops.is_any_away(but=threading.get_ident()):
+            return False
+        now = time.monotonic()
+        if self._stuck[0] != self._executor.num_steps:
+            self._stuck = (self._executor.num_steps, now)
+        if now - self._stuck[1] < ROOM_SECONDS:
+            return True
+        self.forget_refusals()
+        return False
+
+    def _isolate(self, step: Batch, owners_of_rows: list[LogitsSink], error: BaseException) -> None:
+        """After a step that raised: finds out whose rows were to blame by running each owner's by themselves."""
+        owners = {id(owner): owner for owner in owners_of_rows}
+        if isinstance(error, torch.OutOfMemoryError):
+            is_first = self._token_limit is None
+            self._token_limit = max(1, step.num_tokens // 2)  # the next step is smaller
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if is_first and step.num_tokens > 1:
+                return
+            smallest = min(zip(step.query_lens, owners_of_rows, strict=True), key=lambda row: row[0])[1]
+            owners = {id(smallest): smallest}
+        if len(owners) == 1:
+            with self._pool.lock:
+                next(iter(owners.values())).fail(error)
+            return
+        for owner in owners.values():
+            with self._pool.lock:
+                # Forced, since its rows may be back in the queue behind others.
+                again = self._schedule(only=owner, forced=True)
+            if again is None or not again.num_seqs:
+                continue
+            try:
+                self._run(again)
+            except BaseException as own_error:
+                with self._pool.lock:
+                    owner.fail(own_error)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """As on a thread of the worker's own: what a step makes is not the caller's alone, whatever mode it calls in."""
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(_pop_mode_temporarily())
+        yield

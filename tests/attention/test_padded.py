@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from kernel_cases import step_metadata
 
 from hf_paged.attention.backends.torch import TorchBackend
-from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
+from hf_paged.core.cache_groups import CacheGroups
 
 CPU = torch.device("cpu")
 SIZE, NULL = 2, 9
@@ -30,7 +34,7 @@ def test_rows_end_in_the_last_column(name: str, dtype: torch.dtype) -> None:
     tables = [[int(next(blocks)) for _ in range(-(-total // SIZE))] for _, total in shapes]
     tables = [[NULL + 1 + block for block in table] for table in tables]
     new, totals = ([shape[i] for shape in shapes] for i in range(2))
-    metadata = AttentionMetadata.build(tables, new, totals, SIZE, NULL, CPU)
+    metadata = step_metadata(tables, new, totals, SIZE, NULL, CPU)
     first = np.arange(len(shapes)) * 100  # where each row begins in a packed batch that has others between them
     layout = PaddedLayout(metadata, first, CPU)
     width, query_width = max(totals), max(new)
@@ -38,7 +42,8 @@ def test_rows_end_in_the_last_column(name: str, dtype: torch.dtype) -> None:
     pool[NULL] = 0
     pool = pool.to(dtype)
     before = pool.clone()
-    cache = PaddedCache(layout, TorchBackend(pool).step(metadata), pool, num_layers=2)
+    own: Any = SimpleNamespace(tensor=pool, groups=CacheGroups.single(2))
+    cache = PaddedCache([layout], TorchBackend(pool).step(metadata), own)
     assert cache.get_seq_length() == width - query_width and cache.get_mask_sizes(query_width, 1) == (width, 0)
     key, value = (torch.randn(len(shapes), 3, query_width, 4) for _ in range(2))
     keys, values = cache.update(key, value, 1)

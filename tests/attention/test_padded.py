@@ -12,6 +12,7 @@ from kernel_cases import step_metadata
 
 from hf_paged.attention.backends.torch import TorchBackend
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
+from hf_paged.core.cache_groups import CacheGroups
 
 CPU = torch.device("cpu")
 SIZE, NULL = 2, 9
@@ -41,8 +42,8 @@ def test_rows_end_in_the_last_column(name: str, dtype: torch.dtype) -> None:
     pool[NULL] = 0
     pool = pool.to(dtype)
     before = pool.clone()
-    kv_cache: Any = SimpleNamespace(tensor=pool, groups=SimpleNamespace(places=[(0, 0), (0, 1)]))
-    cache = PaddedCache([layout], TorchBackend(pool).step(metadata), kv_cache)
+    own: Any = SimpleNamespace(tensor=pool, groups=CacheGroups.single(2))
+    cache = PaddedCache([layout], TorchBackend(pool).step(metadata), own)
     assert cache.get_seq_length() == width - query_width and cache.get_mask_sizes(query_width, 1) == (width, 0)
     key, value = (torch.randn(len(shapes), 3, query_width, 4) for _ in range(2))
     keys, values = cache.update(key, value, 1)

@@ -154,7 +154,7 @@ def _undo_bare_is_flaky(item: Any) -> Any:
 
 
 def _with_fewer_outputs(item: Any) -> Iterator[pytest.Item]:
-    """The same test without what keeps its calls from being paged, or from running flat, if it asks for that."""
+    """The same test without what keeps its calls from being paged, or from running packed, if it asks for that."""
     sources = _test_sources(item.cls)
     source = sources[max((name for name in sources if item.name.startswith(name)), key=len)]  # parameters are appended
     asks = "output_attentions" in source and "has_attentions" in source and item.cls.has_attentions
@@ -175,7 +175,7 @@ def _with_fewer_outputs(item: Any) -> Iterator[pytest.Item]:
 
 @functools.cache
 def _set_prompts(mixin: Any, kind: str) -> None:
-    """Moves the prompts' padding to the left, or drops it; drops token types, which rule out the flat batch."""
+    """Moves the prompts' padding to the left, or drops it; drops token types, which rule out the packed batch."""
     prepare = mixin.prepare_config_and_inputs_for_generate
 
     @functools.wraps(prepare)
@@ -247,7 +247,7 @@ class CallCounter:
                 after = model.paged.stats()
                 if after.num_steps > before.num_steps:
                     self._count("paged")
-                    # Token ids are only looked up where the engine runs a flat batch of real tokens.
+                    # Token ids are only looked up where the engine runs a packed batch of real tokens.
                     if after.prefix_cache_query_tokens > before.prefix_cache_query_tokens:
                         self._count("flat")
                 else:

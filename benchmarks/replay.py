@@ -379,7 +379,7 @@ class Replay:
             return None
 
     def _finish_step(self, output: Batch) -> None:
-        """Books the step; every sequence without pending tokens gets its next one, or has had its last."""
+        """Books the step; every sequence without uncomputed tokens gets its next one, or has had its last."""
         scheduler, ends, unstarted = self.scheduler, self.ends, self.unstarted
         chunks = scheduler.chunks(output)
         start = time.perf_counter()

@@ -88,7 +88,7 @@ class Case:
             sequence.logits_from = sequence.num_tokens
             sequence.num_tokens += 1
             self.scheduler.wake(sequence.group)
-        if self.mixed and (self.prompt is None or not self.prompt.num_pending_tokens):
+        if self.mixed and (self.prompt is None or not self.prompt.num_uncomputed_tokens):
             if self.prompt is not None:
                 self.scheduler.free(self.prompt)
             self.prompt = self.submit(random_tokens(self.rng, PROMPT_TOKENS))

@@ -1116,8 +1116,8 @@ def live_objects() -> Counter[str]:
     gc.collect()
     gc.collect()  # what the finalizers of the first one's garbage led to
     kinds = {
-        *("Request", "RequestState", "SampleRun", "SampleCall", "ForwardItem", "Sequence", "SequenceGroup"),
-        *("PagedCache", "Caller", "Engine", "StepWorker", "KVPool", "BlockManager"),
+        *("Request", "RequestState", "SampledRequest", "SampleCall", "ForwardRequest", "Sequence", "SequenceGroup"),
+        *("PagedCache", "DecodingLoop", "Engine", "StepWorker", "KVPool", "BlockManager"),
     }
     names = (type(o).__name__ for o in gc.get_objects() if str(type(o).__module__).startswith("hf_paged"))
     return Counter(name for name in names if name in kinds)

@@ -50,7 +50,7 @@ class TinyModel:
 
     Attributes:
         config: Makes the config.
-        runs_flat: Whether its prompts are computed without their padding, straight over the pool.
+        runs_packed: Whether its prompts are computed without their padding, straight over the pool.
         is_batched: Whether rows of several calls share its forwards.
         generation: Changes to its generation config.
         attention: Attention implementation; the model's default if not given.
@@ -58,7 +58,7 @@ class TinyModel:
     """
 
     config: Callable[[], PreTrainedConfig]
-    runs_flat: bool = True
+    runs_packed: bool = True
     is_batched: bool = True
     generation: dict[str, Any] = field(default_factory=dict)
     attention: str | None = None
@@ -89,7 +89,7 @@ MODELS: dict[str, TinyModel] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         ),
-        runs_flat=False,
+        runs_packed=False,
         is_batched=False,
     ),
     "phi3": TinyModel(lambda: hf.Phi3Config(**_GQA), seed=1),
@@ -126,21 +126,21 @@ MODELS: dict[str, TinyModel] = {
         seed=1,
     ),
     "smollm3": TinyModel(lambda: hf.SmolLM3Config(**_GQA), seed=4),
-    "falcon_alibi": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=True), runs_flat=False, seed=12),
-    "falcon_rotary": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=False), runs_flat=False, seed=3),
+    "falcon_alibi": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=True), runs_packed=False, seed=12),
+    "falcon_rotary": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=False), runs_packed=False, seed=3),
     "falcon_new": TinyModel(
         lambda: hf.FalconConfig(**_FALCON, alibi=False, new_decoder_architecture=True, num_kv_heads=2),
-        runs_flat=False,
+        runs_packed=False,
         seed=2,
     ),
     "bloom": TinyModel(
-        lambda: hf.BloomConfig(**_SPECIAL, hidden_size=64, n_layer=2, n_head=4), runs_flat=False, seed=2
+        lambda: hf.BloomConfig(**_SPECIAL, hidden_size=64, n_layer=2, n_head=4), runs_packed=False, seed=2
     ),
-    "gptj": TinyModel(lambda: hf.GPTJConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False, seed=2),
-    "codegen": TinyModel(lambda: hf.CodeGenConfig(**_GPT2_NAMES, rotary_dim=8), runs_flat=False, seed=18),
+    "gptj": TinyModel(lambda: hf.GPTJConfig(**_GPT2_NAMES, rotary_dim=8), runs_packed=False, seed=2),
+    "codegen": TinyModel(lambda: hf.CodeGenConfig(**_GPT2_NAMES, rotary_dim=8), runs_packed=False, seed=18),
     "mpt": TinyModel(
         lambda: hf.MptConfig(**_SPECIAL, d_model=64, n_layers=2, n_heads=4, max_seq_len=256),
-        runs_flat=False,
+        runs_packed=False,
         generation={"use_cache": True},  # its config says False
         seed=3,
     ),
@@ -149,7 +149,7 @@ MODELS: dict[str, TinyModel] = {
             **(_GQA | {"max_position_embeddings": 16}),
             rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
         ),
-        runs_flat=False,
+        runs_packed=False,
         is_batched=False,
     ),
     "phi3_longrope": TinyModel(
@@ -164,7 +164,7 @@ MODELS: dict[str, TinyModel] = {
                 "original_max_position_embeddings": 16,
             },
         ),
-        runs_flat=False,
+        runs_packed=False,
         is_batched=False,
         seed=3,
     ),

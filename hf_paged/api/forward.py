@@ -29,7 +29,7 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             engine.core.check_outside()
         if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
             return original(self, *args, **kwargs)
-        # What compiles the model compiles its forward, not the engine: locks, queues, steps of everybody's rows.
+        # What compiles the model compiles its forward, not the engine: locks, queues, steps of other calls' rows.
         run = _uncompiled_paged if torch.compiler.is_compiling() else _forward_paged
         return run(self, cache, signature, given)
 

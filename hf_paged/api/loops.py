@@ -18,7 +18,7 @@ from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import CallPrepared, LoopResult, PreparedCall
-from hf_paged.engine.sample_run import SampleCall, SampleRun
+from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.memory.streams import Handover
 from hf_paged.model.host_call import HostCall
@@ -88,7 +88,7 @@ class _Stream:
         self._is_over = False
         self.put: Callable[[int], None] = self._tokens.put
 
-    def close(self, run: SampleRun) -> None:
+    def close(self, run: SampledRequest) -> None:
         """No more tokens come."""
         self._tokens.put(None)
 
@@ -145,7 +145,7 @@ def run_loop(
     if cache is not None:
         longest = check_prompt(engine, call, spare_tokens)
         per_step = generation_config.output_hidden_states and generation_config.return_dict_in_generate
-        if not engine.forwards.is_batched() or cache.is_opaque or per_step:
+        if not engine.forwards.is_batched() or cache.is_padded or per_step:
             num_blocks = input_ids.shape[0] * engine.core.manager.most_blocks(longest, longest)
 
     def run(**more: Any) -> Any:
@@ -220,7 +220,7 @@ def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
         and mask.ndim == 2
         and mask.shape[1] == prompt
         and engine.forwards.is_batched()
-        and not cache.is_opaque
+        and not cache.is_padded
     ):
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)

@@ -14,7 +14,7 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.sample_run import SampleCall
+from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
 from hf_paged.model.runner import is_stochastic
 from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows

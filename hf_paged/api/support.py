@@ -20,8 +20,8 @@ from hf_paged.api.routing import base_class
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.memory.spec import AttentionSpec
-from hf_paged.model.model_state import is_batch_dependent, why_not_whole
 from hf_paged.model.runner import ModelTraits
+from hf_paged.model.weights_version import is_batch_dependent, why_not_whole
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
@@ -171,15 +171,15 @@ def _probe(model: PreTrainedModel) -> SupportReport:
         return SupportReport(False, (str(layers),))
     rope_types = _rope_types(getattr(model.config, "rope_parameters", None))
     rows_independent = not any(map(is_batch_dependent, rope_types))
-    # Without position_ids a model places tokens by their column, which a flat batch doesn't have.
-    may_run_flat = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
-    own = ModelTraits(tiny_layers, runs_flat=False, rows_independent=rows_independent)
+    # Without position_ids a model places tokens by their column, which a packed batch doesn't have.
+    may_run_packed = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
+    own = ModelTraits(tiny_layers, runs_packed=False, rows_independent=rows_independent)
     ways: list[tuple[ModelTraits, bool]] = []
-    if may_run_flat:
+    if may_run_packed:
         # The windows that the config states, unless a layer turns out to attend to more than that.
         for has_windows in (True, False) if any(_stated_windows(tiny.config)) else (False,):
             layers_tried = _with_windows(tiny_layers, tiny) if has_windows else tiny_layers
-            flat = replace(own, layers=layers_tried, runs_flat=True)
+            flat = replace(own, layers=layers_tried, runs_packed=True)
             ways += [(replace(flat, allows_inference_mode=may_infer), has_windows) for may_infer in (True, False)]
     if rows_independent:
         ways += [
@@ -194,7 +194,7 @@ def _probe(model: PreTrainedModel) -> SupportReport:
             cache = PagedCache(tiny)
             found = _probe_logits(tiny, cache)
             error_size = float((found - expected).abs().max() / expected.abs().max())
-            if error_size < _TOLERANCE and cache.is_opaque is not keeps_tokens and not _keeps_inference_tensors(tiny):
+            if error_size < _TOLERANCE and cache.is_padded is not keeps_tokens and not _keeps_inference_tensors(tiny):
                 layers = _with_windows(layers, model) if has_windows else layers
                 return SupportReport(True, (), replace(traits, layers=layers))
             failure = f"logits differ by {error_size:.1%}"

@@ -38,7 +38,7 @@ class SequenceStore(Protocol):
     def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None: ...
     def keep_past(self, sequences: Iterable[Sequence]) -> None: ...
     def windows(self) -> list[int | None]: ...
-    def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None: ...
+    def add_unknown_tokens(self, sequences: list[Sequence], num_tokens: int) -> None: ...
     def write_tokens(
         self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
     ) -> None: ...
@@ -146,10 +146,10 @@ class PagedCache(Cache):
     def _setup(self, store: SequenceStore) -> None:
         self.store = store
         self.owned_by_call = False
-        self.caller: Any = None  # the decoding loop that is running over it
+        self.loop: Any = None  # the decoding loop that is running over it
         # True once a forward stored tokens that may be padding or whose mask the pool does not know: from then on
         # forwards use the caller's mask over the gathered keys.
-        self.is_opaque = False
+        self.is_padded = False
         self._rows: list[Sequence | None] = []  # None: a finished row that gave its blocks back
         self._padding: list[int] = []
         self._fan_out = 1
@@ -200,7 +200,7 @@ class PagedCache(Cache):
             self._padding[row] = columns
 
     def advance(self, num_columns: int) -> None:
-        """Books columns whose tokens a flat forward stored in all layers."""
+        """Books columns whose tokens a packed forward stored in all layers."""
         self._width += num_columns
         self._lengths = [self._width] * len(self._lengths)
 
@@ -212,7 +212,7 @@ class PagedCache(Cache):
         if width == 0:
             self._rows.clear()
             self._padding.clear()
-            self.is_opaque = False
+            self.is_padded = False
 
     def select_active(self, rows: list[int] | None) -> None:
         """Rows that the forward about to run is about; `None`: all."""
@@ -274,8 +274,8 @@ class PagedCache(Cache):
                 f"got keys of {batch} rows for a cache with {self.batch_size} rows (of tokens, or of position_ids?)"
             )
         if start == self._width:  # the first layer of a forward
-            self.is_opaque = True
-            self.store.grow_opaque(sequences, new)
+            self.is_padded = True
+            self.store.add_unknown_tokens(sequences, new)
             self._width += new
         padding = [self._padding[row] for row in active]
         self.store.write_tokens(layer_idx, sequences, key_states, value_states, [start - pad for pad in padding])
@@ -407,7 +407,7 @@ class PagedCache(Cache):
         with self.store.transaction():
             copy._rows += [None if row is None else self.store.fork_sequence(row, apart=True) for row in self._rows]
         copy._padding += self._padding
-        copy._fan_out, copy.is_opaque, copy._records_past = self._fan_out, self.is_opaque, self._records_past
+        copy._fan_out, copy.is_padded, copy._records_past = self._fan_out, self.is_padded, self._records_past
         copy.advance(self._width)
         return copy
 

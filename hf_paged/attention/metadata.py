@@ -1,4 +1,4 @@
-"""What every attention layer of one step needs to know about the flat batch, computed once a step."""
+"""What every attention layer of one step needs to know about the packed batch, computed once a step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_paged.kernels.transfers import to_device
 
 
 class AttentionMetadata:
-    """One step's flat batch: `T` tokens of `S` sequences, sequence after sequence.
+    """One step's packed batch: `T` tokens of `S` sequences, sequence after sequence.
 
     Attributes:
         slot_mapping: `[T]` int64, where each token's key and value go: `block * block_size + offset`; below 0 is
             padding and is not written.
         block_tables: `[S, N]` int32, padded with the null block.
         seq_lens: `[S]` int32, tokens of each sequence including this step's.
-        query_start_loc: `[S + 1]` int32, first token of each sequence in the flat batch.
+        query_start_loc: `[S + 1]` int32, first token of each sequence in the packed batch.
         block_size: Tokens in a block.
         null_block: Index of a block of zeros that no sequence owns.
         num_decodes: Sequences with one new token each that the batch begins with.
@@ -148,7 +148,7 @@ class AttentionMetadata:
 
     @property
     def work_kinds(self) -> list[WorkKind]:
-        """Of the lists that were asked for."""
+        """Kinds of the lists that were asked for."""
         return list(self._decode_work)
 
     def decode_work(self, kind: WorkKind) -> DecodeWork:
@@ -251,7 +251,7 @@ def padded_tables(
 
 
 class DecodeMetadata(AttentionMetadata):
-    """Of decode steps of a fixed number of rows: what is written into its tensors is the next step.
+    """Metadata of decode steps of a fixed number of rows: what is written into its tensors is the next step.
 
     `max_decode_len` is the longest that any step's sequences may be.
     """
@@ -268,7 +268,7 @@ class DecodeMetadata(AttentionMetadata):
         longest: int,
         work: dict[WorkKind, DecodeWork] | None,
     ) -> None:
-        """Of tensors as in `AttentionMetadata`: `[B]`, `[B, N]` and `[B]`, one new token a sequence.
+        """Takes tensors as in `AttentionMetadata`: `[B]`, `[B, N]` and `[B]`, one new token a sequence.
 
         Args:
             slot_mapping: `[B]`.

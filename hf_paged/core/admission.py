@@ -54,7 +54,7 @@ class Admission(GroupRows):
     def _bring_back(self, step: Step, group: SequenceGroup, spare: int) -> bool:
         """Swaps a group in and runs it, if it fits with what it is about to add."""
         seq_ids = [sequence.seq_id for sequence in group.sequences]
-        # No less than it may take: nobody can be swapped out any more in the step that swaps it in.
+        # No less than it may take: no group can be swapped out any more in the step that swaps it in.
         need = self._manager.swap_in_need(seq_ids) + self._growth(step, group)
         if not self._has_room(step, need + spare):
             return False
@@ -139,14 +139,14 @@ class Admission(GroupRows):
         start = sequence.num_computed_tokens
         end = start + self._manager.block_size
         computed = step.hashes | self._offered if self._offered else step.hashes
-        if not computed or not sequence.is_reproducible or end > min(sequence.logits_from, sequence.num_tokens - 1):
+        if not computed or not sequence.is_recomputable or end > min(sequence.logits_from, sequence.num_tokens - 1):
             return False
         assert sequence.token_ids is not None
         hashes = self._manager.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
         return any(block_hash in computed for block_hash in hashes)
 
     def _force(self, step: Step) -> None:
-        """Runs the first group in line, whoever has to make room for it."""
+        """Runs the first group in line, whichever has to make room for it."""
         candidates = [
             group
             for group in (
@@ -167,7 +167,7 @@ class Admission(GroupRows):
             self._force_group(step, first)
         except OutOfBlocksError:
             # What stands in its way may be others that can't be preempted: then those go on, at its expense.
-            fixed = [g for g in candidates if g is not first and g.arrival in self._ready and not g.is_reproducible]
+            fixed = [g for g in candidates if g is not first and g.arrival in self._ready and not g.is_recomputable]
             if not fixed:
                 raise
             self._force_group(step, min(fixed, key=self._policy.order))
@@ -179,7 +179,7 @@ class Admission(GroupRows):
                 return
             step.is_short = True
             if not self._preempt_for(first, step):
-                if first.status is SequenceStatus.SWAPPED and first.is_reproducible:
+                if first.status is SequenceStatus.SWAPPED and first.is_recomputable:
                     # It does not fit as a whole: rather a part of it than nothing.
                     self.preempt(first, allow_swap=False)
                     continue

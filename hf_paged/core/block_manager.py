@@ -135,7 +135,7 @@ class BlockManager:
     @property
     def num_stored_tokens(self) -> int:
         """Distinct slots that hold a token of a live sequence, a shared block counted once. O(tables)."""
-        fill: dict[int, int] = {}  # of the blocks that are somebody's last
+        fill: dict[int, int] = {}  # of the blocks that are the last of a table
         holders: Counter[int] = Counter()
         for table in self._tables.values():
             if table.num_tokens and not table.is_swapped:
@@ -145,7 +145,7 @@ class BlockManager:
                     holders[blocks[-1]] += 1
         empty = 0
         for block_id, filled in fill.items():
-            # Whoever holds it and goes on behind it has filled it.
+            # A sequence that holds it and goes on behind it has filled it.
             if filled < self.block_size and holders[block_id] == self.pool.ref_count(block_id):
                 empty += self.block_size - filled
         return self.num_allocated_slots - empty

@@ -1,4 +1,4 @@
-"""The pool of physical KV blocks: who is free, who is shared, and which block holds which content.
+"""The pool of physical KV blocks: which are free, which are shared, and which block holds which content.
 
 Only the standard library: the pool knows block *ids*; the tensor they index lives in `kv_cache.py`.
 
@@ -137,7 +137,7 @@ class BlockPool:
         """One more holder; takes a cached free block back out of the free list, content intact.
 
         Raises:
-            ValueError: the block is free and not cached, so that its content belongs to nobody.
+            ValueError: the block is free and not cached, so that its content belongs to no sequence.
         """
         block = self._block(block_id)
         if block.ref_count == 0:

@@ -37,7 +37,7 @@ class PagedConfig:
             whose layers differ in what they keep (sliding windows), a block is of one group of layers: a sequence
             takes some for each.
         memory_fraction: Share of the free memory (of the model's device) that `num_blocks=None` may take. Modest by
-            default, since the pool lives inside somebody's process. On CPU the pages are only touched when used.
+            default, since the pool lives inside the caller's process. On CPU the pages are only touched when used.
         max_num_seqs: Sequences in one model step at most.
         max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
         max_waiting: Requests that may wait in the queue; `None`: no limit. With a full queue `generate()` waits and

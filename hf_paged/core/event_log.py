@@ -1,4 +1,4 @@
-"""`EventLog`: what happened to blocks, queues and requests lately, for somebody to watch."""
+"""`EventLog`: what happened to blocks, queues and requests lately, to be watched."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class StepRows(NamedTuple):
 
 
 class EventLog:
-    """The newest events. Everybody who writes or reads it holds the pool's lock.
+    """The newest events. The pool's lock is held wherever it is written or read.
 
     Numbers and names only, each event one flat tuple: it keeps no sequence alive, and costs less than a microsecond,
-    garbage collection included. They become dicts when somebody looks.
+    garbage collection included. They become dicts when they are read.
 
     Attributes:
         now: The time, in seconds: what is noted happens then. Here no clock is read.
@@ -101,7 +101,7 @@ class EventLog:
         self._groups.pop(sequence, None)
 
     def group_of(self, sequence: int) -> SequenceGroup | None:
-        """The live sequence's group, if anybody told."""
+        """The live sequence's group, if it is known."""
         return self._groups.get(sequence)
 
     def add(self, kind: str, sequence: int, *values: Any) -> None:
@@ -121,7 +121,7 @@ class EventLog:
             self._events.append((kind, self.now(), self.step, group.arrival, sequence, group.request_id, *values))
 
     def add_for_group(self, kind: str, group: SequenceGroup | None, *values: Any) -> None:
-        """Notes an event of a whole group, or of nobody."""
+        """Notes an event of a whole group, or of none."""
         self._num_events += 1
         arrival, request_id = (None, None) if group is None else (group.arrival, group.request_id)
         self._events.append((kind, self.now(), self.step, arrival, None, request_id, *values))

@@ -17,7 +17,7 @@ class GroupRows(Preemption):
 
         `first` was given what the prefix cache has of it already.
         """
-        if group.is_split and group.is_reproducible:
+        if group.is_split and group.is_recomputable:
             while not self._run_part(step, group):
                 if step.moves.swap_ins or not self._preempt_for(group, step):
                     return False
@@ -57,7 +57,7 @@ class GroupRows(Preemption):
         for (sequence, num_tokens), count in zip(requests, held):
             step.moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
             step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
-            if num_tokens > 1 and sequence.is_reproducible and (self._waiting or self._swapped):
+            if num_tokens > 1 and sequence.is_recomputable and (self._waiting or self._swapped):
                 assert sequence.token_ids is not None
                 step.hashes.update(
                     manager.prompt_hashes(
@@ -78,7 +78,7 @@ class GroupRows(Preemption):
         of the last one behind it, so that the first ones reach their end instead of all of them taking turns. One that
         begins takes no other's, unless nothing else runs, and leaves the others a block each to grow into.
         """
-        if group.status is SequenceStatus.SWAPPED or not group.is_reproducible:
+        if group.status is SequenceStatus.SWAPPED or not group.is_recomputable:
             return False
         manager = self._manager
         wanted = [sequence for sequence in group.sequences if sequence.num_wanted_tokens]
@@ -136,7 +136,7 @@ class GroupRows(Preemption):
 
         Args:
             step: The step.
-            sequence: Who needs room.
+            sequence: What needs room.
             victims: Its siblings, in order, itself among them; those that were looked at are taken out.
             is_all: Any of them, before it or not, shared or not: nothing would run otherwise.
         """
@@ -152,7 +152,7 @@ class GroupRows(Preemption):
             held = self._manager.held_blocks(victim.seq_id)
             if not is_all and all(pool.ref_count(block) > 1 for block in held):
                 continue
-            if victim.expects_tokens:
+            if victim.has_placeholders:
                 step.needs_tokens = True
                 return False
             del victims[index]
@@ -178,7 +178,7 @@ class GroupRows(Preemption):
         if sequence.num_computed_tokens:
             return
         sequence.num_cached_tokens = 0
-        if not sequence.is_reproducible:
+        if not sequence.is_recomputable:
             return
         assert sequence.token_ids is not None
         limit = min(sequence.logits_from, sequence.num_tokens - 1)

@@ -35,18 +35,18 @@ class Preemption(Queues):
         self.num_swapped_out = 0
 
     def make_room(self, num_blocks: int, protected: Iterable[SequenceGroup]) -> list[tuple[int, int]]:
-        """Preempts groups until so many blocks are free, or nobody is left; returns swaps to execute."""
+        """Preempts groups until so many blocks are free, or no group is left; returns swaps to execute."""
         keep = {group.arrival for group in protected}
         swap_outs: list[tuple[int, int]] = []
         while self._manager.pool.num_free < num_blocks:
-            victim = self._victim(lambda group: group.arrival not in keep and not group.expects_tokens)
+            victim = self._victim(lambda group: group.arrival not in keep and not group.has_placeholders)
             if victim is None:
                 break
             swap_outs += self.preempt(victim)
         return swap_outs
 
     def swap_in_now(self, group: SequenceGroup) -> BlockMoves:
-        """Brings a swapped group back outside of any step, whoever has to make room for it.
+        """Brings a swapped group back outside of any step, whichever group has to make room for it.
 
         Returns:
             Swaps to execute.
@@ -75,7 +75,7 @@ class Preemption(Queues):
         fixed = sum(
             len(group.sequences)
             for group in holders
-            if group.num_pins or group.arrival in self._in_flight or not group.is_reproducible or group.expects_tokens
+            if group.num_pins or group.arrival in self._in_flight or not group.is_recomputable or group.has_placeholders
         )
         if not fixed:
             for group in holders:
@@ -92,7 +92,7 @@ class Preemption(Queues):
         )
         if victim is None:
             return False
-        if victim.expects_tokens:  # it can't be computed again before they are known
+        if victim.has_placeholders:  # it can't be computed again before they are known
             step.needs_tokens = True
             return False
         step.moves.swap_outs.extend(self.preempt(victim))
@@ -115,7 +115,7 @@ class Preemption(Queues):
             if not group.num_pins
             and group.arrival not in self._in_flight
             and may_go(group)
-            and (group.is_reproducible or self._can_swap(group))
+            and (group.is_recomputable or self._can_swap(group))
         ]
         return self._policy.victim(candidates)
 
@@ -123,14 +123,14 @@ class Preemption(Queues):
         return self._manager.can_swap_out([sequence.seq_id for sequence in group.sequences])
 
     def preempt(self, group: SequenceGroup, allow_swap: bool = True) -> list[tuple[int, int]]:
-        """Takes a group's blocks, all of them: to CPU memory, or dropped so that its tokens become pending again.
+        """Takes a group's blocks, all of them: to CPU memory, or dropped so that its tokens have to be computed again.
 
         Returns:
             Block pairs `(device, CPU)` to copy before the device blocks are written.
         """
         self.num_preemptions += len(group.sequences)
         group.is_split = False
-        wants_swap = not group.is_reproducible or self._prefers_swap(group)
+        wants_swap = not group.is_recomputable or self._prefers_swap(group)
         if allow_swap and wants_swap and self._can_swap(group):
             self.num_swapped_out += len(group.sequences)
             group.status = SequenceStatus.SWAPPED

@@ -28,7 +28,7 @@ class Queues:
         self._num_arrivals = 0
         self._groups: dict[int, SequenceGroup] = {}  # all live ones
         self._resident: dict[int, SequenceGroup] = {}  # those with blocks in the pool
-        self._ready: dict[int, SequenceGroup] = {}  # resident, with pending tokens when last looked at
+        self._ready: dict[int, SequenceGroup] = {}  # resident, with uncomputed tokens when last looked at
         self._ready_is_sorted = True
         self._waiting: dict[int, SequenceGroup] = {}
         self._waiting_heap: Heap = []
@@ -62,12 +62,12 @@ class Queues:
 
     @property
     def num_to_swap_in(self) -> int:
-        """Those of them that somebody waits for. Costs nothing for groups that wait elsewhere."""
+        """Those of them that are waited for. Costs nothing for groups that wait elsewhere."""
         return sum(len(group.sequences) for group in self._swapped.values())
 
     @property
     def has_work(self) -> bool:
-        """Whether any group has pending tokens and isn't in a running step."""
+        """Whether any group has uncomputed tokens and isn't in a running step."""
         if self._head(self._waiting, self._waiting_heap) or self._head(self._swapped, self._swapped_heap):
             return True
         return any(arrival not in self._in_flight and group.has_work for arrival, group in self._ready.items())
@@ -77,7 +77,7 @@ class Queues:
         return group.arrival in self._in_flight
 
     def wake(self, group: SequenceGroup) -> None:
-        """Queues a group whose sequences have got pending tokens."""
+        """Queues a group whose sequences have got uncomputed tokens."""
         if group.status is SequenceStatus.RUNNING:
             if group.arrival not in self._ready:
                 if self._ready_is_sorted and self._ready:
@@ -128,6 +128,6 @@ class Queues:
             if group is not None and self._policy.order(group) == heap[0][0]:
                 if group.has_work:
                     return group
-                del queue[group.arrival]  # whoever waited for it has given up
+                del queue[group.arrival]  # the caller that waited for it has given up
             heapq.heappop(heap)
         return None

@@ -1,4 +1,4 @@
-"""Which tokens run in the next step, within the token budget and the pool, and who makes room for them."""
+"""Which tokens run in the next step, within the token budget and the pool, and which groups make room for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scheduler(Admission):
 
     Running groups come first (decodes before prefill chunks), then swapped ones, then waiting ones. Admission is
     optimistic: a group is let in when its tokens so far fit, nothing is reserved for tokens not yet generated. When
-    blocks run out nobody is admitted any more; then idle groups and after them the newest group are preempted, whole:
+    blocks run out no group is admitted any more; then idle groups and after them the newest group are preempted, whole:
     swapped to CPU memory or dropped to be computed again. A group that finds no newer one to preempt waits.
 
     A step costs time for the groups that run in it, not for those that wait.
@@ -134,7 +134,7 @@ class Scheduler(Admission):
     def can_crop(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether what the sequence needs behind its first `num_tokens` tokens is there, or can be computed again."""
         return (
-            sequence.is_reproducible
+            sequence.is_recomputable
             or num_tokens == 0
             or num_tokens >= self._manager.num_tokens(sequence.seq_id)
             or self._manager.can_crop(sequence.seq_id, num_tokens)
@@ -176,7 +176,7 @@ class Scheduler(Admission):
         return self._manager.reset_prefix_cache()
 
     def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Books tokens that somebody else stored in slots appended to the sequence's table."""
+        """Books tokens that were stored from outside in slots appended to the sequence's table."""
         sequence.num_tokens += num_tokens
         sequence.num_computed_tokens += num_tokens
         sequence.group.status = SequenceStatus.RUNNING
@@ -194,16 +194,16 @@ class Scheduler(Admission):
             sequence.num_computed_tokens = end
             sequence.group.status = SequenceStatus.RUNNING
             self._file(sequence.group)
-            if end // self._manager.block_size > start // self._manager.block_size and sequence.is_reproducible:
+            if end // self._manager.block_size > start // self._manager.block_size and sequence.is_recomputable:
                 assert sequence.token_ids is not None
                 offers += self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
-            if sequence.is_reproducible:
+            if sequence.is_recomputable:
                 self.slide(sequence)
         self._offered.update(offer.block_hash for offer in offers)
         return offers
 
-    def expect_token(self, sequence: Sequence, placeholder: int) -> None:
-        """Books a token that is being chosen: it can be scheduled, though nobody here knows which one it is.
+    def add_placeholder(self, sequence: Sequence, placeholder: int) -> None:
+        """Books a token that is being chosen: it can be scheduled before the host knows which one it is.
 
         Args:
             sequence: Whose it is.
@@ -214,13 +214,13 @@ class Scheduler(Admission):
         sequence.logits_from = sequence.num_tokens - 1
         self.wake(sequence.group)
 
-    def reveal_token(self, sequence: Sequence, token_id: int) -> None:
-        """Which one the first of the expected tokens is. Its keys may be computed already."""
+    def resolve_token(self, sequence: Sequence, token_id: int) -> None:
+        """Which token the first placeholder is. Its keys may be computed already."""
         assert sequence.token_ids is not None
         sequence.token_ids.append(token_id)
         num_known = len(sequence.token_ids)
         is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
-        if is_full and sequence.is_reproducible:
+        if is_full and sequence.is_recomputable:
             self._manager.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
 
     # A step
@@ -247,7 +247,7 @@ class Scheduler(Admission):
             step.batch_key, step.has_key = self._next_key[0], True
         if forced:
             self._force(step)
-            step.forced = False  # whoever else finds room may not take it from an older one
+            step.forced = False  # a group that finds room may not take it from an older one
         self._run_queues(step)
         if not step.chunks and step.has_key:
             step.has_key = False
@@ -356,7 +356,7 @@ class Scheduler(Admission):
             sequence.num_computed_tokens = end = start + num_tokens
             in_flight.discard(sequence.group.arrival)
             # A block whose last token is still expected follows when that is known.
-            if end % block_size < num_tokens and not sequence.expects_tokens and sequence.is_reproducible:
+            if end % block_size < num_tokens and not sequence.has_placeholders and sequence.is_recomputable:
                 assert sequence.token_ids is not None
                 own = self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
                 if is_checked or num_tokens == 1:
@@ -366,7 +366,7 @@ class Scheduler(Admission):
         if slides_at:
             for sequence, start, num_tokens in chunks:
                 end = start + num_tokens
-                if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_reproducible:
+                if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_recomputable:
                     self._manager.slide(sequence.seq_id, end)
         self._offered.update(offer.block_hash for offer in offers)
         return offers

@@ -71,10 +71,10 @@ class Sequence:
         num_computed_tokens: Leading tokens whose keys and values are in the pool (or in CPU memory, while swapped).
         num_prompt_tokens: Of these, the prompt of the call that it belongs to (0: not known yet).
         num_cached_tokens: Tokens that the prefix cache had of it when it was last admitted.
-        logits_from: Index of the first token whose logits somebody waits for: what lies before it may come from the
+        logits_from: Index of the first token whose logits are waited for: what lies before it may come from the
             prefix cache.
-        is_wanted: Whether somebody waits for its pending tokens; without, they stay pending. Taken back when the logits
-            are out, wherever they are used only together with a sibling's: else the sequence, preempted for its
+        is_wanted: Whether its uncomputed tokens are waited for; if not, they stay uncomputed. Taken back when the
+            logits are out, wherever they are used only together with a sibling's: else the sequence, preempted for its
             sibling, is computed again at the sibling's expense, for ever.
         position_offset: Position id of token `i` minus `i`, of all tokens but `GivenToken`s.
         extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
@@ -103,30 +103,30 @@ class Sequence:
     placeholder: int = -1
 
     @property
-    def is_reproducible(self) -> bool:
+    def is_recomputable(self) -> bool:
         """Whether the pool's content for this sequence is a function of known tokens and the model as it is."""
         return self.token_ids is not None and not self.is_stale
 
     @property
-    def expects_tokens(self) -> bool:
+    def has_placeholders(self) -> bool:
         """Whether the device knows tokens of it that the host doesn't know yet."""
         return self.token_ids is not None and len(self.token_ids) < self.num_tokens
 
     @property
-    def num_pending_tokens(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens whose keys and values are still to be computed."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_wanted_tokens(self) -> int:
-        """Pending tokens that somebody waits for."""
+        """Uncomputed tokens that are waited for."""
         return self.num_tokens - self.num_computed_tokens if self.is_wanted else 0
 
     def check_state(self, state: tuple[Hashable, ...]) -> None:
         """Raises `ValueError` if tokens are to be computed again in another state of the model than they were.
 
         Args:
-            state: `ModelState.key()` of now.
+            state: `WeightsVersion.key()` of now.
         """
         if self.extra_key[: len(state)] != state:
             raise ValueError(
@@ -144,12 +144,12 @@ class SequenceGroup:
         priority: The lower, the earlier; groups of one priority are served in order of arrival.
         sequences: The live ones.
         status: Where their keys and values are.
-        is_idle: Nobody is generating with it, somebody's `PagedCache` holds it: the first to make room.
+        is_idle: No call is generating with it, only a `PagedCache` holds it: the first to make room.
         is_split: Too large for the pool as a whole: as many of its sequences run as fit.
-        num_pins: Whoever pins a group needs it in the pool: it is not preempted.
+        num_pins: How often it is pinned, for a group needed in the pool is not preempted.
         batch_key: Groups of different keys (autocast) don't share a step.
         owner: The call it belongs to: what fails when a step of it alone fails.
-        request_id: The request it belongs to; `None`: a plain `generate()` call, or somebody's `PagedCache`.
+        request_id: The request it belongs to; `None`: a plain `generate()` call, or a kept `PagedCache`.
     """
 
     arrival: int
@@ -170,15 +170,15 @@ class SequenceGroup:
 
     @property
     def has_work(self) -> bool:
-        """Whether somebody waits for pending tokens of it."""
+        """Whether uncomputed tokens of it are waited for."""
         return any(s.is_wanted and s.num_tokens > s.num_computed_tokens for s in self.sequences)
 
     @property
-    def expects_tokens(self) -> bool:
+    def has_placeholders(self) -> bool:
         """Whether tokens of it are known to the device only."""
-        return any(sequence.expects_tokens for sequence in self.sequences)
+        return any(sequence.has_placeholders for sequence in self.sequences)
 
     @property
-    def is_reproducible(self) -> bool:
+    def is_recomputable(self) -> bool:
         """Whether all of it can be computed again."""
-        return all(sequence.is_reproducible for sequence in self.sequences)
+        return all(sequence.is_recomputable for sequence in self.sequences)

@@ -20,8 +20,8 @@ class Step:
     batch_key: Hashable = None
     has_key: bool = False
     skipped_key: tuple[Hashable] | None = None
-    is_short: bool = False  # a running group found no room: nobody is admitted
-    needs_tokens: bool = False  # whose victim's tokens are not known yet: nobody newer runs, so that they will be
+    is_short: bool = False  # a running group found no room: none is admitted
+    needs_tokens: bool = False  # whose victim's tokens are not known yet: no newer group runs, so that they will be
     hashes: set[bytes] = field(default_factory=set)  # of the prompt blocks that this step computes
     chunks: list[Chunk] = field(default_factory=list)
     moves: BlockMoves = field(default_factory=BlockMoves)

@@ -19,11 +19,11 @@ from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT
-from hf_paged.engine.forward_item import ForwardItem
+from hf_paged.engine.forward_request import ForwardRequest
 from hf_paged.engine.row_store import RowStore
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
-from hf_paged.model.flat_forward import FlatForward, plain_padding, sees_padding
 from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
+from hf_paged.model.packed_forward import PackedForward, plain_padding, sees_padding
 from hf_paged.model.runner import is_stochastic
 
 logger = logging.get_logger(__name__)
@@ -33,7 +33,7 @@ class CallerForwards:
     """Runs forwards of callers beside whatever else runs, in the layout that they can run in."""
 
     def __init__(self, core: EngineCore, store: RowStore) -> None:
-        """Of one engine, over caches of `store`."""
+        """Serves one engine, over caches of `store`."""
         self._core = core
         self._store = store
 
@@ -54,9 +54,9 @@ class CallerForwards:
             OutOfBlocksError: The pool is held by sequences that can't be preempted.
             UnsupportedCallError: See `check_hooks`.
         """
-        caller = cache.caller
-        if caller is not None:
-            caller.check_cancelled()
+        loop = cache.loop
+        if loop is not None:
+            loop.check_cancelled()
         with self._core.transaction():
             self._core.collect_abandoned()
             if cache.store is not self._store:
@@ -81,18 +81,18 @@ class CallerForwards:
             live = [sequence for sequence in cache.sequences if sequence is not None]
             before = [_Mark.of(sequence) for sequence in live]
             for sequence in live:
-                if not sequence.is_reproducible:  # kept so far, should a forward fail; from here on it goes back to now
+                if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
                     self._core.scheduler.slide(sequence)
             takes_positions = self._core.runner.takes_positions
             padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
             self._store.hold(live, is_idle=False)
         try:
             if padding is None:
-                output = self._forward_gathered(cache, call, active if is_partial else None)
+                output = self._forward_padded(cache, call, active if is_partial else None)
             elif not self.is_batched() or sees_padding(call, padding, width):
                 output = self._forward_called(cache, call, active, padding)
             else:
-                output = self._forward_flat(cache, call, active, padding)
+                output = self._forward_packed(cache, call, active, padding)
         except BaseException:
             with self._core.transaction():
                 for mark in before:
@@ -102,7 +102,7 @@ class CallerForwards:
                 cache.rewind(width)
             raise
         finally:
-            if caller is None and not cache.owned_by_call:
+            if loop is None and not cache.owned_by_call:
                 self._store.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=True)
         output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
         if fan_out > 1:
@@ -112,7 +112,7 @@ class CallerForwards:
 
     def is_batched(self) -> bool:
         """Whether forwards of the model as it is now can share steps with others."""
-        return self._core.traits.is_batched and self._is_own() and not self._core.model_state.needs_rows
+        return self._core.traits.is_batched and self._is_own() and not self._core.weights_version.needs_rows
 
     def _is_own(self) -> bool:
         """Whether what the model stores of a token follows from the row's tokens and positions, at least at first."""
@@ -126,17 +126,18 @@ class CallerForwards:
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""
-        self._core.model_state.look_at_hooks()
+        self._core.weights_version.look_at_hooks()
 
     def check_hooks(self) -> bool:
-        """Whether hooks on inner modules have to be shown whole, padded batches. Warns where they cost the flat batch.
+        """Whether hooks on inner modules have to be shown whole, padded batches. Warns where they cost the packed
+        batch.
 
         Raises:
             UnsupportedCallError: The same under `strict=True`.
         """
-        if not self._core.model_state.needs_rows:
+        if not self._core.weights_version.needs_rows:
             return False
-        if self._core.traits.runs_flat:
+        if self._core.traits.runs_packed:
             reason = "forward hooks on the model's inner modules may address rows or columns"
             if self._core.config.strict:
                 raise UnsupportedCallError(
@@ -156,12 +157,12 @@ class CallerForwards:
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
         cache.set_padding(padding, active)
-        flat = FlatForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
+        packed = PackedForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
         device = self._core.pool.kv_device
         with self._store.resident(sequences, has_forward=True), among_steps(device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             with self._core.transaction():
-                self._extend(cache, flat, width)
+                self._extend(cache, packed, width)
                 new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
                 self._store.append(sequences, new)
                 kv_cache = self._core.kv_cache
@@ -176,19 +177,19 @@ class CallerForwards:
                 np.array(new),
                 np.array([sequence.num_tokens for sequence in sequences]),
                 kv_cache,
-                (width + flat.length, flat.length),
+                (width + packed.length, packed.length),
                 call.arguments(),
             )
             with self._core.transaction():
                 limit = self._core.traits.regime_length
-                if limit is not None and flat.longest >= limit:  # from here on, frequencies are those of the moment
+                if limit is not None and packed.longest >= limit:  # from here on, frequencies are those of the moment
                     for sequence in sequences:
                         sequence.is_stale = True
                 offers = self._core.scheduler.book_computed(sequences)
                 sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
                 self._core.scheduler.settle(offers, sums.isfinite().tolist())
                 self._book_forward(sequences, lengths, started)
-        cache.advance(flat.length)
+        cache.advance(packed.length)
         hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 
@@ -198,7 +199,7 @@ class CallerForwards:
         number = self._core.executor.count_step(len(chunks), sum(n for _, _, n in chunks))
         self._core.executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
 
-    def _forward_gathered(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
+    def _forward_padded(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
         with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
@@ -216,52 +217,54 @@ class CallerForwards:
         hand_out([value for name, value in output.items() if name != "past_key_values"])
         return output
 
-    def _forward_flat(
+    def _forward_packed(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
     ) -> CausalLMOutputWithPast:
-        """The call's real tokens, in the next steps' flat batches."""
+        """The call's real tokens, in the next steps' packed batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
         cache.set_padding(padding, active)
-        flat = FlatForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
-        item: ForwardItem | None = None
+        packed = PackedForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
+        request: ForwardRequest | None = None
         try:
             with self._core.worker.leading():
-                item = self._enqueue(cache, flat, width)
-                logits = item.wait()
+                request = self._enqueue(cache, packed, width)
+                logits = request.wait()
         except BaseException:
-            if item is not None:
-                item.cancel()
+            if request is not None:
+                request.cancel()
             let_steps_first(self._core.pool.kv_device)  # they may read what the caller gave
             raise
-        cache.advance(flat.length)
+        cache.advance(packed.length)
         return CausalLMOutputWithPast(logits=logits)
 
-    def _enqueue(self, cache: PagedCache, flat: FlatForward, width: int) -> ForwardItem:
-        item: ForwardItem | None = None
+    def _enqueue(self, cache: PagedCache, packed: PackedForward, width: int) -> ForwardRequest:
+        request: ForwardRequest | None = None
         try:
             with self._core.transaction():
-                caller = cache.caller
-                self._extend(cache, flat, width)
-                longest = max(sequence.num_tokens for sequence in flat.sequences)
+                loop = cache.loop
+                self._extend(cache, packed, width)
+                longest = max(sequence.num_tokens for sequence in packed.sequences)
                 self._core.pool.check_fits(longest, longest, 0)
-                item = ForwardItem(self._core.pool, self._core.worker, flat.sequences, flat.wanted_logits(), caller)
-            return item
+                request = ForwardRequest(
+                    self._core.pool, self._core.worker, packed.sequences, packed.wanted_logits(), loop
+                )
+            return request
         except BaseException:
-            if item is not None:
-                item.cancel()  # Ctrl-C, held back until the end of the transaction
+            if request is not None:
+                request.cancel()  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def _extend(self, cache: PagedCache, flat: FlatForward, width: int) -> None:
+    def _extend(self, cache: PagedCache, packed: PackedForward, width: int) -> None:
         """Adds a call's tokens to its sequences. The pool's lock is held."""
         salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
         device = self._core.pool.kv_device
         let_caller_first(device)
         with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
             # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-            flat.extend_sequences(None if cache.owned_by_call and width > 0 else self._core.model_state, salt)
+            packed.extend_sequences(None if cache.owned_by_call and width > 0 else self._core.weights_version, salt)
         batch_key = self._core.batch_key()
-        for sequence in flat.sequences:
+        for sequence in packed.sequences:
             sequence.group.batch_key = batch_key
 
 

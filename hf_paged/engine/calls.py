@@ -14,7 +14,7 @@ from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.room import Room
 from hf_paged.engine.row_store import RowStore
-from hf_paged.engine.sample_run import SampleCall, SampleRun
+from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 
 
@@ -22,7 +22,7 @@ class Calls:
     """Starts `generate()` calls and requests, on their callers' threads."""
 
     def __init__(self, core: EngineCore, store: RowStore, room: Room) -> None:
-        """Of one engine."""
+        """Serves one engine."""
         self._core = core
         self._store = store
         self._room = room
@@ -40,7 +40,7 @@ class Calls:
         if loop is None:
             self._room.wait()  # a request has waited already, and others wait for its thread
             loop = DecodingLoop()
-        outer, cache.caller = cache.caller, loop
+        outer, cache.loop = cache.loop, loop
         loop.cache, loop.thread_id = cache, threading.get_ident()
         self._store.hold(_rows(cache), is_idle=False)
         for sequence in _rows(cache):
@@ -49,7 +49,7 @@ class Calls:
             with self._room.reserving(loop, num_blocks), self._core.worker.loop.decoding_loops.running(loop):
                 yield
         finally:
-            cache.caller, loop.cache = outer, None
+            cache.loop, loop.cache = outer, None
             if not cache.owned_by_call:
                 self._store.hold(_rows(cache), is_idle=True)
                 for sequence in _rows(cache):
@@ -61,8 +61,8 @@ class Calls:
         call: SampleCall,
         on_token: Callable[[int], None] | None = None,
         waits: bool = True,
-        on_end: Callable[[SampleRun], None] | None = None,
-    ) -> SampleRun:
+        on_end: Callable[[SampledRequest], None] | None = None,
+    ) -> SampledRequest:
         """Starts a call whose rows the engine samples.
 
         Args:
@@ -75,7 +75,7 @@ class Calls:
         if waits:
             self._room.wait()
             core.worker.pause.warn()
-        run: SampleRun | None = None
+        run: SampledRequest | None = None
         let_caller_first(core.pool.kv_device)
 
         def end() -> None:
@@ -88,8 +88,8 @@ class Calls:
         try:
             with core.transaction(), on_steps_stream(core.pool.kv_device):
                 _ = core.kv_cache
-                state_key, batch_key = core.model_state.key(), core.batch_key()
-                run = SampleRun(call, core.pool, core.worker, state_key, batch_key, on_token, end)
+                weights_key, batch_key = core.weights_version.key(), core.batch_key()
+                run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 core.runs.add(run)
             if not waits:
                 core.worker.resign()
@@ -101,7 +101,7 @@ class Calls:
                 self.cancel(run)  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def cancel(self, run: SampleRun) -> None:
+    def cancel(self, run: SampledRequest) -> None:
         """Ends a run before the next step. Takes no lock."""
         self._core.worker.loop.order(run.cancel)
 

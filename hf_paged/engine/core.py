@@ -22,13 +22,13 @@ from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.pool_size import find_size
-from hf_paged.engine.sample_run import SampleRun
+from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.fused_layers import FusedLayers
-from hf_paged.model.model_state import ModelState
 from hf_paged.model.packed_linears import PackedLinears
 from hf_paged.model.runner import ModelRunner, ModelTraits
+from hf_paged.model.weights_version import WeightsVersion
 from hf_paged.sampling.stop_strings import StopStringTables
 
 # The request whose loop this thread runs, and the engine that it was submitted to.
@@ -43,7 +43,7 @@ class EngineCore:
         traits: What `is_supported` found out about the model's architecture.
         linears: Layers of the engine's forwards, and
         fused: more of them.
-        model_state: What keys and values depend on in the model.
+        weights_version: What keys and values depend on in the model.
         runner: Runs steps.
         pool: Tables, scheduler and tensor.
         executor: Runs steps of the scheduler.
@@ -73,7 +73,7 @@ class EngineCore:
         self.traits = traits
         self.linears = PackedLinears(model, config.memory_fraction)
         self.fused = FusedLayers(model)
-        self.model_state = state = ModelState(model, self.linears, self.fused)
+        self.weights_version = state = WeightsVersion(model, self.linears, self.fused)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
         self.runner = ModelRunner(
             model,
@@ -97,7 +97,7 @@ class EngineCore:
         self.worker = StepWorker(self.pool, self.executor, self.collect_abandoned)
         self.stop_strings = StopStringTables()
         self.abandoned: deque[Sequence] = deque()
-        self.runs: set[SampleRun] = set()
+        self.runs: set[SampledRequest] = set()
         self.num_generated_tokens = 0
 
     @contextmanager
@@ -215,7 +215,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> int:
         """See `Engine.reset_prefix_cache`."""
         with self.transaction():
-            self.model_state.forget()
+            self.weights_version.forget()
             return self.scheduler.reset_prefix_cache() if self.pool.is_made else 0
 
     def release(self) -> None:
@@ -223,7 +223,7 @@ class EngineCore:
         with self.worker.loop.exclusive(), self.transaction():
             self.collect_abandoned()
             self.pool.release()
-            self.model_state.forget()
+            self.weights_version.forget()
             self.runner.forget_graphs()
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ class DecodingLoops:
         while True:
             num_steps = self._executor.num_steps
             away = [loop for loop in self._loops if loop.is_between_forwards and loop.retry_at <= num_steps]
-            if 4 * sum(loop.num_rows for loop in away) <= len(self._executor.sinks):
+            if 4 * sum(loop.num_rows for loop in away) <= len(self._executor.consumers):
                 return
             if not self._condition.wait(ARRIVAL_GAP):
                 for loop in away:

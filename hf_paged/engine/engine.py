@@ -165,7 +165,7 @@ class Engine:
         """A picture of pool, block tables and queues, and what happened lately: plain lists and numbers (JSON-able).
 
         Args:
-            since: Only events with an id above this one: whoever looks again and again gives the last id it has seen.
+            since: Only events with an id above this one: a program that looks again gives the last id it has seen.
 
         Returns:
             `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of the layers
@@ -225,7 +225,8 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Forgets contents kept for prefix hits, and what was made from the model; returns how many blocks that were.
 
-        Needed after changes that leave no trace: weights written through `.data`, and others that `ModelState` names.
+        Needed after changes that leave no trace: weights written through `.data`, and others that `WeightsVersion`
+        names.
         """
         return self.core.reset_prefix_cache()
 
@@ -259,8 +260,8 @@ class Engine:
         core = self.core
         core.check_outside()
         with core.transaction():
-            core.model_state.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(core.pool, core.runner, core.worker.loop, self.traits.runs_flat and self.forwards.is_batched())
+            core.weights_version.key()  # weights and code as they are now: what is recorded of others is recorded again
+        return warm_up(core.pool, core.runner, core.worker.loop, self.traits.runs_packed and self.forwards.is_batched())
 
     # Step by step
 

@@ -1,4 +1,4 @@
-"""`StepExecutor`: a scheduled step through the model, and what it computed to whoever waits for it."""
+"""`StepExecutor`: a scheduled step through the model, and what it computed to its callers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.runner import ModelRunner
-from hf_paged.sampling.sampler import Choice, ChosenTokens, Outcome, choose_tokens
+from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
 
 
-class LogitsSink(Protocol):
-    """Who waits for the pending tokens of sequences: a caller's forward, or rows that the engine samples."""
+class LogitsConsumer(Protocol):
+    """What waits for the uncomputed tokens of sequences: a caller's forward, or rows that the engine samples."""
 
-    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
+    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[SamplingBatch]:
         """Receives what it wanted. The pool's lock is held.
 
         Args:
@@ -36,11 +36,11 @@ class LogitsSink(Protocol):
             logits: `[K, vocab_size]`, in the order of `batch.logit_rows`.
 
         Returns:
-            What is to be chosen from them for rows that the engine samples; then `expect_tokens` is called for each
-            choice, and `take_tokens` when the host knows the tokens.
+            What is to be chosen from them for rows that the engine samples; then `add_placeholders` is called for each
+            batch, and `take_tokens` when the host knows the tokens.
         """
 
-    def expect_tokens(self, rows: list[int], place: int) -> None:
+    def add_placeholders(self, rows: list[int], place: int) -> None:
         """Told that tokens are being chosen for rows: those that go on can be scheduled again. The lock is held.
 
         Args:
@@ -69,7 +69,7 @@ class _StepInFlight:
         is_stalled: See `Batch`.
         timer: Of the step.
         chosen: The tokens it chooses, or what choosing raised; `None`: none.
-        takers: For each choice, who takes its tokens, and its rows.
+        takers: For each batch, who takes its tokens, and its rows.
         offers: Blocks that it filled, to be shared if they are finite, and
         check: sums that tell, or what asking for them raised; `None`: there are no offers.
     """
@@ -78,8 +78,8 @@ class _StepInFlight:
     rows: StepRows
     is_stalled: bool
     timer: DeviceTimer
-    chosen: ChosenTokens | Exception | None
-    takers: list[tuple[LogitsSink, list[int]]]
+    chosen: SampledTokens | Exception | None
+    takers: list[tuple[LogitsConsumer, list[int]]]
     offers: list[Offer]
     check: ToHost | Exception | None
 
@@ -91,18 +91,18 @@ class StepExecutor:
     Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
 
     Attributes:
-        sinks: Who waits for a sequence's pending tokens, and as which row.
+        consumers: What waits for a sequence's uncomputed tokens, and as which row.
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
     """
 
     def __init__(self, pool: KVPool, runner: ModelRunner) -> None:
-        """Of one pool and one model."""
+        """Serves one pool and one model."""
         self._pool = pool
         self._runner = runner
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
-        self.sinks: dict[int, tuple[LogitsSink, int]] = {}
+        self.consumers: dict[int, tuple[LogitsConsumer, int]] = {}
         self.num_steps = 0
         self.num_prefill_tokens = 0
 
@@ -169,16 +169,16 @@ class StepExecutor:
             if done.chosen is not None:
                 outcomes = done.chosen.read()
             seconds = done.timer.seconds()
-        except Exception as error:  # nobody's in particular: out of memory, a kernel that failed
+        except Exception as error:  # no row's in particular: out of memory, a kernel that failed
             outcomes = [error] * len(done.takers)
         with self._pool.lock:
             # Before rows end, whose blocks are free then.
             self._pool.scheduler.settle(done.offers, is_finite)
-            for (sink, rows), outcome in zip(done.takers, outcomes, strict=True):
+            for (consumer, rows), outcome in zip(done.takers, outcomes, strict=True):
                 try:
-                    sink.take_tokens(rows, outcome)
+                    consumer.take_tokens(rows, outcome)
                 except Exception as error:
-                    sink.fail(error)
+                    consumer.fail(error)
             self.note_step(done.number, done.rows, seconds, done.is_stalled)
             num_tokens = done.rows.num_tokens
             if num_tokens > 4 * len(done.rows.columns[0]):
@@ -210,44 +210,44 @@ class StepExecutor:
         if batch.placeholders is None:
             return None
         chosen = self._in_flight[-1].chosen
-        assert isinstance(chosen, ChosenTokens)
+        assert isinstance(chosen, SampledTokens)
         return chosen.tokens
 
     def _deliver(
         self, batch: Batch, logits: Tensor
-    ) -> tuple[ChosenTokens | Exception | None, list[tuple[LogitsSink, list[int]]]]:
+    ) -> tuple[SampledTokens | Exception | None, list[tuple[LogitsConsumer, list[int]]]]:
         """Hands callers their logits, and has the tokens of the engine's rows chosen.
 
         Returns:
             `chosen` and `takers` of the step in flight.
         """
-        by_sink: dict[int, tuple[LogitsSink, list[int], list[int]]] = {}
+        by_consumer: dict[int, tuple[LogitsConsumer, list[int], list[int]]] = {}
         starts = batch.logit_starts.tolist()
         for place, seq_id in enumerate(batch.seq_ids):
-            sink, row = self.sinks[seq_id]
-            _, rows, places = by_sink.setdefault(id(sink), (sink, [], []))
+            consumer, row = self.consumers[seq_id]
+            _, rows, places = by_consumer.setdefault(id(consumer), (consumer, [], []))
             if starts[place + 1] > starts[place]:
                 rows.append(row)
                 places.append(place)
-        choices: list[Choice] = []
-        takers: list[tuple[LogitsSink, list[int]]] = []
-        for sink, rows, places in by_sink.values():
+        batches: list[SamplingBatch] = []
+        takers: list[tuple[LogitsConsumer, list[int]]] = []
+        for consumer, rows, places in by_consumer.values():
             try:
-                own = sink.take(batch, rows, places, logits)
-                choices += own
-                takers += [(sink, choice.rows) for choice in own]
+                own = consumer.take(batch, rows, places, logits)
+                batches += own
+                takers += [(consumer, own_batch.rows) for own_batch in own]
             except Exception as error:
-                sink.fail(error)
-        if not choices:
+                consumer.fail(error)
+        if not batches:
             return None, []
         try:
-            chosen = choose_tokens(choices, logits)
+            chosen = sample_tokens(batches, logits)
         except Exception as error:
             return error, takers
-        for (sink, rows), first in zip(takers, chosen.places, strict=True):
+        for (consumer, rows), first in zip(takers, chosen.places, strict=True):
             # Rows without a token wait, and fail when those of the step before are known: they may have ended with it.
             if not isinstance(first, Exception):
-                sink.expect_tokens(rows, first)
+                consumer.add_placeholders(rows, first)
         return chosen, takers
 
     def count_step(self, num_seqs: int, num_tokens: int) -> int:

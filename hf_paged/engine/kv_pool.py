@@ -46,7 +46,7 @@ class KVPool:
     """Everything that holds keys and values for one model, behind one lock.
 
     Attributes:
-        lock: Re-entrant; whoever changes tables or the tensor holds it.
+        lock: Re-entrant; held by any code that changes tables or the tensor.
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
         cost: What recomputation and swapping have taken so far.
         log: What happened lately.

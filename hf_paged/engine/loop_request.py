@@ -27,7 +27,7 @@ class LoopRequest:
         cache_salt: Hashable,
         on_end: Callable[[], None],
     ) -> None:
-        """Of one engine.
+        """Serves one engine.
 
         Args:
             core: Where it runs.

@@ -28,7 +28,7 @@ class Pause:
     """A switch. While it is on, a step runs only if it is asked for, on the thread that asks."""
 
     def __init__(self, pool: KVPool, loop: StepLoop, notify: Callable[[], None]) -> None:
-        """Of one loop.
+        """Holds up one loop.
 
         Args:
             pool: Its pool.
@@ -152,12 +152,12 @@ class Pause:
         return self.is_on and not self._is_ajar
 
     @contextmanager
-    def forwarding(self, needs_step: Callable[[], bool], caller: DecodingLoop | None = None) -> Iterator[None]:
+    def forwarding(self, needs_step: Callable[[], bool], decoding_loop: DecodingLoop | None = None) -> Iterator[None]:
         """`StepLoop.exclusive`, for a caller who may have to run the model in it: that waits for `end`, or is a step.
 
         Args:
             needs_step: Whether it has to; asked when no step runs.
-            caller: Waits no longer when it is cancelled.
+            decoding_loop: Waits no longer when it is cancelled.
         """
         is_held = False
         try:
@@ -176,8 +176,8 @@ class Pause:
                         self._loop.condition.notify_all()
                     while self._holds:
                         check_interrupt()
-                        if caller is not None:
-                            caller.check_cancelled()
+                        if decoding_loop is not None:
+                            decoding_loop.check_cancelled()
                         # A dropped handle and the main thread's end notify no waiting thread.
                         self._loop.condition.wait(REST_SECONDS)
         finally:

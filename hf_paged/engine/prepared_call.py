@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_paged.engine.sample_run import SampleCall
+from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.sampling.random import GeneratorStates
 
 # Whether the `generate()` that this thread is about to call is to raise `CallPrepared` instead of running its loop.

@@ -146,7 +146,7 @@ class Request:
         abandon: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Of a request's state.
+        """Makes the handle of a request's state.
 
         Args:
             state: What the engine writes.
@@ -314,7 +314,7 @@ class _AsyncTokens:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Ends the iteration, also for who waits for a token; the request goes on."""
+        """Ends the iteration, also where a token is waited for; the request goes on."""
         self._is_closed = True
         with deferred_interrupt(), self._request._state.condition:
             self._request._state.announce()

@@ -19,7 +19,7 @@ class Room:
     """What calls wait for before they begin."""
 
     def __init__(self, core: EngineCore, threads: RequestThreads) -> None:
-        """Of one engine, whose requests with loops of their own wait for `threads`."""
+        """Serves one engine, whose requests with loops of their own wait for `threads`."""
         self._core = core
         self._threads = threads
         self._condition = core.worker.loop.condition

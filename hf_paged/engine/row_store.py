@@ -13,7 +13,7 @@ from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.forward_item import ForwardItem
+from hf_paged.engine.forward_request import ForwardRequest
 from hf_paged.engine.kv_pool import KV_DTYPES
 from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
@@ -110,7 +110,7 @@ class RowStore:
     # Keys and values
 
     @deferred_interrupt()
-    def grow_opaque(self, sequences: list[Sequence], num_tokens: int) -> None:
+    def add_unknown_tokens(self, sequences: list[Sequence], num_tokens: int) -> None:
         """Gives each sequence slots for tokens whose ids are not known.
 
         Raises:
@@ -219,7 +219,7 @@ class RowStore:
         groups = {sequence.group.arrival: sequence.group for sequence in sequences}
 
         def needs_step() -> bool:
-            return has_forward or any(sequence.num_pending_tokens for sequence in sequences)
+            return has_forward or any(sequence.num_uncomputed_tokens for sequence in sequences)
 
         if self._core.runner.is_inside and all(group.num_pins for group in groups.values()):
             yield  # the forward that this thread is in has them there
@@ -242,12 +242,12 @@ class RowStore:
         """Computes preempted sequences again, or swaps them in. The step lock is held."""
         core = self._core
         with self.transaction():
-            lost = [s for s in sequences if s.num_pending_tokens > 0 or s.group.status == "swapped"]
+            lost = [s for s in sequences if s.num_uncomputed_tokens > 0 or s.group.status == "swapped"]
             if not lost:
                 return
-            state = core.model_state.key()
+            state = core.weights_version.key()
             for sequence in lost:
-                if sequence.num_pending_tokens:
+                if sequence.num_uncomputed_tokens:
                     sequence.check_state(state)
             swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
             for group in swapped.values():
@@ -256,17 +256,17 @@ class RowStore:
                 except OutOfBlocksError as error:
                     self._pool.execute_swap_outs(error.swap_outs)
                     raise self._pool.out_of_blocks(error) from None
-            lost = [sequence for sequence in lost if sequence.num_pending_tokens > 0]
+            lost = [sequence for sequence in lost if sequence.num_uncomputed_tokens > 0]
             if not lost:
                 return
             for sequence in lost:
                 sequence.group.batch_key = core.batch_key()
-        item: ForwardItem | None = None
+        request: ForwardRequest | None = None
         try:
             with self.transaction():
-                item = ForwardItem(self._pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
-            item.wait()
+                request = ForwardRequest(self._pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
+            request.wait()
         except BaseException:
-            if item is not None:
-                item.cancel()
+            if request is not None:
+                request.cancel()
             raise

@@ -1,4 +1,4 @@
-"""`Snapshot`: pool, block tables, queues and events as plain data, for somebody to draw."""
+"""`Snapshot`: pool, block tables, queues and events as plain data, to be drawn."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import wait_interruptibly
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.decoding_loop import ARRIVAL_GAP, DecodingLoops
-from hf_paged.engine.executor import LogitsSink, StepExecutor
+from hf_paged.engine.executor import LogitsConsumer, StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 
 ROOM_SECONDS = 5.0  # without any step, after which a group that finds no room beside what callers hold is refused
@@ -42,7 +42,7 @@ class StepLoop:
     """
 
     def __init__(self, pool: KVPool, executor: StepExecutor, collect_abandoned: Callable[[], None]) -> None:
-        """Of one pool.
+        """Runs the steps over one pool.
 
         Args:
             pool: Tables and tensor.
@@ -66,17 +66,17 @@ class StepLoop:
 
     # Work arrives
 
-    def add(self, sink: LogitsSink, sequences: Iterable[tuple[int, Sequence]]) -> None:
-        """Queues sequences with pending tokens. The pool's lock is held."""
+    def add(self, consumer: LogitsConsumer, sequences: Iterable[tuple[int, Sequence]]) -> None:
+        """Queues sequences with uncomputed tokens. The pool's lock is held."""
         for row, sequence in sequences:
-            self._executor.sinks[sequence.seq_id] = (sink, row)
+            self._executor.consumers[sequence.seq_id] = (consumer, row)
             sequence.is_wanted = True
-            sequence.group.owner = sink
+            sequence.group.owner = consumer
             self._pool.scheduler.wake(sequence.group)
 
     def remove(self, sequence: Sequence) -> None:
         """This sequence's tokens are not waited for any more. The pool's lock is held."""
-        self._executor.sinks.pop(sequence.seq_id, None)
+        self._executor.consumers.pop(sequence.seq_id, None)
         sequence.is_wanted = False
 
     def order(self, action: Callable[[], None]) -> None:
@@ -187,8 +187,8 @@ class StepLoop:
     def fail_all(self, error: BaseException) -> None:
         """Carries out what was ordered; all others that wait for a step get the error. Both locks are held."""
         self._housekeep()
-        for sink in {id(sink): sink for sink, _ in self._executor.sinks.values()}.values():
-            sink.fail(error)
+        for consumer in {id(consumer): consumer for consumer, _ in self._executor.consumers.values()}.values():
+            consumer.fail(error)
 
     def forget_refusals(self) -> None:
         """Groups that found no room begin to wait for it now."""
@@ -207,7 +207,7 @@ class StepLoop:
             with self.condition:  # only what a step of another thread is busy with
                 self.condition.wait(ARRIVAL_GAP)
 
-    def step(self, only: LogitsSink | None = None, *, forced: bool = False) -> bool:
+    def step(self, only: LogitsConsumer | None = None, *, forced: bool = False) -> bool:
         """Runs one step, of all rows or of one owner's; False if nothing could run. The step lock is held.
 
         Where steps overlap, the tokens of this one are handed out by the next call.
@@ -228,7 +228,7 @@ class StepLoop:
         try:
             self._run(step, keeps_in_flight=overlaps)
         except BaseException as error:  # a hook that calls sys.exit() ends its request, not the loop of all
-            owners = [self._executor.sinks[seq_id][0] for seq_id in step.seq_ids]  # before rows end
+            owners = [self._executor.consumers[seq_id][0] for seq_id in step.seq_ids]  # before rows end
             self.settle()
             self._isolate(step, owners, error)
         return True
@@ -271,8 +271,8 @@ class StepLoop:
                 self.condition.wait(ARRIVAL_GAP)
                 return None
             group: SequenceGroup = error.group
-            sink: Any = group.owner
-            sink.fail(self._pool.out_of_blocks(error))
+            consumer: Any = group.owner
+            consumer.fail(self._pool.out_of_blocks(error))
             return None
         if not step.num_seqs:
             self._pool.execute_swap_outs(step.swap_outs)
@@ -293,7 +293,7 @@ class StepLoop:
         self.forget_refusals()
         return False
 
-    def _isolate(self, step: Batch, owners_of_rows: list[LogitsSink], error: BaseException) -> None:
+    def _isolate(self, step: Batch, owners_of_rows: list[LogitsConsumer], error: BaseException) -> None:
         """After a step that raised: finds out whose rows were to blame by running each owner's by themselves."""
         owners = {id(owner): owner for owner in owners_of_rows}
         if isinstance(error, torch.OutOfMemoryError):

@@ -27,7 +27,7 @@ from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
-from hf_paged.engine.sample_run import SampleCall, SampleRun
+from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.sampling.random import default_generator
 
 
@@ -49,7 +49,7 @@ class Submissions:
     """
 
     def __init__(self, core: EngineCore, calls: Calls, room: Room, threads: RequestThreads) -> None:
-        """Of one engine."""
+        """Serves one engine."""
         self._core = core
         self._calls = calls
         self._room = room
@@ -131,9 +131,9 @@ class Submissions:
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id = priority, state.request_id
-        runs: list[SampleRun] = []
+        runs: list[SampledRequest] = []
 
-        def end(run: SampleRun) -> None:
+        def end(run: SampledRequest) -> None:
             runs.clear()
             self._active.pop(state.request_id, None)
             if run.error is not None:
@@ -142,7 +142,7 @@ class Submissions:
                 state.finish([row.tokens for row in run.rows], [row.finish_reason or "" for row in run.rows])
 
         # The handle's finalizer holds this as long as the handle lives. It must not lead to an ended run, whose error's
-        # traceback leads to whoever called `result()`, and so to the handle.
+        # traceback leads to the caller of `result()`, and so to the handle.
         def abandon() -> None:
             for run in list(runs):
                 self._calls.cancel(run)
@@ -202,7 +202,7 @@ class Submissions:
                         try:
                             request = self.submit(prompt, generation_config, None, 0, None, dict(arguments))
                         except QueueFullError:
-                            break  # somebody else was faster
+                            break  # another caller was faster
                         remaining.popleft()
                         running[index] = request
                         request.on_done(partial(done.put, index))

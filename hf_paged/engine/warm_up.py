@@ -40,7 +40,7 @@ class WarmUp:
     no_graphs: str | None
 
 
-def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_flat: bool) -> WarmUp:
+def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool) -> WarmUp:
     """Runs steps of no sequence's and records the graphs; what runs otherwise waits meanwhile.
 
     Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros again
@@ -50,7 +50,7 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_flat: bool) 
         pool: Makes its tensor, if it has none.
         runner: Runs the steps.
         loop: Of the other steps.
-        runs_flat: Whether steps run over the pool: for a model that doesn't, there is nothing to prepare.
+        runs_packed: Whether steps run over the pool: for a model that doesn't, there is nothing to prepare.
 
     Raises:
         RuntimeError: This thread is inside a step (in a hook of the model).
@@ -64,7 +64,7 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_flat: bool) 
         kv_cache = pool.kv_cache
         device = kv_cache.tensor.device
         with among_steps(device), torch.autocast(device.type, enabled=False):
-            if runs_flat:
+            if runs_packed:
                 with _counting(kv_cache) as kernels, kv_cache.lent_null_block():
                     _run(pool, runner, kv_cache)
                     graphs = runner.record_graphs(kv_cache)

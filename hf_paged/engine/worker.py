@@ -11,7 +11,7 @@ import torch
 
 from hf_paged.core.interrupts import check_interrupt, wait_interruptibly
 from hf_paged.core.sequence import Sequence
-from hf_paged.engine.executor import LogitsSink, StepExecutor
+from hf_paged.engine.executor import LogitsConsumer, StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.pause import REST_SECONDS, Pause
@@ -51,9 +51,9 @@ class StepWorker:
         self._is_stopping = False
         self._is_frozen = False
 
-    def add(self, sink: LogitsSink, sequences: Iterable[tuple[int, Sequence]]) -> None:
-        """Queues sequences with pending tokens. The pool's lock is held."""
-        self.loop.add(sink, sequences)
+    def add(self, consumer: LogitsConsumer, sequences: Iterable[tuple[int, Sequence]]) -> None:
+        """Queues sequences with uncomputed tokens. The pool's lock is held."""
+        self.loop.add(consumer, sequences)
         self.notify()
 
     def token_table(self, device: torch.device) -> TokenTable:
@@ -145,11 +145,11 @@ class StepWorker:
         else:
             self.resign()
 
-    def wait(self, sink: LogitsSink, done: threading.Event, timeout: float | None = None) -> bool:
+    def wait(self, consumer: LogitsConsumer, done: threading.Event, timeout: float | None = None) -> bool:
         """Blocks until `done` is set. The thread that has the step lock runs the steps meanwhile.
 
         Args:
-            sink: What is waited for.
+            consumer: What is waited for.
             done: Set by its end.
             timeout: Seconds; `None`: without end. A thread that runs the steps doesn't look at the time.
 
@@ -164,7 +164,7 @@ class StepWorker:
                 rest_threads()
             return wait_interruptibly(done.wait, timeout)
         # At the interpreter's end only its own: a daemon thread that got logits would go on into torch's code.
-        only = sink if self._is_frozen else None
+        only = consumer if self._is_frozen else None
         step = self.loop.step
         while not done.is_set():
             if not step(only) and not done.is_set() and not step(only, forced=True) and not done.is_set():

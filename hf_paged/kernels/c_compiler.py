@@ -90,7 +90,7 @@ def _load(path: Path, functions: Iterable[str]) -> ctypes.CDLL:
     """A library that is what its name says: a file that was cut off would end the process when it is read.
 
     Raises:
-        OSError: It is something else, somebody else could have written it, or it does not load.
+        OSError: It is something else, another user could have written it, or it does not load.
         AttributeError: It lacks a function.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
@@ -116,7 +116,7 @@ def _compile(source: Path, compiler: list[str], flags: tuple[str, ...], folder: 
             )
         linked.chmod(0o700)
         path = folder / f"{source.stem}-{key}-{_digest(linked.read_bytes())}.so"
-        os.replace(linked, path)  # whole at any moment, whoever compiles beside us
+        os.replace(linked, path)  # whole at any moment, also while others compile
     return path
 
 

@@ -1,4 +1,4 @@
-/* Elements of either type, and exp, for the C kernels. Whoever includes it has IS_BFLOAT16 defined by the compiler call. */
+/* Elements of either type, and exp, for the C kernels. IS_BFLOAT16 is defined by the compiler call. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

@@ -91,7 +91,7 @@ def device_of(device: torch.device) -> Device:
 
 @dataclass(slots=True)
 class LayerAttention:
-    """One layer's paged attention over a flat batch.
+    """One layer's paged attention over a packed batch.
 
     Attributes:
         output: `[T, num_heads, head_dim]`, contiguous, written.
@@ -169,7 +169,7 @@ class LayerAttention:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of query token and head, block table row, block, layer, key to value, kv head."""
+        """Strides of query token and head, block table row, block, layer, key to value, kv head."""
         return (*self.query.stride()[:2], self.block_tables.stride(0), *self.kv_cache.stride()[:4])
 
 

@@ -173,7 +173,7 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, devic
 
 
 def query_tiling(group: int, rows: int) -> tuple[int, int, int]:
-    """Of a tile's rows: new tokens, query heads of a kv head, and programs needed for all of these."""
+    """A tile's rows as new tokens, query heads of a kv head, and programs needed for all of these."""
     group_tile = min(group, rows)
     return rows // group_tile, group_tile, -(-group // group_tile)
 

@@ -66,7 +66,7 @@ def num_blocks_for_memory(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now; on a GPU also what torch keeps and nobody uses."""
+    """Bytes that could be allocated now; on a GPU also what torch keeps and does not use."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -17,7 +17,7 @@ _LOCK = threading.Lock()  # two threads must not make two of them
 def steps_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all steps on a GPU.
 
-    It is no caller's: who waits there for work of its own (every `.to("cuda")` does) would wait for steps, too.
+    It is no caller's: a thread that waits there for its own work (every `.to("cuda")` does) would wait for steps, too.
     """
     with _LOCK:
         return _made(device)

@@ -280,7 +280,7 @@ class DecodeGraphs:
 
     @property
     def max_rows(self) -> int:
-        """Of the largest batch."""
+        """Rows of the largest batch."""
         return self._sizes[-1]
 
     def is_of(self, kv_cache: KVCache) -> bool:

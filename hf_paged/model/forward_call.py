@@ -20,10 +20,10 @@ class ForwardCall:
         input_ids: `[B, q]`, or `None`.
         inputs_embeds: `[B, q, hidden_size]`, or `None`.
         attention_mask: `[B, columns so far + q]`, 0 at padding; `None`: no padding. A mask of another form rules out
-            the flat batch.
+            the packed batch.
         position_ids: `[B or 1, q]`, or `None`.
         logits_to_keep: As in transformers: the last so many columns (0: all), or a tensor of column indices.
-        others: Every other argument that was given. Any of them rules out the flat batch.
+        others: Every other argument that was given. Any of them rules out the packed batch.
         copies: The call over copies of its tensors on the host, once it was asked for.
     """
 

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.model.fused_rotary import RotaryAttention, RotaryForward, find_rotary
-from hf_paged.model.module_calls import ModuleCall, calling, has_hooks, is_library_code, is_untouched, not_calling
+from hf_paged.model.module_overrides import (
+    ModuleOverride,
+    has_hooks,
+    is_library_code,
+    is_untouched,
+    not_overriding,
+    overriding,
+)
 from hf_paged.model.placement import Placement
 from hf_paged.model.trial import agrees, attempt
 
@@ -30,7 +37,7 @@ _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-4, torch.float16: 6e-5}
 _MLP_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
-class _Norm(ModuleCall):
+class _Norm(ModuleOverride):
     """An RMSNorm."""
 
     __slots__ = ("eps", "kernels", "offset", "rounds_first")
@@ -45,7 +52,7 @@ class _Norm(ModuleCall):
         return self.kernels.rms_norm(states, self.module.weight, eps, self.offset, self.rounds_first)
 
 
-class _GatedMLP(ModuleCall):
+class _GatedMLP(ModuleOverride):
     """`down_proj(act(gate_proj(x)) * up_proj(x))`, the first two maybe in one; its layers are called as they are."""
 
     __slots__ = ("activation", "coefficients", "kernels")
@@ -82,7 +89,7 @@ class FusedLayers:
         """Does nothing before the first `scope`. The model is held weakly."""
         self._model = weakref.ref(model)
         self._placement = Placement(model)
-        self._calls: list[ModuleCall] | None = None
+        self._calls: list[ModuleOverride] | None = None
         self._rotary_forwards: list[RotaryForward] = []
         self._made_for: tuple[torch.dtype, torch.device] | None = None
 
@@ -91,7 +98,7 @@ class FusedLayers:
         """Within it, forwards on this thread take the kernels. Autocast and autograd take the modules' own way."""
         placement = self._placement()
         if placement is None or torch.is_grad_enabled() or torch.is_autocast_enabled(placement[1].type):
-            with not_calling(self._calls or ()):
+            with not_overriding(self._calls or ()):
                 yield
             return
         if self._made_for != placement:
@@ -104,7 +111,7 @@ class FusedLayers:
             self._rotary_forwards = list(dict.fromkeys(rotary))
         for forward in self._rotary_forwards:
             forward.look_up()
-        with calling(self._calls):
+        with overriding(self._calls):
             yield
 
     def forget(self) -> None:
@@ -114,7 +121,7 @@ class FusedLayers:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[ModuleCall]:
+def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[ModuleOverride]:
     kernels = layer_kernels(dtype, device)
     if isinstance(kernels, str):
         logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
@@ -122,7 +129,7 @@ def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Mo
     generator = torch.Generator("cpu").manual_seed(0)
     known: dict[Hashable, bool] = {}
     forwards: dict[FunctionType, RotaryForward | None] = {}
-    calls: list[ModuleCall] = []
+    calls: list[ModuleOverride] = []
     for module in model.modules():
         if not is_untouched(module) or not is_library_code(module) or has_hooks(module):
             continue

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.module_calls import ModuleCall
+from hf_paged.model.module_overrides import ModuleOverride
 from hf_paged.model.trial import agrees, attempt
 
 NAME = "apply_rotary_pos_emb"  # what the function is called in every model of transformers that has it
@@ -65,7 +65,7 @@ class RotaryForward:
         self.run.__kwdefaults__ = own.__kwdefaults__
 
 
-class RotaryAttention(ModuleCall):
+class RotaryAttention(ModuleOverride):
     """An attention module that runs such a forward."""
 
     __slots__ = ("changed",)
@@ -84,7 +84,7 @@ def find_rotary(
     dtype: torch.dtype,
     device: torch.device,
     known: dict[FunctionType, RotaryForward | None],
-) -> ModuleCall | None:
+) -> ModuleOverride | None:
     """A module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`.
 
     Args:

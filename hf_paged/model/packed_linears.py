@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_paged.model.module_calls import ModuleCall, calling, is_untouched, not_calling
+from hf_paged.model.module_overrides import ModuleOverride, is_untouched, not_overriding, overriding
 from hf_paged.model.trial import TRIALS, Pair
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _INTEGERS = {4: torch.int32, 2: torch.int16}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-class _Layer(ModuleCall):
+class _Layer(ModuleOverride):
     """A linear layer with another way to compute it.
 
     Attributes:
@@ -92,12 +92,12 @@ class PackedLinears:
     def scope(self) -> Iterator[None]:
         """Within it, forwards on this thread take the faster way. Autocast and autograd take the layers' own."""
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            with not_calling(self._layers or ()):
+            with not_overriding(self._layers or ()):
                 yield
             return
         if self._layers is None:
             self._layers = self._make()
-        with calling(self._layers):
+        with overriding(self._layers):
             yield
 
     def is_outdated(self) -> bool:

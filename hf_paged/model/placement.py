@@ -1,4 +1,4 @@
-"""`Placement`: a model's dtype and device, for who asks in every step."""
+"""`Placement`: a model's dtype and device, asked for in every step."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.memory.spec import AttentionSpec
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
-from hf_paged.model.model_state import is_batch_dependent
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
+from hf_paged.model.weights_version import is_batch_dependent
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
 
@@ -42,8 +42,8 @@ class ModelTraits:
 
     Attributes:
         layers: What each of its layers caches.
-        runs_flat: Whether its attention runs over the flat batch of real tokens, straight from the pool. If not, the
-            model keeps its own attention and is given gathered keys and values.
+        runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
+            the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
         regime_length: Where rows depend on each other: of sequences shorter than this, they don't.
         rows_independent: Whether a row's result never depends on the rows beside it.
@@ -52,7 +52,7 @@ class ModelTraits:
     """
 
     layers: tuple[AttentionSpec, ...]
-    runs_flat: bool
+    runs_packed: bool
     rows_independent: bool
     allows_inference_mode: bool = False
     runs_padded: bool = False
@@ -61,7 +61,7 @@ class ModelTraits:
     @property
     def is_batched(self) -> bool:
         """Whether rows of all callers may share a forward, in either layout."""
-        return self.runs_flat or self.runs_padded
+        return self.runs_packed or self.runs_padded
 
     @property
     def num_layers(self) -> int:
@@ -161,7 +161,9 @@ class TokenInputs:
 
 
 class ModelRunner:
-    """Runs flat batches `[1, T]` of real tokens. Holds the model weakly: the model owns the engine, not the reverse."""
+    """Runs packed batches `[1, T]` of real tokens. Holds the model weakly: the model owns the engine, not the
+    reverse.
+    """
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class ModelRunner:
         if self._prepared_for == threading.get_ident():
             yield
             return
-        with paged_attention_scope(self.configs) if self._traits.runs_flat else nullcontext(), self._layers():
+        with paged_attention_scope(self.configs) if self._traits.runs_packed else nullcontext(), self._layers():
             yield
 
     @torch.no_grad()
@@ -312,7 +314,7 @@ class ModelRunner:
         """
         device = kv_cache.tensor.device
         may_infer = self._may_infer()
-        if self._traits.runs_flat and may_infer and batch.is_decode:
+        if self._traits.runs_packed and may_infer and batch.is_decode:
             logits = self._replay(batch, kv_cache, chosen)
             if logits is not None:
                 return logits
@@ -325,7 +327,7 @@ class ModelRunner:
         metadata = [first, *map(first.with_tables, tables[1:])]
         # A model that can choose rows still computes at least one.
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
-        if not self._traits.runs_flat:
+        if not self._traits.runs_packed:
             with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
                 return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
@@ -423,7 +425,7 @@ class ModelRunner:
         may_infer: bool,
         is_compiled: bool = False,
     ) -> Tensor:
-        """The model's forward; logits of `rows` of the flat batch, or of all."""
+        """The model's forward; logits of `rows` of the packed batch, or of all."""
         inputs: dict[str, Any] = {}
         if tokens.inputs_embeds is None:
             inputs["input_ids"] = tokens.input_ids[None]

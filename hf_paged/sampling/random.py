@@ -132,11 +132,11 @@ class _PrivateDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class StepNoise:
-    """The noise of a sampling call, by step and row, whenever a row gets there.
+class SamplingNoise:
+    """The noise of a sampling call, by token and row, whenever a row gets there.
 
     `torch.multinomial(p, 1)` is `argmax(p / q)` with `q` exponentially distributed, one draw for the whole batch a step
-    (ATen/native/Distributions.cpp). Rows may lag behind others: the generator's state at each step is kept until the
+    (ATen/native/Distributions.cpp). Rows may lag behind others: the generator's state at each token is kept until the
     last row has passed it, not the noise.
     """
 
@@ -145,40 +145,40 @@ class StepNoise:
         self._generator = generator
         self._num_rows = num_rows
         self._states: dict[int, Tensor] = {}
-        self._num_steps = 0
+        self._num_drawn = 0
         self._latest: tuple[int, Tensor] | None = None
 
-    def rows(self, step: int, rows: list[int], like: Tensor, oldest_step: int) -> Tensor:
-        """`[len(rows), vocab_size]`, the noise of these rows at a step of the call.
+    def rows(self, token_index: int, rows: list[int], like: Tensor, oldest_index: int) -> Tensor:
+        """`[len(rows), vocab_size]`, the noise of these rows' next tokens.
 
         Args:
-            step: The step.
+            token_index: How many tokens these rows have.
             rows: Rows of the batch.
             like: `[..., vocab_size]`, of the dtype and on the device to be.
-            oldest_step: No row will ask for an earlier step any more.
+            oldest_index: No row will ask for an earlier one any more.
         """
-        noise = self._noise(step, like)
-        for passed in [kept for kept in self._states if kept < oldest_step]:
+        noise = self._noise(token_index, like)
+        for passed in [kept for kept in self._states if kept < oldest_index]:
             del self._states[passed]
         is_whole = rows == list(range(self._num_rows))
         return noise if is_whole else noise[to_device(rows, noise.device)]
 
-    def rewind(self, num_steps: int) -> None:
-        """Leaves the generator where it stands after so many steps: one more may have been begun in vain."""
-        if num_steps < self._num_steps:  # whose state is kept: a row was there when it drew
-            self._generator.set_state(self._states[num_steps])
+    def rewind(self, num_tokens: int) -> None:
+        """Leaves the generator where it stands after so many tokens: one more may have been begun in vain."""
+        if num_tokens < self._num_drawn:  # whose state is kept: a row was there when it drew
+            self._generator.set_state(self._states[num_tokens])
 
-    def _noise(self, step: int, probs: Tensor) -> Tensor:
-        if self._latest is not None and self._latest[0] == step:
+    def _noise(self, token_index: int, probs: Tensor) -> Tensor:
+        if self._latest is not None and self._latest[0] == token_index:
             return self._latest[1]
         generator = self._generator
-        if step < self._num_steps:
+        if token_index < self._num_drawn:
             generator = torch.Generator(generator.device)
-            generator.set_state(self._states[step])
+            generator.set_state(self._states[token_index])
         else:
-            self._states[step] = generator.get_state()
-            self._num_steps = step + 1
+            self._states[token_index] = generator.get_state()
+            self._num_drawn = token_index + 1
         noise = probs.new_empty(self._num_rows, probs.shape[-1]).exponential_(1, generator=generator)
         if self._num_rows > 1:
-            self._latest = (step, noise)
+            self._latest = (token_index, noise)
         return noise

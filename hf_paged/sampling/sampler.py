@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.sampling.processors import merged_processor, needs_ids
-from hf_paged.sampling.random import StepNoise
+from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
 
 
@@ -34,7 +34,7 @@ class RowSampler:
     def __init__(
         self,
         processors: Sequence[Any],
-        noise: StepNoise | None,
+        noise: SamplingNoise | None,
         kinds: list[Hashable],
         criteria: Callable[[Tensor, Any], Tensor] | None = None,
         table: TokenTable | None = None,
@@ -55,22 +55,22 @@ class RowSampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SamplingBatch:
     """Rows of one call that are to choose a token.
 
     Attributes:
         sampler: The call's.
         rows: Rows of the call.
-        step: What each has generated so far; the same for all of them.
+        token_index: What each has generated so far; the same for all of them.
         sources: Their rows of the logits.
-        oldest_step: No row of the call will come to an earlier step any more.
+        oldest_index: No row of the call will come to an earlier one any more.
     """
 
     sampler: RowSampler
     rows: list[int]
-    step: int
+    token_index: int
     sources: list[int]
-    oldest_step: int
+    oldest_index: int
 
     @property
     def table_rows(self) -> list[int]:
@@ -80,18 +80,18 @@ class Choice:
     @property
     def lengths(self) -> list[int]:
         """Tokens that its rows have, padding included."""
-        return [self.sampler.width + self.step] * len(self.rows)
+        return [self.sampler.width + self.token_index] * len(self.rows)
 
 
-Outcome = tuple[list[int], list[bool]] | Exception  # tokens of a choice's rows, and whether they meet criteria
+Outcome = tuple[list[int], list[bool]] | Exception  # tokens of a batch's rows, and whether they meet criteria
 
 
-class ChosenTokens:
+class SampledTokens:
     """Tokens that were chosen, on the device, and on their way to the host.
 
     Attributes:
         tokens: `[N]` int64, -1 for a row whose probabilities are none (NaN).
-        places: For each choice, where in `tokens` its rows' begin; or what its processors or criteria raised.
+        places: For each batch, where in `tokens` its rows' begin; or what its processors or criteria raised.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class ChosenTokens:
         Args:
             tokens: See the class.
             places: See the class.
-            lengths: Rows of the choices.
-            stops: By number of the choice, `[rows]` bool: which of them meet the call's criteria.
+            lengths: Rows of the batches.
+            stops: By number of the batch, `[rows]` bool: which of them meet the call's criteria.
         """
         self.tokens = tokens
         self.places = places
@@ -113,7 +113,7 @@ class ChosenTokens:
         self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
     def read(self) -> list[Outcome]:
-        """The outcome of each choice. Waits until the step that computes them is over."""
+        """The outcome of each batch. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
         found = self._to_host.wait().tolist()
         stops: dict[int, list[bool]] = {}
@@ -130,29 +130,29 @@ class ChosenTokens:
 
 
 @torch.inference_mode()
-def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
+def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTokens:
     """The next token of every row: exactly those that transformers' own loop chooses. Waits for nothing.
 
     Args:
-        choices: Who chooses. Tables of tokens are written to.
+        batches: Rows that are to get a token. Tables of tokens are written to.
         logits: `[K, vocab_size]`.
     """
     kinds: dict[Hashable, list[int]] = defaultdict(list)
-    for number, choice in enumerate(choices):
-        kind = choice.sampler.kind
-        kinds[(id(choice.sampler), choice.step) if kind is None else kind].append(number)
-    places: list[int | Exception] = [0] * len(choices)
+    for number, batch in enumerate(batches):
+        kind = batch.sampler.kind
+        kinds[(id(batch.sampler), batch.token_index) if kind is None else kind].append(number)
+    places: list[int | Exception] = [0] * len(batches)
     stops: dict[int, Tensor] = {}
     chosen: list[Tensor] = []
     num_tokens = 0
 
     def choose(members: list[int]) -> None:
         nonlocal num_tokens
-        tokens = _choose([choices[number] for number in members], logits)
+        tokens = _choose([batches[number] for number in members], logits)
         chosen.append(tokens if tokens.device == logits.device else tokens.to(logits.device))
         for number in members:
             places[number] = num_tokens
-            num_tokens += len(choices[number].rows)
+            num_tokens += len(batches[number].rows)
 
     for members in kinds.values():
         try:
@@ -166,32 +166,32 @@ def choose_tokens(choices: Sequence[Choice], logits: Tensor) -> ChosenTokens:
                     choose([number])
                 except Exception as own_error:
                     places[number] = own_error
-    for number, choice in enumerate(choices):
-        sampler = choice.sampler
+    for number, batch in enumerate(batches):
+        sampler = batch.sampler
         if sampler.criteria is not None and sampler.table is not None and not isinstance(places[number], Exception):
             try:
                 stops[number] = sampler.criteria(
-                    sampler.table.read(choice.table_rows, [n + 1 for n in choice.lengths]), None
+                    sampler.table.read(batch.table_rows, [n + 1 for n in batch.lengths]), None
                 )
             except Exception as error:
                 places[number] = error
     # The usual step chooses once.
     tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen or [logits.new_empty(0, dtype=torch.int64)])
-    return ChosenTokens(tokens, places, [len(choice.rows) for choice in choices], stops)
+    return SampledTokens(tokens, places, [len(batch.rows) for batch in batches], stops)
 
 
-def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
-    """`[rows]` of choices of one kind."""
-    sources = [source for choice in choices for source in choice.sources]
+def _choose(batches: list[SamplingBatch], logits: Tensor) -> Tensor:
+    """`[rows]` tokens of batches of one kind."""
+    sources = [source for batch in batches for source in batch.sources]
     if sources != list(range(logits.shape[0])):
         logits = logits[to_device(sources, logits.device)]
-    samplers = [choice.sampler for choice in choices]
+    samplers = [batch.sampler for batch in batches]
     first = samplers[0]
     scores = logits.to(first.device or logits.device, torch.float32)
-    lengths = [len(choice.rows) for choice in choices]
+    lengths = [len(batch.rows) for batch in batches]
     ids: Any = None
     if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
-        ids = first.table.read(*_table_rows(choices))
+        ids = first.table.read(*_table_rows(batches))
     for own in zip(*(sampler.processors for sampler in samplers), strict=True):
         scores = merged_processor(own, lengths, scores)(ids, scores)
     if first.noise is None:
@@ -199,31 +199,31 @@ def _choose(choices: list[Choice], logits: Tensor) -> Tensor:
     else:
         probs = scores.softmax(dim=-1)
         noise = [
-            choice.sampler.noise.rows(choice.step, choice.rows, probs, choice.oldest_step)
-            for choice in choices
-            if choice.sampler.noise is not None
+            batch.sampler.noise.rows(batch.token_index, batch.rows, probs, batch.oldest_index)
+            for batch in batches
+            if batch.sampler.noise is not None
         ]
         tokens = (probs / (noise[0] if len(noise) == 1 else torch.cat(noise))).argmax(dim=-1)
         # A row with a NaN anywhere is all NaN behind the softmax.
         is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
         tokens = torch.where(is_number, tokens, -1)
     if any(sampler.table is not None for sampler in samplers):
-        _note(choices, lengths, tokens.clamp(min=0))
+        _note(batches, lengths, tokens.clamp(min=0))
     return tokens
 
 
-def _note(choices: list[Choice], lengths: list[int], tokens: Tensor) -> None:
+def _note(batches: list[SamplingBatch], lengths: list[int], tokens: Tensor) -> None:
     """Puts tokens into the table, of those calls of one kind that have theirs in it."""
-    parts = zip(choices, tokens.split(lengths), strict=True)
-    noted = [(choice, part) for choice, part in parts if choice.sampler.table is not None]
+    parts = zip(batches, tokens.split(lengths), strict=True)
+    noted = [(batch, part) for batch, part in parts if batch.sampler.table is not None]
     table = noted[0][0].sampler.table
     assert table is not None
-    if len(noted) < len(choices):
+    if len(noted) < len(batches):
         tokens = torch.cat([part for _, part in noted])
-    table.write(*_table_rows([choice for choice, _ in noted]), tokens)
+    table.write(*_table_rows([batch for batch, _ in noted]), tokens)
 
 
-def _table_rows(choices: list[Choice]) -> tuple[list[int], list[int]]:
+def _table_rows(batches: list[SamplingBatch]) -> tuple[list[int], list[int]]:
     """Where the tokens of all their rows are, and how many each has."""
-    rows = [row for choice in choices for row in choice.table_rows]
-    return rows, [length for choice in choices for length in choice.lengths]
+    rows = [row for batch in batches for row in batch.table_rows]
+    return rows, [length for batch in batches for length in batch.lengths]

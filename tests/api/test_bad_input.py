@@ -368,20 +368,20 @@ def test_forward_that_fails(pair: Pair, where: str, call: str) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("where", ["first layer", "last layer"])
-@pytest.mark.parametrize("is_opaque", [False, True], ids=["flat", "opaque"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("calls", [0, 1])
-def test_forward_that_fails_over_a_kept_cache(make_pair: MakePair, where: str, is_opaque: bool, calls: int) -> None:
+def test_forward_that_fails_over_a_kept_cache(make_pair: MakePair, where: str, is_padded: bool, calls: int) -> None:
     """Would break: a conversation that can't go on, or goes on over tokens of the forward that failed (in chunks)."""
     pair = make_pair(block_size=3, max_num_batched_tokens=4)
     caches = {id(model): new_cache(model) for model in (pair.stock, pair.paged)}
 
     def turn(model: Any, ids: Tensor) -> Tensor:
         with torch.no_grad():
-            return model(ids, past_key_values=caches[id(model)], output_hidden_states=is_opaque).logits
+            return model(ids, past_key_values=caches[id(model)], output_hidden_states=is_padded).logits
 
     pair.both(lambda model: turn(model, random_ids(2, 5)))
     layer = pair.paged.model.layers[0 if where == "first layer" else 1]
-    fuse = Fuse(Boom, 0 if is_opaque else calls)
+    fuse = Fuse(Boom, 0 if is_padded else calls)
     handle = layer.register_forward_hook(hf_paged.packed_hook(lambda *_: fuse.burn()))
     with pytest.raises(Boom):
         turn(pair.paged, random_ids(2, 4, seed=1))

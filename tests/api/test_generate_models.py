@@ -39,7 +39,7 @@ def test_greedy_ragged_batch(make_pair: MakePair, name: str) -> None:
     """Would break: this architecture's attention, positions or masks over the pool."""
     pair = make_pair(name)
     traits, row = pair.engine.traits, MODELS[name]
-    assert (traits.runs_flat, traits.is_batched) == (row.runs_flat, row.is_batched)
+    assert (traits.runs_packed, traits.is_batched) == (row.runs_packed, row.is_batched)
     expected, _ = pair.generate(**ragged_batch(), max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True)
     del _
     assert pair.delta["num_steps"] >= NEW or not row.is_batched
@@ -58,7 +58,8 @@ def test_mode(make_pair: MakePair, name: str, mode: str) -> None:
     pair.generate(**(ragged_batch() | {"max_new_tokens": NEW} | MODES[mode]))
     assert pair.delta["num_steps"] > 0
     if mode in ("samples", "beams") and MODELS[name].is_batched:
-        prompts = pair.seen[:1] if MODELS[name].runs_flat else pair.seen[:3]  # padded, rows of other lengths are apart
+        # Padded, rows of other lengths are apart
+        prompts = pair.seen[:1] if MODELS[name].runs_packed else pair.seen[:3]
         assert sum(prompts) == 11 + 7 + 2, "a prompt was computed for every copy"
 
 

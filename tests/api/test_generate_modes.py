@@ -203,13 +203,13 @@ class Mode:
         arguments: Of `generate()`.
         make: Arguments that each model needs its own of.
         batch: Makes the prompts.
-        is_flat: Whether every forward of the model is a flat batch of real tokens, within the token budget.
+        is_packed: Whether every forward of the model is a packed batch of real tokens, within the token budget.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     make: Make | None = None
     batch: Callable[[], dict[str, Any]] = ragged_batch
-    is_flat: bool = True
+    is_packed: bool = True
 
     def run(self, pair: Pair) -> tuple[Any, Any]:
         """Runs the mode on both models."""
@@ -230,8 +230,8 @@ MODES: dict[str, Mode] = {
     "equal_prompts_samples": Mode(
         {"do_sample": True, "num_return_sequences": 2}, batch=lambda: {"input_ids": random_ids(1, 9).repeat(2, 1)}
     ),
-    "mask_with_holes": Mode(batch=partial(masked, (0, 3), (2, 0), (2, 1), (2, 7)), is_flat=False),
-    "row_without_tokens": Mode(batch=partial(masked, *((1, column) for column in range(9))), is_flat=False),
+    "mask_with_holes": Mode(batch=partial(masked, (0, 3), (2, 0), (2, 1), (2, 7)), is_packed=False),
+    "row_without_tokens": Mode(batch=partial(masked, *((1, column) for column in range(9))), is_packed=False),
     "bool_mask": Mode(batch=partial(typed, torch.int64, torch.bool)),
     "float_mask": Mode(batch=partial(typed, torch.int64, torch.float32)),
     "int32_ids": Mode(batch=partial(typed, torch.int32, torch.int32)),
@@ -261,7 +261,7 @@ MODES: dict[str, Mode] = {
     "beams_grammar": Mode(BEAMS | {"prefix_allowed_tokens_fn": allowed_tokens}),
     "beam_sample": Mode(BEAMS | SAMPLE | {"top_k": 9, "temperature": 1.5}),
     "beam_samples": Mode(BEAMS | SAMPLE | DETAILS | {"num_return_sequences": 3, "eos_token_id": SOME_EOS}),
-    "beams_hidden_states": Mode(BEAMS | DETAILS | {"output_hidden_states": True}, is_flat=False),
+    "beams_hidden_states": Mode(BEAMS | DETAILS | {"output_hidden_states": True}, is_packed=False),
     "eos_list": Mode({"eos_token_id": EOS_OFTEN}),
     "no_eos": Mode({"eos_token_id": None, "pad_token_id": None}, batch=even_batch),
     "max_length": Mode({"max_length": 19}),
@@ -292,24 +292,24 @@ MODES: dict[str, Mode] = {
     "grammar": Mode({"prefix_allowed_tokens_fn": allowed_tokens, "eos_token_id": EOS_OFTEN}),
     "grammar_samples": Mode(SAMPLE | {"num_return_sequences": 2, "prefix_allowed_tokens_fn": allowed_tokens}),
     # Its processor runs the model once more, without our cache.
-    "guidance": Mode({"guidance_scale": 1.7}, is_flat=False),
-    "negative_prompt": Mode({"guidance_scale": 1.7, "negative_prompt_ids": random_ids(3, 4, seed=5)}, is_flat=False),
+    "guidance": Mode({"guidance_scale": 1.7}, is_packed=False),
+    "negative_prompt": Mode({"guidance_scale": 1.7, "negative_prompt_ids": random_ids(3, 4, seed=5)}, is_packed=False),
     "negative_prompt_beams": Mode(
         BEAMS | {"guidance_scale": 1.7, "negative_prompt_ids": random_ids(3, 4, seed=5).repeat_interleave(3, 0)},
         batch=even_batch,
-        is_flat=False,
+        is_packed=False,
     ),
     "details": Mode(DETAILS | {"eos_token_id": EOS_OFTEN}),
     "details_samples": Mode(SAMPLE | DETAILS | {"num_return_sequences": 2, "eos_token_id": EOS_OFTEN}),
-    "hidden_states": Mode(DETAILS | {"output_hidden_states": True, "eos_token_id": EOS_OFTEN}, is_flat=False),
+    "hidden_states": Mode(DETAILS | {"output_hidden_states": True, "eos_token_id": EOS_OFTEN}, is_packed=False),
     # A chunk of nothing but padding in some rows.
-    "prefill_chunks": Mode({"prefill_chunk_size": 4}, is_flat=False),
+    "prefill_chunks": Mode({"prefill_chunk_size": 4}, is_packed=False),
     "prefill_chunks_even": Mode({"prefill_chunk_size": 4}, batch=even_batch),
     "prefill_chunks_beams": Mode(BEAMS | {"prefill_chunk_size": 3}, batch=even_batch),
     "pad_is_eos": Mode(batch=partial(padded_with_eos, True)),
     "pad_is_eos_no_mask": Mode(batch=partial(padded_with_eos, False)),
     "pads_no_mask": Mode(batch=lambda: {"input_ids": ragged_batch()["input_ids"]}),
-    "right_padded": Mode(batch=partial(ragged_batch, side="right"), is_flat=False),
+    "right_padded": Mode(batch=partial(ragged_batch, side="right"), is_packed=False),
     "embeds": Mode({}, embeds, batch=only_mask),
     "embeds_and_ids": Mode({}, partial(embeds, keep_ids=True), batch=only_mask),
     "embeds_beams": Mode(BEAMS, embeds, batch=only_mask),
@@ -354,14 +354,14 @@ def test_mode_matches_stock(make_pair: MakePair, name: str, pool: str) -> None:
     pair, mode = make_pair(**POOLS[pool]), MODES[name]
     mode.run(pair)
     assert pair.delta["num_steps"] > 0, "nothing ran over the pool"
-    if mode.is_flat:
+    if mode.is_packed:
         budget = POOLS[pool].get("max_num_batched_tokens", 10**6)
         assert max(pair.seen) <= budget, "a forward was larger than the token budget"
         assert len(pair.seen) == pair.delta["num_steps"], "a forward ran that the engine did not drive"
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.is_flat])
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.is_packed])
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
     """One row fits, the batch doesn't. Would break: rows evicted and computed again, blocks shared meanwhile."""
     mode = MODES[name]

@@ -86,12 +86,12 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "falcon_rotary"])
 def test_hooks_see_what_stock_shows_them(make_pair: MakePair, name: str, call: str) -> None:
-    """Would break: hooks that are given the flat batch, one row for several samples, or no finished rows."""
+    """Would break: hooks that are given the packed batch, one row for several samples, or no finished rows."""
     pair = make_pair(name)
     layer = next(path for path, module in pair.stock.named_modules() if type(module) is nn.ModuleList) + ".0"
     watchers = [hook(model, layer) for model in (pair.stock, pair.paged)]
-    is_flat = pair.engine.traits.runs_flat
-    pair.generate(**ragged_batch(), **CALLS[call], **NEW, falls_back=is_flat)
+    is_packed = pair.engine.traits.runs_packed
+    pair.generate(**ragged_batch(), **CALLS[call], **NEW, falls_back=is_packed)
     assert watchers[0].shapes == watchers[1].shapes and len(watchers[0].shapes) > 2
 
 
@@ -126,7 +126,7 @@ def test_hooks_of_all_modules(make_pair: MakePair, kind: str) -> None:
 
 @pytest.mark.parametrize("is_hooked_first", [True, False])
 def test_a_kept_cache(make_pair: MakePair, is_hooked_first: bool) -> None:
-    """Would break: a cache whose first turn ran flat and whose second is padded, or the other way round."""
+    """Would break: a cache whose first turn ran packed and whose second is padded, or the other way round."""
     pair = make_pair()
     models = (pair.stock, pair.paged)
     caches = [new_cache(model) for model in models]
@@ -273,7 +273,7 @@ def test_one_warning_or_an_error(make_pair: MakePair) -> None:
     strict.generate(**ragged_batch(), **NEW)
 
 
-# Hooks that keep the flat batch
+# Hooks that keep the packed batch
 
 
 def marked(model: Any) -> None:
@@ -316,7 +316,7 @@ def on_top(model: Any) -> None:
 @pytest.mark.parametrize(
     "add", [marked, marked_partial, weight_normed, parametrized, on_top], ids=lambda add: add.__name__
 )
-def test_hooks_that_keep_the_flat_batch(make_pair: MakePair, add: Callable[[Any], None]) -> None:
+def test_hooks_that_keep_the_packed_batch(make_pair: MakePair, add: Callable[[Any], None]) -> None:
     """Would break: the continuous batch of models with hooks that don't mind it."""
     pair = make_pair()
     for model in (pair.stock, pair.paged):
@@ -364,7 +364,7 @@ def test_activated_lora(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     pair.generate(input_ids=batch["input_ids"][:1], **NEW, **arguments, falls_back=True)
     with pair.stock.disable_adapter():
         assert not torch.equal(pair.stock.generate(**batch, **NEW), before), "the adapter changes nothing"
-    # Called without PEFT's wrapper nothing activates it, and the batch is flat.
+    # Called without PEFT's wrapper nothing activates it, and the batch is packed.
     inner = pair.paged.get_base_model()
     assert_same(pair.stock.get_base_model().generate(**batch, **NEW), inner.generate(**batch, **NEW))
 

@@ -396,9 +396,9 @@ OPERATIONS: dict[str, Callable[[Cache], Any]] = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("is_opaque", [False, True], ids=["flat", "opaque"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_on_the_cache(pair: Pair, name: str, is_opaque: bool) -> None:
+def test_operation_on_the_cache(pair: Pair, name: str, is_padded: bool) -> None:
     """Would break: what beam search, assisted decoding and users do to a cache, seen by the next forward."""
     ids = random_ids(3, 10)
 
@@ -407,7 +407,7 @@ def test_operation_on_the_cache(pair: Pair, name: str, is_opaque: bool) -> None:
         outputs = []
         for length in (1, 6):
             with torch.no_grad():
-                model(ids, past_key_values=cache, output_hidden_states=is_opaque)
+                model(ids, past_key_values=cache, output_hidden_states=is_padded)
             result = OPERATIONS[name](cache)
             cache = result if isinstance(result, Cache) else cache
             rows = cache.layers[0].keys.shape[0]
@@ -522,7 +522,7 @@ EVICTORS: dict[str, dict[str, Any]] = {
     "beams": ragged_batch() | {"num_beams": 3},
     "candidates": one_prompt() | {"prompt_lookup_num_tokens": 3},
     "embeds": {"inputs_embeds": torch.randn(1, 14, 64, generator=torch.Generator().manual_seed(0))},
-    "opaque": ragged_batch(side="right"),
+    "padded": ragged_batch(side="right"),
 }
 
 
@@ -544,7 +544,7 @@ def turn_of(pair: Pair, caches: dict[int, Cache], ids: Tensor, mask: Tensor | No
 @pytest.mark.parametrize(("batch", "num_blocks"), [("one", 15), ("ragged", 15), ("ragged", 30)])
 def test_preempted_conversation(make_pair: MakePair, batch: str, num_blocks: int, evictor: str) -> None:
     """Would break: a kept cache whose blocks other calls took between the turns (or its own other rows: 15)."""
-    pair = make_pair(block_size=2, num_blocks=30 if evictor == "opaque" else num_blocks)
+    pair = make_pair(block_size=2, num_blocks=30 if evictor == "padded" else num_blocks)
     with both_caches(pair) as caches:
         ids = BATCHES[batch]()["input_ids"]
         mask = BATCHES[batch]().get("attention_mask", torch.ones_like(ids))

@@ -1,4 +1,4 @@
-"""`AttentionMetadata`: the flat batch as index tensors, against loops over sequences and tokens."""
+"""`AttentionMetadata`: the packed batch as index tensors, against loops over sequences and tokens."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_contiguous_allocator(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     submit = world.submit
 
     def submit_alone(kind: str, *args: Any, **facts: Any) -> Any:
-        alone = {"num_rows": 1, "is_opaque": False}
+        alone = {"num_rows": 1, "has_no_ids": False}
         return submit("cache" if kind == "cache" else "samples", *args, **facts | alone)
 
     monkeypatch.setattr(world, "submit", submit_alone)

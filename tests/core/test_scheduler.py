@@ -86,7 +86,7 @@ class Setup:
         """A sequence whose tokens were computed, and for which nobody waits at the moment."""
         sequence = self.add(tokens, **options)
         self.run()
-        assert sequence.num_pending_tokens == 0
+        assert sequence.num_uncomputed_tokens == 0
         sequence.is_wanted = False
         return sequence
 
@@ -120,7 +120,7 @@ def test_a_step_holds_everything_that_fits() -> None:
     assert a.num_computed_tokens == 0, "nothing is computed before update()"
     assert setup.scheduler.is_in_flight(a.group)
     setup.scheduler.update(step)
-    assert [s.num_pending_tokens for s in (a, b, c)] == [0, 0, 0]
+    assert [s.num_uncomputed_tokens for s in (a, b, c)] == [0, 0, 0]
     assert not setup.scheduler.is_in_flight(a.group) and not setup.scheduler.has_work
     assert (setup.scheduler.num_running, setup.scheduler.num_waiting, setup.scheduler.num_swapped) == (3, 0, 0)
 
@@ -151,7 +151,7 @@ def test_decodes_go_before_prefill_chunks_and_these_before_new_prompts() -> None
     setup.extend(short)
     long_2 = setup.add(6)
     setup.step()
-    assert long.num_pending_tokens == 0
+    assert long.num_uncomputed_tokens == 0
     setup.extend(short, long)
     third = setup.add(9)
     step = setup.step()
@@ -184,11 +184,11 @@ def test_an_unwanted_sequence_stays_pending() -> None:
     setup = Setup()
     a, b = setup.add(2, is_wanted=False), setup.add(3)
     assert [step.chunks for step in setup.run()] == [[(2, 0, 3)]]
-    assert not setup.scheduler.has_work and a.num_pending_tokens == 2 and a.num_wanted_tokens == 0
+    assert not setup.scheduler.has_work and a.num_uncomputed_tokens == 2 and a.num_wanted_tokens == 0
     a.is_wanted = True
     setup.scheduler.wake(a.group)
     assert setup.scheduler.has_work and [step.chunks for step in setup.run()] == [[(1, 0, 2)]]
-    assert b.num_pending_tokens == 0
+    assert b.num_uncomputed_tokens == 0
 
 
 @pytest.mark.parametrize("where", ["waiting", "swapped"])
@@ -206,7 +206,7 @@ def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
     a.is_wanted = True
     setup.scheduler.wake(a.group)
     setup.run()
-    assert a.num_pending_tokens == 0
+    assert a.num_uncomputed_tokens == 0
 
 
 # Batch keys and owners
@@ -365,7 +365,7 @@ def test_the_extra_key_is_part_of_what_is_shared() -> None:
     same, other = setup.add([1, 2, 3, 4]), setup.add([1, 2, 3, 4])
     same.extra_key = (7,)
     assert setup.step().chunks == [(2, 2, 2), (3, 0, 4)]
-    assert other.num_pending_tokens == 0
+    assert other.num_uncomputed_tokens == 0
 
 
 def test_unknown_tokens_and_those_of_older_weights_are_neither_shared_nor_found() -> None:
@@ -384,7 +384,7 @@ def test_a_prompt_waits_for_the_first_block_that_this_step_computes() -> None:
     setup = Setup()
     a, b, c = setup.add([1, 2, 3, 4]), setup.add([1, 2, 5, 6]), setup.add([7, 8, 9])
     assert [step.chunks for step in setup.run()] == [[(1, 0, 4)], [(2, 2, 2), (3, 0, 3)]]
-    assert setup.table(b)[0] == setup.table(a)[0] and c.num_pending_tokens == 0
+    assert setup.table(b)[0] == setup.table(a)[0] and c.num_uncomputed_tokens == 0
     assert setup.scheduler.num_admission_stalls == 0
     assert (setup.manager.prefix_hit_tokens, setup.manager.prefix_query_tokens) == (2, 11), "each prompt counts once"
 
@@ -435,8 +435,8 @@ def test_a_fork_is_equal_to_its_parent() -> None:
     names = "num_tokens num_computed_tokens logits_from is_wanted position_offset extra_key given_end is_stale"
     fields = names.split()
     assert [getattr(child, name) for name in fields] == [getattr(parent, name) for name in fields]
-    opaque = setup.scheduler.fork(setup.computed(3, is_known=False))
-    assert opaque.token_ids is None and not opaque.is_reproducible
+    unknown = setup.scheduler.fork(setup.computed(3, is_known=False))
+    assert unknown.token_ids is None and not unknown.is_recomputable
 
 
 @pytest.mark.parametrize("where", [WAITING, RUNNING, SWAPPED])
@@ -449,7 +449,7 @@ def test_a_fork_into_a_group_of_its_own_is_where_its_parent_is(where: SequenceSt
     assert status(parent, child) == [where, where]
     setup.extend(child)
     setup.run()
-    assert status(parent, child) == [where, RUNNING] and child.num_pending_tokens == 0
+    assert status(parent, child) == [where, RUNNING] and child.num_uncomputed_tokens == 0
     setup.scheduler.free(parent), setup.scheduler.free(child)
     assert setup.pool.num_in_use == setup.manager.num_swapped_blocks == 0
 
@@ -539,7 +539,7 @@ def test_a_preempted_sequence_comes_back_to_what_is_still_cached() -> None:
     a = setup.computed([1, 2, 3, 4, 5])
     blocks = setup.table(a)
     setup.scheduler.preempt(a.group)
-    assert (a.num_computed_tokens, a.num_pending_tokens, setup.scheduler.num_running) == (0, 5, 0)
+    assert (a.num_computed_tokens, a.num_uncomputed_tokens, setup.scheduler.num_running) == (0, 5, 0)
     setup.scheduler.free(setup.computed(2))  # takes the plain free block, not a cached one
     setup.extend(a)
     assert setup.step().chunks == [(1, 4, 2)]
@@ -557,7 +557,7 @@ def test_a_preempted_group_shares_its_blocks_again() -> None:
     assert setup.pool.num_in_use == 0
     setup.run()
     # No prefix cache: what one row has computed, the others take from it.
-    assert setup.pool.num_in_use == in_use and all(s.num_pending_tokens == 0 for s in beams)
+    assert setup.pool.num_in_use == in_use and all(s.num_uncomputed_tokens == 0 for s in beams)
 
 
 def test_blocks_that_others_share_are_not_freed_by_preemption() -> None:
@@ -619,18 +619,18 @@ def test_a_block_that_is_still_cached_is_not_copied_back() -> None:
 
 def test_what_cannot_be_computed_again_is_swapped() -> None:
     setup = Setup(num_blocks=4, num_swap_blocks=4)
-    a, opaque = setup.computed(4), setup.computed(4, is_known=False)
+    a, unknown = setup.computed(4), setup.computed(4, is_known=False)
     setup.extend(a)
     step = setup.step()
-    assert len(step.swap_outs) == 2 and status(a, opaque) == [RUNNING, SWAPPED]
+    assert len(step.swap_outs) == 2 and status(a, unknown) == [RUNNING, SWAPPED]
     assert (setup.scheduler.num_swapped_out, setup.scheduler.num_preemptions) == (1, 1)
 
 
 def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
     setup = Setup(num_blocks=6, num_swap_blocks=1, prefers_swap=True)
-    a, opaque, known = setup.computed(4), setup.computed(4, is_known=False), setup.computed(4)
+    a, unknown, known = setup.computed(4), setup.computed(4, is_known=False), setup.computed(4)
     setup.extend(a)
-    assert setup.step().swap_outs == [] and status(a, opaque, known) == [RUNNING, RUNNING, WAITING]
+    assert setup.step().swap_outs == [] and status(a, unknown, known) == [RUNNING, RUNNING, WAITING]
 
 
 def test_swapped_groups_come_back_before_waiting_ones_are_admitted() -> None:
@@ -689,7 +689,7 @@ def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -
     for _ in range(8):
         ran = setup.step(forced=True).seq_ids
         for row in rows:
-            row.is_wanted &= row.seq_id not in ran or row.num_pending_tokens > 0
+            row.is_wanted &= row.seq_id not in ran or row.num_uncomputed_tokens > 0
         if not setup.scheduler.has_work:
             break
     assert not setup.scheduler.has_work, "both rows had their turn"
@@ -738,10 +738,10 @@ def test_swap_in_now_and_make_room() -> None:
 
 def test_preempt_all_is_all_or_nothing() -> None:
     setup = Setup(num_swap_blocks=16)
-    a, b, opaque = setup.computed(2), setup.computed(2), setup.computed(2, is_known=False)
+    a, b, unknown = setup.computed(2), setup.computed(2), setup.computed(2, is_known=False)
     assert setup.scheduler.preempt_all() == 1
-    assert setup.scheduler.num_preemptions == 0 and status(a, b, opaque) == [RUNNING] * 3
-    setup.scheduler.free(opaque)
+    assert setup.scheduler.num_preemptions == 0 and status(a, b, unknown) == [RUNNING] * 3
+    setup.scheduler.free(unknown)
     a.group.num_pins = 1
     assert setup.scheduler.preempt_all() == 1 and status(a, b) == [RUNNING] * 2
     a.group.num_pins = 0
@@ -780,7 +780,7 @@ def test_a_group_that_does_not_fit_as_a_whole_runs_row_by_row() -> None:
         step = setup.step()
         step = step if step.chunks else setup.step(forced=True)
         for row in rows:
-            if row.seq_id in step.seq_ids and row.num_pending_tokens == 0:
+            if row.seq_id in step.seq_ids and row.num_uncomputed_tokens == 0:
                 done.append(row)
                 row.is_wanted = False  # its logits are out
         if not setup.scheduler.has_work:
@@ -906,9 +906,9 @@ def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
     with pytest.raises(OutOfBlocksError):
         setup.scheduler.schedule(forced=True)
     assert [setup.table(s) for s in (a, b)] == tables and setup.scheduler.is_in_flight(a.group)
-    assert [s.num_pending_tokens for s in (a, b)] == [1, 1]
+    assert [s.num_uncomputed_tokens for s in (a, b)] == [1, 1]
     setup.scheduler.update(outer)
-    assert [s.num_pending_tokens for s in (a, b)] == [0, 0] and not setup.scheduler.is_in_flight(b.group)
+    assert [s.num_uncomputed_tokens for s in (a, b)] == [0, 0] and not setup.scheduler.is_in_flight(b.group)
 
 
 def test_tokens_that_somebody_else_computed() -> None:

@@ -92,7 +92,7 @@ class Request:
         return list({row.sequence.group.arrival: row.sequence.group for row in self.rows}.values())
 
     @property
-    def is_thinking(self) -> bool:
+    def is_between_forwards(self) -> bool:
         """Whether it is a cache between two forwards."""
         return self.kind == "cache" and all(row.has_logits for row in self.rows)
 
@@ -190,7 +190,7 @@ class World:
         key: int = 0,
         priority: int = 0,
         batch_key: int = 0,
-        is_opaque: bool = False,
+        has_no_ids: bool = False,
         keeps_logits: bool = True,
     ) -> Request | None:
         """A request arrives.
@@ -198,7 +198,7 @@ class World:
         Args:
             source, cut, added: Its prompt: the beginning of an earlier one, without its last `cut` tokens, and more.
             grows: Tokens (or forwards) to come.
-            is_opaque: The prompt is given as embeddings (only by callers).
+            has_no_ids: The prompt is given as embeddings (only by callers).
             keeps_logits: Whether only the last token's logits are wanted: the prefix may come from the cache.
         """
         if len(self.rows) + num_rows > MAX_ROWS:
@@ -219,11 +219,11 @@ class World:
             row.target = min(len(prompt) + grows, self.max_length)
             request.rows.append(row)
             self.rows[row.sequence] = row
-            self._extend(row, prompt[index:] or prompt, is_opaque and kind == "cache")
+            self._extend(row, prompt[index:] or prompt, has_no_ids and kind == "cache")
             row.sequence.logits_from = row.sequence.num_tokens - 1 if keeps_logits else 0
         return request
 
-    def forward(self, pick: int, added: list[int], is_opaque: bool) -> None:
+    def forward(self, pick: int, added: list[int], has_no_ids: bool) -> None:
         """A caller's next forward over its cache."""
         request = self._pick_thinking(pick)
         if request is None:
@@ -237,13 +237,13 @@ class World:
             if len(row.inputs) + len(added) > self.max_length:
                 self._end(request)
                 return
-            if not row.sequence.is_reproducible:
+            if not row.sequence.is_recomputable:
                 self._slide(row)
-        if is_opaque and any(row.sequence.num_pending_tokens for row in request.rows):
-            is_opaque = False  # the engine would have to bring them back first
+        if has_no_ids and any(row.sequence.num_uncomputed_tokens for row in request.rows):
+            has_no_ids = False  # the engine would have to bring them back first
         request.forwards -= 1
         for row in request.rows:
-            self._extend(row, added, is_opaque)
+            self._extend(row, added, has_no_ids)
             row.sequence.logits_from = max(0, row.sequence.num_tokens - 1)
 
     def lay_aside(self, pick: int) -> None:
@@ -261,7 +261,7 @@ class World:
         self.events[f"crop while {row.sequence.group.status}"] += num_tokens < len(row.inputs)
         if not self.scheduler.can_crop(row.sequence, num_tokens):
             self.events["crop refused"] += 1
-            assert not row.sequence.is_reproducible
+            assert not row.sequence.is_recomputable
             with pytest.raises(ValueError, match="given back"):
                 self.scheduler.crop(row.sequence, num_tokens)
             return
@@ -318,7 +318,7 @@ class World:
         if not candidates:
             return
         request = candidates[pick % len(candidates)]
-        state = "idle" if request.is_thinking else str(request.rows[0].sequence.group.status)
+        state = "idle" if request.is_between_forwards else str(request.rows[0].sequence.group.status)
         self.events[f"cancel while {state}"] += 1
         self._end(request)
 
@@ -332,7 +332,9 @@ class World:
 
     def give_up(self, pick: int) -> None:
         """A caller's forward is interrupted: nobody waits any more, and the scheduler isn't told before it is asked."""
-        candidates = [r for r in self.requests if r.kind == "cache" and not r.is_thinking and not self._is_in_flight(r)]
+        candidates = [
+            r for r in self.requests if r.kind == "cache" and not r.is_between_forwards and not self._is_in_flight(r)
+        ]
         if not candidates:
             return
         self._stop_waiting(candidates[pick % len(candidates)].rows)
@@ -344,7 +346,7 @@ class World:
     def make_room(self, num_blocks: int) -> None:
         """Somebody needs blocks outside of a step."""
         self.settle()
-        kept = [request for request in self.requests if request.is_thinking][:1]
+        kept = [request for request in self.requests if request.is_between_forwards][:1]
         protected = [group for request in kept for group in request.groups]
         before = {row: self._table(row) for request in kept for row in request.rows}
         self._execute_copies(BlockMoves(swap_outs=self.scheduler.make_room(num_blocks, protected)))
@@ -369,12 +371,12 @@ class World:
             self.events["swapped in at once"] += 1
             self._execute_copies(step)
 
-    def grow_opaque(self, pick: int, num_tokens: int) -> None:
+    def add_unknown_tokens(self, pick: int, num_tokens: int) -> None:
         """Keys and values of a cache come from a forward that the engine doesn't drive."""
         self.settle()
         request = self._pick_thinking(pick)
         if request is None or any(
-            row.sequence.num_pending_tokens
+            row.sequence.num_uncomputed_tokens
             or row.sequence.group.status is SWAPPED
             or len(row.inputs) + num_tokens > self.max_length
             for row in request.rows
@@ -394,7 +396,7 @@ class World:
         self._execute_copies(moves)
         for row in request.rows:
             sequence, start = row.sequence, len(row.inputs)
-            self._extend(row, [0] * num_tokens, is_opaque=True)
+            self._extend(row, [0] * num_tokens, has_no_ids=True)
             self._stop_waiting([row])
             sequence.token_ids, sequence.num_tokens = None, start
             self._write_tokens(row, start, num_tokens)
@@ -405,7 +407,7 @@ class World:
         """The pool's memory is given back, unless something in it can't be computed again."""
         self.settle()
         holders = [group for group in self.scheduler.groups if group.status is not WAITING]
-        fixed = [g for g in holders if g.num_pins or self.scheduler.is_in_flight(g) or not g.is_reproducible]
+        fixed = [g for g in holders if g.num_pins or self.scheduler.is_in_flight(g) or not g.is_recomputable]
         before = (self.pool.num_in_use, self.manager.num_swapped_blocks)
         assert self.scheduler.preempt_all() == sum(len(group.sequences) for group in fixed)
         assert (self.pool.num_in_use, self.manager.num_swapped_blocks) == (before if fixed else (0, 0))
@@ -458,7 +460,7 @@ class World:
                     if not row.request.rows:
                         self.requests.remove(row.request)
                 else:
-                    self.scheduler.reveal_token(sequence, token)
+                    self.scheduler.resolve_token(sequence, token)
         return is_any
 
     def _schedule(
@@ -651,7 +653,7 @@ class World:
         row.values.append(_value(row.values[-1], token, len(row.inputs), row.request.key))
         row.inputs.append(token)
         row.has_logits = False
-        self.scheduler.expect_token(sequence, len(self.expected[-1]))
+        self.scheduler.add_placeholder(sequence, len(self.expected[-1]))
         self.expected[-1].append((row, token))
 
     def _grow_beams(self, request: Request) -> None:
@@ -677,7 +679,7 @@ class World:
             assert sequence.num_tokens == len(row.inputs)
             known = sequence.token_ids
             assert known is None or known == row.inputs[: len(known)]
-            assert known is None or len(known) == len(row.inputs) or sequence.expects_tokens
+            assert known is None or len(known) == len(row.inputs) or sequence.has_placeholders
             if row not in self.in_flight:
                 computed = sequence.num_computed_tokens
                 assert self.manager.num_tokens(sequence.seq_id) == computed <= sequence.num_tokens
@@ -734,7 +736,7 @@ class World:
             assert sequence.is_wanted and sequence.group.status is RUNNING
             assert self.scheduler.is_in_flight(sequence.group)
             assert start == sequence.num_computed_tokens
-            assert 0 < num_tokens <= sequence.num_pending_tokens
+            assert 0 < num_tokens <= sequence.num_uncomputed_tokens
             assert self.manager.num_tokens(sequence.seq_id) == start + num_tokens
             if start > before.computed[row]:
                 assert start <= sequence.logits_from, "logits that are wanted come from the cache"
@@ -772,13 +774,13 @@ class World:
             # One that was swapped and does not fit as a whole any more begins anew.
             assert group.status is not RUNNING or before.status[group] is not RUNNING, "preempted in part"
             if before.status[group] is RUNNING:
-                assert group.is_reproducible or group.status is SWAPPED, "what can't be computed again is lost"
+                assert group.is_recomputable or group.status is SWAPPED, "what can't be computed again is lost"
         victims = [g for g in preempted if before.status[g] is RUNNING]
         if victims:
             others = [
                 g
                 for g in self._preemptible(running)
-                if before.status[g] is RUNNING and g.is_reproducible and g not in preempted
+                if before.status[g] is RUNNING and g.is_recomputable and g not in preempted
             ]
             for victim in victims:
                 for other in others:
@@ -817,7 +819,7 @@ class World:
         assert not self._preemptible([group]), "something could have been preempted"
         assert error.needed > error.free == self.pool.num_free
         is_cut = any(self.manager._tables[s.seq_id].keeps_from is not None for s in group.sequences)
-        if group.is_reproducible and not group.num_pins and not is_cut:
+        if group.is_recomputable and not group.num_pins and not is_cut:
             # Not even its first row fits, by itself, beside what can't be preempted.
             blocks = {
                 block
@@ -848,14 +850,14 @@ class World:
     def _preemptible(self, protected: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Groups that could give up blocks, seen from the tables."""
         kept = {*protected, *(row.sequence.group for row in self.in_flight)}
-        kept |= {group for group in self.scheduler.groups if group.expects_tokens}
+        kept |= {group for group in self.scheduler.groups if group.has_placeholders}
         swap_pool = self.manager.swap_pool
         found = []
         for group in self.scheduler.groups:
             blocks = {block for s in group.sequences for block in self.manager.held_blocks(s.seq_id)}
             if group.status is RUNNING and blocks and group not in kept and not group.num_pins:
                 can_swap = swap_pool is not None and len(blocks) <= swap_pool.num_free
-                if group.is_reproducible or can_swap:
+                if group.is_recomputable or can_swap:
                     found.append(group)
         return found
 
@@ -865,10 +867,10 @@ class World:
             self.unpin()
         while self.requests:
             for request in list(self.requests):
-                if request.is_thinking:
+                if request.is_between_forwards:
                     if request.forwards > 0:
                         self.forward(self.requests.index(request), [1, 0], False)
-                    if request in self.requests and request.is_thinking:
+                    if request in self.requests and request.is_between_forwards:
                         self._end(request)
             if self.requests:
                 assert self.step(), "requests wait and nothing runs"
@@ -886,17 +888,19 @@ class World:
 
     def _pick_thinking(self, pick: int) -> Request | None:
         """The request at this place if it is a cache whose caller thinks, or the next one that is."""
-        thinking = [request for request in self.requests if request.is_thinking and not self._is_in_flight(request)]
+        thinking = [
+            request for request in self.requests if request.is_between_forwards and not self._is_in_flight(request)
+        ]
         if not thinking:
             return None
         if pick < len(self.requests) and self.requests[pick] in thinking:
             return self.requests[pick]
         return thinking[pick % len(thinking)]
 
-    def _extend(self, row: Row, tokens: list[int], is_opaque: bool = False) -> None:
-        """New tokens of a sequence that is waited for; opaque ones without ids, or behind keys of other weights."""
+    def _extend(self, row: Row, tokens: list[int], has_no_ids: bool = False) -> None:
+        """New tokens of a sequence that is waited for; unknown ones without ids, or behind keys of other weights."""
         sequence = row.sequence
-        if is_opaque:
+        if has_no_ids:
             self.next_unknown += 100
             tokens = [self.next_unknown + i for i in range(len(tokens))]
             if self.next_unknown % 200:
@@ -945,7 +949,7 @@ class World:
         self.requests.remove(request)
 
     def _slide(self, row: Row) -> None:
-        if not row.sequence.num_pending_tokens and row.sequence.group.status is RUNNING:
+        if not row.sequence.num_uncomputed_tokens and row.sequence.group.status is RUNNING:
             self.scheduler.slide(row.sequence)
 
     def _table(self, row: Row) -> list[int]:
@@ -1023,7 +1027,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         key=st.sampled_from([0, 0, 0, 1]),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         batch_key=st.sampled_from([0, 0, 0, 1]),
-        is_opaque=rarely,
+        has_no_ids=rarely,
         keeps_logits=st.booleans(),
     )
     def submit(self, **request: object) -> None:
@@ -1038,9 +1042,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.step()
 
-    @rule(pick=small, added=token_lists, is_opaque=rarely)
-    def forward(self, pick: int, added: list[int], is_opaque: bool) -> None:
-        self.world.forward(pick, added, is_opaque)
+    @rule(pick=small, added=token_lists, has_no_ids=rarely)
+    def forward(self, pick: int, added: list[int], has_no_ids: bool) -> None:
+        self.world.forward(pick, added, has_no_ids)
 
     @rule(pick=small)
     def lay_aside(self, pick: int) -> None:
@@ -1091,8 +1095,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.swap_in_now(pick)
 
     @rule(pick=small, num_tokens=st.integers(1, 4))
-    def grow_opaque(self, pick: int, num_tokens: int) -> None:
-        self.world.grow_opaque(pick, num_tokens)
+    def add_unknown_tokens(self, pick: int, num_tokens: int) -> None:
+        self.world.add_unknown_tokens(pick, num_tokens)
 
     @rule()
     def release(self) -> None:
@@ -1136,7 +1140,7 @@ WEIGHTS = {
     "unpin": 1.2,
     "make_room": 0.5,
     "swap_in_now": 1,
-    "grow_opaque": 0.7,
+    "add_unknown_tokens": 0.7,
     "release": 0.5,
     "reset_prefix_cache": 0.1,
 }
@@ -1161,7 +1165,7 @@ def random_call(world: World, rng: random.Random) -> None:
                 key=rng.random() < 0.1,
                 priority=rng.choice((0,) * 8 + (-1, 1)),
                 batch_key=int(rng.random() < 0.15),  # a recording tells keys apart by their looks
-                is_opaque=rng.random() < 0.3,
+                has_no_ids=rng.random() < 0.3,
                 keeps_logits=rng.random() < 0.9,
             )
         case "forward":
@@ -1190,8 +1194,8 @@ def random_call(world: World, rng: random.Random) -> None:
             world.make_room(rng.randrange(1 + world.pool.num_blocks))
         case "swap_in_now":
             world.swap_in_now(pick)
-        case "grow_opaque":
-            world.grow_opaque(pick, rng.randint(1, 4))
+        case "add_unknown_tokens":
+            world.add_unknown_tokens(pick, rng.randint(1, 4))
         case "release":
             world.release()
         case "reset_prefix_cache":

@@ -408,7 +408,7 @@ def test_a_mixed_bag_needs_far_fewer_steps_than_its_calls_one_by_one(make_pair: 
 
 @pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, SAMPLE, BEAMS], ids=name_of)
-def test_stop_strings_leave_a_call_in_the_flat_batch(make_pair: MakePair, arguments: dict[str, Any]) -> None:
+def test_stop_strings_leave_a_call_in_the_packed_batch(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     """Would break: the tokenizer, which generate() hands on to every forward, taken for something a model looks at."""
     pair = make_pair(stock())
     stop = {"tokenizer": tiny_tokenizer(), "stop_strings": ["e", "Q"]}

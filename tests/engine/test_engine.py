@@ -23,7 +23,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 import hf_paged
 from hf_paged import PagedCache, Request, RequestOutput
-from hf_paged.engine.sample_run import SampleRun
+from hf_paged.engine.sampled_request import SampledRequest
 
 MakePair = Callable[..., Pair]
 
@@ -589,7 +589,7 @@ def test_finished_requests_leave_nothing(pair: Pair) -> None:
 
     def count() -> int:
         gc.collect()
-        kinds = (SampleRun, Request, hf_paged.PagedCache)
+        kinds = (SampledRequest, Request, hf_paged.PagedCache)
         return sum(isinstance(item, kinds) for item in gc.get_objects())
 
     before = count()

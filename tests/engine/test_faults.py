@@ -46,9 +46,9 @@ from transformers import LogitsProcessor, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged.engine.sample_run import SampleRun
+from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.memory.kv_cache import KVCache
-from hf_paged.model.flat_forward import FlatForward
+from hf_paged.model.packed_forward import PackedForward
 
 MakePair = Callable[..., Pair]
 
@@ -295,9 +295,9 @@ def test_ctrl_c_at_any_moment(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "given"),
     [
-        (FlatForward, "wanted_logits", {"num_beams": 2}),
-        (FlatForward, "wanted_logits", {"prompt_lookup_num_tokens": 2}),
-        (SampleRun, "__init__", {}),
+        (PackedForward, "wanted_logits", {"num_beams": 2}),
+        (PackedForward, "wanted_logits", {"prompt_lookup_num_tokens": 2}),
+        (SampledRequest, "__init__", {}),
     ],
     ids=["beams", "lookup", "rows"],
 )
@@ -672,7 +672,7 @@ def test_adapters_that_change_between_requests() -> None:
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon_alibi", "falcon_new", "gptj", "mpt", "gemma2", "gpt_oss"])
-def test_architectures_that_need_more_than_a_flat_batch(make_pair: MakePair, name: str) -> None:
+def test_architectures_that_need_more_than_a_packed_batch(make_pair: MakePair, name: str) -> None:
     """Would break: silently other tokens where a model has attention of its own, a softcap, windows or sinks."""
     pair = make_pair(name, num_blocks=128)
     prompts = [prompt(seed, length) for seed, length in ((0, 14), (1, 3), (2, 9), (3, 1))]

@@ -29,7 +29,7 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.model import cuda_graph, runner
 from hf_paged.sampling import sampler
 from hf_paged.sampling.random import default_generator
-from hf_paged.sampling.sampler import ChosenTokens
+from hf_paged.sampling.sampler import SampledTokens
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,7 +51,7 @@ def check_idle(model: Any) -> None:
     with engine.core.worker.loop.exclusive():
         stats = engine.stats()
         assert stats.num_free_blocks == stats.num_blocks and stats.num_running == 0
-        assert engine.core.executor.num_in_flight == 0 and not engine.core.executor.sinks
+        assert engine.core.executor.num_in_flight == 0 and not engine.core.executor.consumers
         assert all(table.num_rows == 0 for table in engine.core.executor._tables.values())
 
 
@@ -144,7 +144,7 @@ def test_a_caller_that_needs_the_pool_finds_no_step_in_flight() -> None:
     for _ in range(20):
         with model.paged.core.worker.loop.exclusive():
             assert model.paged.core.executor.num_in_flight == 0
-            assert not any(group.expects_tokens for group in model.paged.core.scheduler.groups)
+            assert not any(group.has_placeholders for group in model.paged.core.scheduler.groups)
     model.paged.pause()
     assert model.paged.core.executor.num_in_flight == 0
     assert model.paged.step() is not None
@@ -450,9 +450,9 @@ def has_last(ids: Tensor, length: int) -> Tensor:
 def test_sampling_that_fails_with_a_step_in_flight(at: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator is taken back to where the call failed, whatever has been drawn since."""
     model, ids = patch(), random_ids(rows, 6)
-    read, count = ChosenTokens.read, 0
+    read, count = SampledTokens.read, 0
 
-    def failing(self: ChosenTokens) -> Any:
+    def failing(self: SampledTokens) -> Any:
         nonlocal count
         count += 1
         if count == at:
@@ -460,7 +460,7 @@ def test_sampling_that_fails_with_a_step_in_flight(at: int, rows: int, monkeypat
         return read(self)
 
     with monkeypatch.context() as patches:
-        patches.setattr(ChosenTokens, "read", failing)
+        patches.setattr(SampledTokens, "read", failing)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             model.generate(ids, **SAMPLING)
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ def test_all_models(name: str) -> None:
     """Positions that a model has, in numbers that it takes; in one with attention of its own, nothing to do."""
     model = hf_paged.patch(build(name), **SMALL)
     done = model.paged.warm_up()
-    assert ("own attention" in str(done.no_graphs)) == (not model.paged.traits.runs_flat)
+    assert ("own attention" in str(done.no_graphs)) == (not model.paged.traits.runs_packed)
     assert not model.paged.core.kv_cache.tensor.any()
 
 

@@ -28,7 +28,7 @@ from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
 
 pytestmark = pytest.mark.timeout(120)
 
-FLAT = [name for name, model in MODELS.items() if model.runs_flat]
+PACKED = [name for name, model in MODELS.items() if model.runs_packed]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SMALL = {"num_blocks": 128, "block_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -198,7 +198,7 @@ def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("name", PACKED)
 def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> None:
     """Ragged prompts that end one by one: batches of every size, padded to the next recorded one."""
     prompts = ragged(6)

@@ -14,8 +14,8 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 import hf_paged
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.sampling.processors import processor_kinds
-from hf_paged.sampling.random import StepNoise
-from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens
+from hf_paged.sampling.random import SamplingNoise
+from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
 
 CUDA = torch.device("cuda", 0)
 
@@ -45,12 +45,12 @@ def test_the_sampler(processor: object, least: float) -> None:
     """It takes what is reserved, at most and nearly."""
     rows, vocab_size = 16, 4096
     logits = torch.randn(rows, vocab_size, device=CUDA)
-    noise = StepNoise(torch.Generator(CUDA).manual_seed(0), rows)
+    noise = SamplingNoise(torch.Generator(CUDA).manual_seed(0), rows)
     sampler = RowSampler([processor], noise, processor_kinds([processor]))
     order = list(range(rows))[::-1]  # not as the logits are: they are copied
     before = torch.cuda.memory_allocated() - logits.nbytes
     torch.cuda.reset_peak_memory_stats()
-    choose_tokens([Choice(sampler, list(range(rows)), 0, order, 0)], logits)
+    sample_tokens([SamplingBatch(sampler, list(range(rows)), 0, order, 0)], logits)
     taken = torch.cuda.max_memory_allocated() - before
     assert least <= taken / sampler_bytes(rows, vocab_size, 4) <= 1.01
 

@@ -129,7 +129,7 @@ MODES = {
     "submit": Mode(_submit, entries=3),
 }
 READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss")  # mixtures of experts in float32: no graph can hold them
-FLAT = [name for name, model in MODELS.items() if model.runs_flat]
+PACKED = [name for name, model in MODELS.items() if model.runs_packed]
 
 
 def _is_essential(name: str, mode: str, graphs: bool) -> bool:
@@ -140,7 +140,7 @@ def _is_essential(name: str, mode: str, graphs: bool) -> bool:
 
 CASES = [
     pytest.param(name, mode, graphs, marks=() if _is_essential(name, mode, graphs) else pytest.mark.slow)
-    for name in FLAT
+    for name in PACKED
     for graphs in (False, True)
     for mode in MODES
 ]

@@ -316,7 +316,7 @@ def test_right_padding_is_warned_of(models: Models) -> None:
     assert said[0] and said[0] == said[1]
 
 
-@pytest.mark.parametrize("way", ["generate", "submit", "forward", "gathered", "inner"])
+@pytest.mark.parametrize("way", ["generate", "submit", "forward", "padded", "inner"])
 def test_order_of_streams(models: Models, way: str) -> None:
     """Would break: a step that overtakes what its caller queued before (the prompt, new weights); a caller that reads
     logits before they are there, or waits for more than those."""
@@ -341,7 +341,7 @@ def test_order_of_streams(models: Models, way: str) -> None:
             lambda: models.paged(models.ids, past_key_values=cache),
             ["steps for caller", "caller for an event"],
         ),
-        "gathered": (
+        "padded": (
             lambda: models.paged(models.ids, past_key_values=cache, output_hidden_states=True),
             ["steps for caller", "caller for steps"],
         ),

@@ -36,8 +36,8 @@ from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogit
 
 import hf_paged
 from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, processor_kinds
-from hf_paged.sampling.random import StepNoise
-from hf_paged.sampling.sampler import Choice, RowSampler, choose_tokens
+from hf_paged.sampling.random import SamplingNoise
+from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
 
 pytestmark = pytest.mark.timeout(120)
@@ -90,7 +90,7 @@ class Call:
     def __post_init__(self) -> None:
         noise = None
         if self.seed is not None:
-            noise = StepNoise(torch.Generator().manual_seed(self.seed), self.logits.shape[1])
+            noise = SamplingNoise(torch.Generator().manual_seed(self.seed), self.logits.shape[1])
         rows, vocab = self.logits.shape[1:]
         self.prompts = (torch.arange(rows * self.width).view(rows, self.width) * 7 + (self.seed or 0)) % vocab
         table = TABLE if needs_ids(self.processors) else None
@@ -113,9 +113,9 @@ class Call:
         return ids[:, self.width :].T.tolist()
 
 
-def chosen(choices: list[Choice], logits: Tensor) -> list[list[int]]:
+def chosen(batches: list[SamplingBatch], logits: Tensor) -> list[list[int]]:
     found = []
-    for outcome in choose_tokens(choices, logits).read():
+    for outcome in sample_tokens(batches, logits).read():
         if isinstance(outcome, Exception):
             raise outcome
         assert not any(outcome[1])
@@ -129,36 +129,36 @@ def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
     positions = [[0] * call.logits.shape[1] for call in calls]
     found = [[[-7] * call.logits.shape[1] for _ in call.logits] for call in calls]
     while True:
-        choices: list[Choice] = []
+        batches: list[SamplingBatch] = []
         owners: list[int] = []
         rows_of_logits: list[Tensor] = []
         for number, call in enumerate(calls):
-            num_steps = len(call.logits)
-            open_rows = [row for row, at in enumerate(positions[number]) if at < num_steps]
+            num_tokens = len(call.logits)
+            open_rows = [row for row, at in enumerate(positions[number]) if at < num_tokens]
             if not open_rows:
                 continue
             running = [row for row in open_rows if rng.random() < 0.7]
             oldest = min(positions[number][row] for row in open_rows)
-            for step in sorted({positions[number][row] for row in running}):
-                rows = [row for row in running if positions[number][row] == step]
+            for token_index in sorted({positions[number][row] for row in running}):
+                rows = [row for row in running if positions[number][row] == token_index]
                 sources = []
                 for row in rows:
                     if rng.random() < 0.3:  # logits that another call wants
                         rows_of_logits.append(torch.full_like(call.logits[0, 0], float("nan")))
                     sources.append(len(rows_of_logits))
-                    rows_of_logits.append(call.logits[step, row])
-                choices.append(Choice(call.sampler, rows, step, sources, oldest))
+                    rows_of_logits.append(call.logits[token_index, row])
+                batches.append(SamplingBatch(call.sampler, rows, token_index, sources, oldest))
                 owners.append(number)
         if all(at == len(call.logits) for call, own in zip(calls, positions) for at in own):
             return found
-        if not choices:
+        if not batches:
             continue
         logits = torch.stack(rows_of_logits)
         before = logits.clone()
-        for number, choice, tokens in zip(owners, choices, chosen(choices, logits), strict=True):
-            assert len(tokens) == len(choice.rows)
-            for row, token in zip(choice.rows, tokens):
-                found[number][choice.step][row] = token
+        for number, batch, tokens in zip(owners, batches, chosen(batches, logits), strict=True):
+            assert len(tokens) == len(batch.rows)
+            for row, token in zip(batch.rows, tokens):
+                found[number][batch.token_index][row] = token
                 positions[number][row] += 1
         assert torch.equal(torch.nan_to_num(logits), torch.nan_to_num(before)), "the step's logits were written to"
 
@@ -325,8 +325,8 @@ def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> Non
             return original(self, ids, scores)
 
         monkeypatch.setattr(kind, "__call__", counted)
-    choices = [Choice(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
-    assert chosen(choices, torch.cat([call.logits[0] for call in calls])) == expected
+    batches = [SamplingBatch(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
+    assert chosen(batches, torch.cat([call.logits[0] for call in calls])) == expected
     assert counts == {kind.__name__: 1 for kind in kinds}
 
 
@@ -336,14 +336,14 @@ def test_a_parameter_that_changes_on_the_way() -> None:
     expected = []
     for i, call in enumerate(calls):
         generator = torch.Generator().manual_seed(i)
-        probs = [(logits / (0.2 + step * (1 + i))).softmax(-1) for step, logits in enumerate(call.logits)]
+        probs = [(logits / (0.2 + token_index * (1 + i))).softmax(-1) for token_index, logits in enumerate(call.logits)]
         expected.append([torch.multinomial(p, 1, generator=generator)[0].tolist() for p in probs])
     found: list[list[list[int]]] = [[], [], []]
-    for step in range(4):
+    for token_index in range(4):
         for i, call in enumerate(calls):
-            call.processors[0].temperature = 0.2 + step * (1 + i)
-        choices = [Choice(call.sampler, [0], step, [i], step) for i, call in enumerate(calls)]
-        for i, tokens in enumerate(chosen(choices, torch.cat([call.logits[step] for call in calls]))):
+            call.processors[0].temperature = 0.2 + token_index * (1 + i)
+        batches = [SamplingBatch(call.sampler, [0], token_index, [i], token_index) for i, call in enumerate(calls)]
+        for i, tokens in enumerate(chosen(batches, torch.cat([call.logits[token_index] for call in calls]))):
             found[i].append(tokens)
     assert found == expected
 
@@ -399,8 +399,8 @@ def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
     def never(ids: Tensor, scores: Any) -> Tensor:
         return ids[:, -1] < 0
 
-    choices = [
-        Choice(
+    batches = [
+        SamplingBatch(
             RowSampler(own, None, processor_kinds(own), never, table, table.add(ids[:, : 4 + i]), 4 + i, meta),
             [0, 1],
             0,
@@ -409,7 +409,7 @@ def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
         )
         for i, own in enumerate(processors)
     ]
-    found = choose_tokens(choices, torch.zeros(8, 40, device=meta))
+    found = sample_tokens(batches, torch.zeros(8, 40, device=meta))
     assert found.places == [0, 2, 4, 6] and found.tokens.shape == (8,)
     with pytest.raises(NotImplementedError):
         found.read()
@@ -481,7 +481,7 @@ def test_greedy_takes_a_nan_as_torch_does() -> None:
     assert run([call]) == [call.expected()]
 
 
-# StepNoise
+# SamplingNoise
 
 
 # Whole models

@@ -46,7 +46,7 @@ class TorchStep:
         return self._attend(query, params, None)
 
     def _attend(self, query: Tensor, params: AttentionParams, begun: Tensor | None) -> Tensor:
-        """Of all sequences; or of those behind the first `num_decodes`, whose results `begun` has already."""
+        """Attention of all sequences; or of those behind the first `num_decodes`, whose results `begun` has."""
         metadata = self._metadata
         return reference.paged_attention(
             query,

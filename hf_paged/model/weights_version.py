@@ -1,4 +1,4 @@
-"""`ModelState`: what keys and values depend on in the model itself, as a key for the prefix cache."""
+"""`WeightsVersion`: what keys and values depend on in the model itself, as a key for the prefix cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules
-from hf_paged.model.module_calls import CALL, is_library_code
+from hf_paged.model.module_overrides import CALL, is_library_code
 from hf_paged.model.packed_linears import PackedLinears
 
 # Attributes of these types are part of what a module computes.
@@ -27,7 +27,7 @@ _NUMBERS = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
-class ModelState:
+class WeightsVersion:
     """Notices that a model's weights, code, numbers, adapters or hooks changed since it was last asked.
 
     In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
@@ -48,7 +48,7 @@ class ModelState:
     def __init__(
         self, model: nn.Module, linears: PackedLinears | None = None, fused: FusedLayers | None = None
     ) -> None:
-        """Of `model`; `linears` hold copies of its weights, `fused` its code: dropped when those change."""
+        """Watches `model`; `linears` hold copies of its weights, `fused` its code: dropped when those change."""
         self._model = weakref.ref(model)
         self._linears = linears
         self._fused = fused
@@ -187,7 +187,7 @@ class ModelState:
             if made is not None:
                 made.forget()
 
-    def note_step(self, optimizer: Optimizer) -> None:
+    def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""
         model = self._model()
         if model is not None and not self._was_stepped:
@@ -195,7 +195,7 @@ class ModelState:
             self._was_stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-_STATES: weakref.WeakSet[ModelState] = weakref.WeakSet()
+_STATES: weakref.WeakSet[WeightsVersion] = weakref.WeakSet()
 _STATES_LOCK = threading.Lock()
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(
@@ -206,14 +206,14 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 @lru_cache
 def _watch_optimizers() -> None:
     """One hook for the process, never removed: torch iterates over its hooks while a finalizer might remove one."""
-    register_optimizer_step_post_hook(_note_step)  # type: ignore[no-untyped-call]
+    register_optimizer_step_post_hook(_note_optimizer_step)  # type: ignore[no-untyped-call]
 
 
-def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _note_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with _STATES_LOCK:
         states = list(_STATES)
     for state in states:
-        state.note_step(optimizer)
+        state.note_optimizer_step(optimizer)
 
 
 def why_not_whole(model: nn.Module) -> str | None:
@@ -255,7 +255,7 @@ def is_batch_dependent(rope_type: Any) -> bool:
 
 
 def _number_names(module: nn.Module) -> list[str]:
-    """Of attributes that it may compute with: not torch's own, nor what transformers notes in private ones."""
+    """Names of attributes that it may compute with: not torch's own, nor private ones of transformers."""
     if is_batch_dependent(getattr(module, "rope_type", None)):
         return []
     is_of_transformers = type(module).__module__.startswith("transformers.")
@@ -272,7 +272,7 @@ def _is_tuner(module: nn.Module) -> bool:
 
 
 def _adapters(tuners: list[Any]) -> Hashable:
-    """Of PEFT's tuner layers, by their attributes: which adapters are active, merged or disabled, and their scaling."""
+    """Which adapters of PEFT's tuner layers are active, merged or disabled, and their scaling."""
     return tuple(
         (
             tuple(module.active_adapters),

@@ -1,4 +1,4 @@
-"""`ModuleCall`: another way to compute one of the model's modules, in the engine's forwards only."""
+"""`ModuleOverride`: another way to compute one of the model's modules, in the engine's forwards only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hf_paged.kernels.layers import InputError
 CALL = "_compiled_call_impl"
 
 
-class ModuleCall:
-    """Stands in for a module, on one thread, inside `calling`. By default one of a single input.
+class ModuleOverride:
+    """Stands in for a module, on one thread, inside `overriding`. By default one of a single input.
 
     Attributes:
         module: What it stands in for, and
@@ -63,14 +63,14 @@ class ModuleCall:
 
 
 # What is called at the moment, on any thread, by the list's id.
-_TAKEN: dict[int, list[ModuleCall]] = {}
+_TAKEN: dict[int, list[ModuleOverride]] = {}
 
 
 @contextmanager
-def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
+def overriding(calls: Iterable[ModuleOverride]) -> Iterator[None]:
     """Within it, forwards on this thread compute these modules the other way.
 
-    Not those that somebody else has given a forward of their own since.
+    Not those that have been given a forward of their own since.
     """
     taken = [call for call in calls if is_untouched(call.module) and type(call.module).forward is call.own]
     thread_id = threading.get_ident()
@@ -85,7 +85,7 @@ def calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
         _TAKEN.pop(id(taken), None)
 
 
-def _give_back(calls: Iterable[ModuleCall]) -> None:
+def _give_back(calls: Iterable[ModuleOverride]) -> None:
     for call in calls:
         call.module.__dict__.pop(CALL, None)
         call.thread_id = None
@@ -103,7 +103,7 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 
 
 @contextmanager
-def not_calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
+def not_overriding(calls: Iterable[ModuleOverride]) -> Iterator[None]:
     """Within it this thread's forwards compute these modules as they are, also inside of one that doesn't."""
     thread_id = threading.get_ident()
     held = [call for call in calls if call.thread_id == thread_id]
@@ -117,12 +117,12 @@ def not_calling(calls: Iterable[ModuleCall]) -> Iterator[None]:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether nobody gave it a forward of its own (accelerate's hooks), compiled it, or is computing it our way now."""
+    """Whether it has no forward of its own (accelerate's hooks), is not compiled, and not computed our way now."""
     return "forward" not in module.__dict__ and CALL not in module.__dict__
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at its forwards, or changes them."""
+    """Whether hooks look at its forwards, or change them."""
     return bool(module._forward_hooks or module._forward_pre_hooks or _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS)
 
 

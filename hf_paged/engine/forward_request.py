@@ -1,4 +1,4 @@
-"""`ForwardItem`: a caller's forward while the worker computes it together with everybody else's."""
+"""`ForwardRequest`: a caller's forward while the worker computes it together with all others'."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import Handover, hand_out
-from hf_paged.sampling.sampler import Choice, Outcome
+from hf_paged.sampling.sampler import Outcome, SamplingBatch
 
 
-class ForwardItem:
-    """Sequences whose pending tokens a waiting caller wants computed, and the logits it wants of them.
+class ForwardRequest:
+    """Sequences whose uncomputed tokens a waiting caller wants computed, and the logits it wants of them.
 
     Attributes:
         output: `[rows, K, vocab_size]` when done, `None` if K is 0.
@@ -31,7 +31,7 @@ class ForwardItem:
         worker: StepWorker,
         sequences: list[Sequence],
         wanted: np.ndarray,
-        caller: DecodingLoop | None = None,
+        loop: DecodingLoop | None = None,
     ) -> None:
         """Queues the sequences. The pool's lock is held.
 
@@ -40,27 +40,27 @@ class ForwardItem:
             worker: Runs them.
             sequences: What to compute.
             wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
-            caller: The loop that this is a forward of.
+            loop: The loop that this is a forward of.
         """
         self._pool = pool
         self._worker = worker
         self._sequences = sequences
         self._wanted = wanted
-        self._caller = caller
+        self._loop = loop
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._computed: Handover | None = None
         self.output: Tensor | None = None
         has_wanted = wanted.shape[1] > 0
-        pending = [(row, s) for row, s in enumerate(sequences) if s.num_pending_tokens > 0]
-        for row, sequence in pending:
+        uncomputed = [(row, s) for row, s in enumerate(sequences) if s.num_uncomputed_tokens > 0]
+        for row, sequence in uncomputed:
             # Tokens before the first wanted one may come from the prefix cache.
             sequence.logits_from = int(wanted[row].min()) if has_wanted else sequence.num_tokens
             is_last = wanted.shape[1] == 1 and sequence.logits_from == sequence.num_tokens - 1
             sequence.wanted = None if is_last else wanted[row].tolist()
-        worker.loop.decoding_loops.arrive(caller, len(sequences))
-        if pending:
-            worker.add(self, pending)
+        worker.loop.decoding_loops.arrive(loop, len(sequences))
+        if uncomputed:
+            worker.add(self, uncomputed)
         else:
             self._finish()
 
@@ -70,24 +70,24 @@ class ForwardItem:
         return self._done.is_set()
 
     def wait(self) -> Tensor | None:
-        """Blocks until all logits are there. Interrupted, it leaves the sequences as they are, with nobody waiting.
+        """Blocks until all logits are there. Interrupted, it leaves the sequences as they are, not waited for.
 
         Raises:
             Exception: Whatever the step raised that only this forward's rows were in.
         """
-        caller = self._caller
-        if caller is not None:
-            caller.on_cancel = lambda: self._worker.loop.order(self._give_up)
-            if caller.is_cancelled:
-                caller.on_cancel()
+        loop = self._loop
+        if loop is not None:
+            loop.on_cancel = lambda: self._worker.loop.order(self._give_up)
+            if loop.is_cancelled:
+                loop.on_cancel()
         try:
             self._worker.wait(self, self._done)
         except BaseException:
             self.cancel()
             raise
         finally:
-            if caller is not None:
-                caller.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made
+            if loop is not None:
+                loop.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made
         if self._error is not None:
             raise self._error
         if self._computed is not None:
@@ -107,10 +107,10 @@ class ForwardItem:
         if not self.is_done:
             self.fail(CallCancelledError())
 
-    # LogitsSink
+    # LogitsConsumer
 
     @torch.no_grad()
-    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
+    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[SamplingBatch]:
         if rows:
             num_columns, vocab_size = self._wanted.shape[1], logits.shape[-1]
             # Which of a row's K they are, in the order in which the sequence asked for them.
@@ -133,13 +133,13 @@ class ForwardItem:
             self._computed = Handover(logits.device)
         for sequence in self._sequences:
             # Should it be preempted for the others from here on, that is the next forward's business.
-            if sequence.num_pending_tokens == 0:
+            if sequence.num_uncomputed_tokens == 0:
                 self._worker.loop.remove(sequence)
         if not any(sequence.is_wanted for sequence in self._sequences):
             self._finish()
         return []
 
-    def expect_tokens(self, rows: list[int], place: int) -> None:
+    def add_placeholders(self, rows: list[int], place: int) -> None:
         raise NotImplementedError("a forward wants logits")
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
@@ -154,5 +154,5 @@ class ForwardItem:
             return
         for sequence in self._sequences:
             self._worker.loop.remove(sequence)
-        self._worker.loop.decoding_loops.leave(self._caller)
+        self._worker.loop.decoding_loops.leave(self._loop)
         self._done.set()

@@ -1,4 +1,4 @@
-"""`FlatForward`: a caller's padded rows as sequences with pending tokens, ready for the flat batch."""
+"""`PackedForward`: a caller's padded rows as sequences with uncomputed tokens, ready for the packed batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.sequence import GivenToken, Sequence
 from hf_paged.model.forward_call import ForwardCall
-from hf_paged.model.model_state import ModelState
+from hf_paged.model.weights_version import WeightsVersion
 
 
 def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_positions: bool) -> list[int] | None:
@@ -24,7 +24,7 @@ def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes
         active: Rows of the cache that the call is about.
         takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
-    if cache.is_opaque:
+    if cache.is_padded:
         return None
     length = call.tokens.shape[1]
     width = cache.get_seq_length()
@@ -66,8 +66,8 @@ def sees_padding(call: ForwardCall, padding: list[int], width: int) -> bool:
 
 
 @dataclass(slots=True)
-class FlatForward:
-    """One call whose rows run in the flat batch.
+class PackedForward:
+    """One call whose rows run in the packed batch.
 
     Attributes:
         call: The call, reduced to its active rows.
@@ -86,7 +86,7 @@ class FlatForward:
     @classmethod
     def make(
         cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int, takes_positions: bool
-    ) -> FlatForward:
+    ) -> PackedForward:
         """The forward of `call`'s rows; where it gives no position ids, a token's position is its column."""
         given = call.on_host().position_ids
         if not takes_positions:  # a token's place is its index in the sequence
@@ -111,18 +111,18 @@ class FlatForward:
         positions = self.call.on_host().position_ids
         return 1 + (self.width + self.length - 1 if positions is None else int(positions.max()))
 
-    def extend_sequences(self, model_state: ModelState | None, salt: tuple[Hashable, ...] = ()) -> None:
+    def extend_sequences(self, weights_version: WeightsVersion | None, salt: tuple[Hashable, ...] = ()) -> None:
         """Adds the call's tokens to its sequences. What was given as embeddings is copied: the caller may write to it.
 
         Args:
-            model_state: Asked for the key of the model's weights; `None` when they can't have changed since the last
-                call.
+            weights_version: Asked for the key of the model's weights; `None` when they can't have changed since the
+                last call.
             salt: Part of the prefix-cache key of sequences that begin.
         """
         # Hashing full blocks and recomputing preempted ones need the new ids.
         given = self.call.on_host().input_ids
         new_ids = None if given is None else given.tolist()
-        state = None if model_state is None else model_state.key()
+        state = None if weights_version is None else weights_version.key()
         embeds = None if self.call.inputs_embeds is None else self.call.inputs_embeds.detach().clone()
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)
@@ -130,7 +130,7 @@ class FlatForward:
                 sequence.position_offset, sequence.is_stale = self.offsets[row] or 0, False
                 sequence.extra_key = (*(state or ()), sequence.position_offset, *salt)
             elif state is not None and sequence.extra_key[: len(state)] != state:
-                if sequence.num_pending_tokens:
+                if sequence.num_uncomputed_tokens:
                     sequence.check_state(state)
                 sequence.is_stale = True  # older weights or another adapter wrote the beginning: only the pool has it
             assert sequence.token_ids is not None, "tokens behind unknown ones"

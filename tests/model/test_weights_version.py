@@ -1,4 +1,4 @@
-"""`ModelState`: a key that moves whenever keys and values of the same tokens would come out different."""
+"""`WeightsVersion`: a key that moves whenever keys and values of the same tokens would come out different."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_paged.model.model_state import ModelState
+from hf_paged.model.weights_version import WeightsVersion
 
 
 def make_net() -> nn.Sequential:
@@ -29,7 +29,7 @@ class Watch:
     """A state and all the keys it ever had."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.state = ModelState(model)
+        self.state = WeightsVersion(model)
         self.keys: list[Hashable] = [self.state.key()]
 
     def assert_moved(self) -> None:
@@ -317,7 +317,7 @@ def test_numbers_leave_copies_of_weights_alone(net: nn.Sequential) -> None:
             return False
 
     net.append(Scaled())
-    state = ModelState(net, Made("linears"), Made("fused"))  # type: ignore[arg-type]
+    state = WeightsVersion(net, Made("linears"), Made("fused"))  # type: ignore[arg-type]
     state.key()
     dropped.clear()
     before, moves = state.key(), state.num_moves
@@ -392,7 +392,7 @@ def test_a_model_without_weights() -> None:
 
 def test_the_model_is_held_weakly() -> None:
     net = make_net()
-    state, alive = ModelState(net), weakref.ref(net)
+    state, alive = WeightsVersion(net), weakref.ref(net)
     state.key()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     del net
@@ -407,17 +407,17 @@ def test_a_state_leaves_nothing_behind() -> None:
     """All states of the process share one hook on its optimizers, which doesn't keep them."""
     from torch.optim import optimizer as module
 
-    from hf_paged.model import model_state
+    from hf_paged.model import weights_version
 
     net = make_net()
-    first = ModelState(net)
-    num_hooks, num_states = len(module._global_optimizer_post_hooks), len(model_state._STATES)
-    second = ModelState(net)
-    assert len(module._global_optimizer_post_hooks) == num_hooks and len(model_state._STATES) == num_states + 1
+    first = WeightsVersion(net)
+    num_hooks, num_states = len(module._global_optimizer_post_hooks), len(weights_version._STATES)
+    second = WeightsVersion(net)
+    assert len(module._global_optimizer_post_hooks) == num_hooks and len(weights_version._STATES) == num_states + 1
     alive = weakref.ref(second)
     del second
     gc.collect()
-    assert alive() is None and len(model_state._STATES) == num_states and first in model_state._STATES
+    assert alive() is None and len(weights_version._STATES) == num_states and first in weights_version._STATES
 
 
 def test_meta_and_inference_tensors_are_no_obstacle() -> None:
@@ -458,7 +458,7 @@ def adapters() -> Adapters:
 
 @pytest.mark.parametrize("watched", ["base", "model"])
 def test_adapters_have_keys_of_their_own(adapters: Adapters, watched: str) -> None:
-    state = ModelState(getattr(adapters, watched))
+    state = WeightsVersion(getattr(adapters, watched))
     seen: dict[Hashable, Tensor] = {}
 
     def look() -> Hashable:
@@ -483,7 +483,7 @@ def test_adapters_have_keys_of_their_own(adapters: Adapters, watched: str) -> No
 
 def test_merging_and_scaling_move_the_key(adapters: Adapters) -> None:
     helpers = pytest.importorskip("peft.helpers")
-    state = ModelState(adapters.base)
+    state = WeightsVersion(adapters.base)
     plain = state.key()
     adapters.model.merge_adapter()
     assert state.key() != plain

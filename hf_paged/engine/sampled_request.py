@@ -1,4 +1,4 @@
-"""`SampleRun`: a greedy or sampling call whose rows the engine drives, each as fast as it gets its logits."""
+"""`SampledRequest`: a greedy or sampling call whose rows the engine drives, each as fast as it gets its logits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
-from hf_paged.sampling.random import StepNoise
-from hf_paged.sampling.sampler import Choice, Outcome, RowSampler
+from hf_paged.sampling.random import SamplingNoise
+from hf_paged.sampling.sampler import Outcome, RowSampler, SamplingBatch
 from hf_paged.sampling.token_table import TokenTable
 
 TokenCallback = Callable[[int], None]
@@ -87,12 +87,12 @@ class _Row:
     finish_reason: str | None = None
 
 
-class SampleRun:
+class SampledRequest:
     """Rows that are scheduled, sampled and finished one by one.
 
     Whatever runs beside it, and whichever of its rows are ahead, the tokens are those of transformers' loop over the
     whole batch: processors and criteria are transformers' own and look at one row at a time, and noise belongs to a
-    step and a row.
+    token and a row.
 
     Attributes:
         rows: The rows of the result.
@@ -104,7 +104,7 @@ class SampleRun:
         call: SampleCall,
         pool: KVPool,
         worker: StepWorker,
-        state_key: tuple[Hashable, ...],
+        weights_key: tuple[Hashable, ...],
         batch_key: Hashable,
         on_token: TokenCallback | None = None,
         on_end: Callable[[], None] | None = None,
@@ -115,7 +115,7 @@ class SampleRun:
             call: What to generate.
             pool: Tables and scheduler.
             worker: Runs the steps.
-            state_key: State of the model's weights, part of the prefix-cache key.
+            weights_key: State of the model's weights, part of the prefix-cache key.
             batch_key: Rows of another key never share a step with these.
             on_token: Called with every token of row 0, with the pool's lock held: it must only hand it on.
             on_end: Called when the run is over, with the pool's lock held.
@@ -131,7 +131,7 @@ class SampleRun:
         self.rows = [_Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._max_context = pool.max_context
-        self._noise = StepNoise(call.generator, num_rows) if call.generator is not None else None
+        self._noise = SamplingNoise(call.generator, num_rows) if call.generator is not None else None
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
         if call.ends.others is not None or needs_ids(call.processors):
@@ -151,7 +151,7 @@ class SampleRun:
             width=self._width,
             device=None if stays else call.device,
         )
-        pending: list[tuple[int, Sequence]] = []
+        uncomputed: list[tuple[int, Sequence]] = []
         salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
         for row in range(0, num_rows, call.num_samples):
             group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
@@ -159,10 +159,10 @@ class SampleRun:
             sequence.token_ids = call.prompts[row].copy()
             sequence.num_tokens = sequence.num_prompt_tokens = len(sequence.token_ids)
             sequence.logits_from = sequence.num_tokens - 1
-            sequence.extra_key = (*state_key, 0, *salt)
+            sequence.extra_key = (*weights_key, 0, *salt)
             self.rows[row].sequence = sequence
-            pending.append((row, sequence))
-        worker.add(self, pending)
+            uncomputed.append((row, sequence))
+        worker.add(self, uncomputed)
 
     @property
     def is_done(self) -> bool:
@@ -170,8 +170,8 @@ class SampleRun:
         return self._done.is_set()
 
     @property
-    def num_steps(self) -> int:
-        """Steps that transformers' loop would have taken."""
+    def num_new_columns(self) -> int:
+        """New columns of the result: tokens of its longest row."""
         return max(len(row.tokens) for row in self.rows)
 
     @property
@@ -190,7 +190,7 @@ class SampleRun:
     def result(self) -> Tensor:
         """`[rows, width + steps]`, as transformers' loop returns it."""
         ids = self._call.input_ids.to(torch.int64)
-        new = np.full((len(self.rows), self.num_steps), self._call.pad_token_id, dtype=np.int64)
+        new = np.full((len(self.rows), self.num_new_columns), self._call.pad_token_id, dtype=np.int64)
         for index, row in enumerate(self.rows):
             new[index, : len(row.tokens)] = row.tokens
         return to_device(torch.cat([ids, torch.from_numpy(new)], dim=1), self._call.device)
@@ -200,7 +200,7 @@ class SampleRun:
         for row in self.rows:
             self._end(row, "cancelled")
 
-    # LogitsSink
+    # LogitsConsumer
 
     def fail(self, error: BaseException) -> None:
         if not self.is_done:
@@ -208,14 +208,14 @@ class SampleRun:
             for row in self.rows:
                 self._end(row, "error")
 
-    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[Choice]:
-        oldest, starts = self._oldest_step(), batch.logit_starts
+    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[SamplingBatch]:
+        oldest, starts = self._oldest_index(), batch.logit_starts
         return [
-            Choice(self._sampler, samples, step, sources, oldest)
-            for step, samples, sources in self._at_step(rows, [starts[place] for place in places])
+            SamplingBatch(self._sampler, samples, token_index, sources, oldest)
+            for token_index, samples, sources in self._by_index(rows, [starts[place] for place in places])
         ]
 
-    def expect_tokens(self, rows: list[int], place: int) -> None:
+    def add_placeholders(self, rows: list[int], place: int) -> None:
         for own, index in enumerate(rows, place):
             row = self.rows[index]
             sequence = row.sequence
@@ -227,7 +227,7 @@ class SampleRun:
             if is_last or sequence.num_tokens >= self._max_context:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
             else:
-                self._pool.scheduler.expect_token(sequence, own)
+                self._pool.scheduler.add_placeholder(sequence, own)
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
         # A row may have ended since: that step began before its last token was known.
@@ -239,18 +239,18 @@ class SampleRun:
         for row, token, stops in compress(zip(rows, *outcome, strict=True), is_open):
             self._append(row, token, stops)
 
-    def _at_step(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
+    def _by_index(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
         """Rows whose result has the same length, and where their logits are: usually all rows."""
-        at_step: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        by_index: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for row, start in zip(rows, starts, strict=True):
             for sample in range(row, row + self._split(row)):
-                samples, sources = at_step[self.rows[sample].num_chosen]
+                samples, sources = by_index[self.rows[sample].num_chosen]
                 samples.append(sample)
                 sources.append(start)
-        return [(step, *at_step[step]) for step in sorted(at_step)]
+        return [(token_index, *by_index[token_index]) for token_index in sorted(by_index)]
 
-    def _oldest_step(self) -> int:
-        """The step of the open row that is furthest behind, as far as the host knows: the run may end there."""
+    def _oldest_index(self) -> int:
+        """Tokens of the open row that is furthest behind, as far as the host knows: the run may end there."""
         if len(self.rows) == 1:
             return len(self.rows[0].tokens)
         return min((len(row.tokens) for row in self.rows if row.finish_reason is None), default=0)
@@ -286,10 +286,10 @@ class SampleRun:
             self._end(row, "length")
         else:
             assert row.sequence is not None
-            if not row.sequence.expects_tokens:
+            if not row.sequence.has_placeholders:
                 row.sequence.is_wanted = True
-                self._pool.scheduler.expect_token(row.sequence, -1)  # it is known right away
-            self._pool.scheduler.reveal_token(row.sequence, token)
+                self._pool.scheduler.add_placeholder(row.sequence, -1)  # it is known right away
+            self._pool.scheduler.resolve_token(row.sequence, token)
 
     def _end(self, row: _Row, reason: str) -> None:
         if row.finish_reason is not None:
@@ -305,7 +305,7 @@ class SampleRun:
             if self._table is not None:
                 self._table.remove(self._table_rows)
             if self._noise is not None:
-                self._noise.rewind(self.num_steps)
+                self._noise.rewind(self.num_new_columns)
             self._done.set()
             if on_end is not None:
                 on_end()

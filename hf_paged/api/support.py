@@ -48,7 +48,7 @@ class SupportReport:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, the tokens that it keeps; `None`: all. Empty if not supported."""
+        """The tokens that each layer keeps; `None`: all. Empty if not supported."""
         return () if self.traits is None else tuple(layer.window for layer in self.traits.layers)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -252,7 +252,7 @@ def _regime_length(config: PreTrainedConfig) -> int:
 
 
 def _stated_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Of each layer the window that the config states."""
+    """The window that the config states for each layer."""
     window, num_layers = getattr(config, "sliding_window", None), config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     if not isinstance(window, int) or window < 1 or len(kinds) != num_layers:

@@ -233,7 +233,7 @@ def pad_tables(blocks: np.ndarray, num_blocks: np.ndarray, null_block: int, dtyp
 def padded_tables(
     groups: Sequence[GroupTables], windows: Sequence[int | None], null_block: int, dtype: type[np.integer]
 ) -> list[np.ndarray]:
-    """Of each group of layers `[S, N]` block tables, with the null block where blocks were given back, too.
+    """`[S, N]` block tables of each group of layers, with the null block where blocks were given back, too.
 
     Args:
         groups: Of a step.

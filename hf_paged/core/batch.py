@@ -106,7 +106,7 @@ class Batch(BlockMoves):
 
     @property
     def chunks(self) -> list[tuple[int, int, int]]:
-        """Of each row its sequence, its first token and how many there are."""
+        """The sequence, first token and number of tokens of each row."""
         return list(zip(self.seq_ids, self.starts, self.query_lens, strict=True))
 
     def digests(self) -> dict[str, str]:

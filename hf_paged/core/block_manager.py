@@ -126,7 +126,7 @@ class BlockManager:
         return -(-(window - 1 + chunk) // self.block_size) + 1
 
     def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
-        """Of each group of layers, `blocks` of these sequences."""
+        """`blocks` of these sequences, for each group of layers."""
         tables = self._tables
         others = range(1, len(self.windows))
         first = [tables[seq_id].blocks for seq_id in seq_ids]

@@ -67,7 +67,7 @@ class BlockTable:
 
     @classmethod
     def empty(cls, num_groups: int) -> BlockTable:
-        """Of a sequence without tokens."""
+        """The table of a sequence without tokens."""
         return cls([array("i") for _ in range(num_groups)], [0] * num_groups)
 
     def __post_init__(self) -> None:

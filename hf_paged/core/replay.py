@@ -48,7 +48,7 @@ class Replay:
     """
 
     def __init__(self, header: dict[str, Any]) -> None:
-        """Of the first line.
+        """Begins with the first line.
 
         Raises:
             ValueError: It is not that of a recording.

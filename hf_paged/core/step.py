@@ -28,7 +28,7 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether decodes of its batch key may join, whoever's they are."""
+        """Whether decodes of its batch key may join, of any owner."""
         return self.has_key and self.only is None and not self.needs_tokens
 
     @property

@@ -93,7 +93,7 @@ class RowStore:
                 self._core.scheduler.keep_past(sequence)
 
     def windows(self) -> list[int | None]:
-        """Of each layer, the last tokens that it keeps and a query sees, itself included; `None`: all."""
+        """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
         return [layer.window for layer in self._core.traits.layers]
 
     def hold(self, sequences: Iterable[Sequence], is_idle: bool) -> None:

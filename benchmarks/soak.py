@@ -920,7 +920,7 @@ class Soak:
         """What the engine's queues hold; all empty when nothing runs."""
         core, loop = self.engine.core, self.engine.core.worker.loop
         return {
-            "sinks": list(core.executor.sinks),
+            "consumers": list(core.executor.consumers),
             "loops": list(loop.decoding_loops._loops),
             "runs": list(core.runs),
             "active requests": list(self.engine._submissions._active),

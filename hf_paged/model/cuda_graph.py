@@ -74,7 +74,8 @@ class DecodeInputs:
         """Allocates for `max_rows` sequences of up to `max_blocks` blocks in each of `num_groups` groups of layers."""
         self.block_size, self.null_block = block_size, null_block
         self.max_rows, self.max_blocks, self.num_groups = max_rows, max_blocks, num_groups
-        is_pinned, shape = device.type == "cuda", (num_groups, max_rows, max_blocks)
+        self._line = -(-max_rows // 4) * 4  # all lines begin at multiples of 16 bytes: else they are another kernel's
+        is_pinned, shape = device.type == "cuda", (num_groups, self._line, max_blocks)
         self._staged_tables = torch.empty(math.prod(shape), dtype=torch.int32, pin_memory=is_pinned)
         self._tables = torch.full(shape, null_block, dtype=torch.int32, device=device)
         self._last_tables: np.ndarray | None = None
@@ -88,12 +89,14 @@ class DecodeInputs:
         rows, device, num_lines = self.max_rows, self._tables.device, 4 + self.num_groups
         lens = [kind.max_items(rows) + kind.max_split(rows) for kind in kinds]
         num_work = 2 * sum(lens)  # numbers of int64
-        self._staged = torch.zeros(num_work + num_lines * rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._staged = torch.zeros(
+            num_work + num_lines * self._line, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
         self._sendable = torch.zeros_like(self._staged, device=device)
 
         def parts(tensor: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             work = tensor[:num_work].view(torch.int32).view(-1, 4).split(lens) if kinds else ()
-            return tensor[num_work:].view(num_lines, rows), work
+            return tensor[num_work:].view(num_lines, self._line), work
 
         staged, staged_work = parts(self._staged)
         self._host = staged.numpy()

@@ -102,7 +102,7 @@ def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
 @pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=name_of)
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
     """Would break: rows evicted and computed again in chunks of three tokens."""
-    pair = make_pair(name, block_size=2, num_blocks=least_blocks(name, 19, 2, 3), max_num_batched_tokens=3)
+    pair = make_pair(name, block_size=2, num_blocks=least_blocks(name, 19, 2, 3) + 1, max_num_batched_tokens=3)
     pair.generate(**ragged_batch(), max_new_tokens=8, **arguments)
     assert pair.delta["num_preemptions"] > 0
     assert max(pair.seen) <= 3

@@ -35,8 +35,8 @@ def on_steps_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 def let_caller_first(device: torch.device) -> None:
     """Steps that are launched from here on wait, on the device, for what this thread has queued there."""
-    if device.type == "cuda":
-        steps_stream(device).wait_stream(torch.cuda.current_stream(device))
+    if device.type == "cuda" and (own := torch.cuda.current_stream(device)) != steps_stream(device):
+        steps_stream(device).wait_stream(own)
 
 
 def let_steps_first(device: torch.device) -> None:

@@ -55,6 +55,13 @@ class DecodingLoop:
         self.retry_at = 0
         self.num_misses = 0
 
+    def cancel(self) -> None:
+        """Ends it at its next forward. Takes no lock."""
+        self.is_cancelled = True
+        on_cancel = self.on_cancel
+        if on_cancel is not None:
+            on_cancel()
+
     def check_cancelled(self) -> None:
         """Raises `CallCancelledError` if it is cancelled."""
         if self.is_cancelled:

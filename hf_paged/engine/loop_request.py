@@ -44,13 +44,6 @@ class LoopRequest:
         self._cache_salt = cache_salt
         self._on_end = on_end
 
-    def abandon(self) -> None:
-        """Ends it at its next forward. Takes no lock."""
-        self._loop.is_cancelled = True
-        on_cancel = self._loop.on_cancel
-        if on_cancel is not None:
-            on_cancel()
-
     def run(self) -> None:
         """Runs it to its end."""
         state, call = self._state, self._call

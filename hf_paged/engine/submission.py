@@ -164,7 +164,7 @@ class Submissions:
 
         loop = DecodingLoop(priority, state.request_id)
         request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end)
-        self._active[state.request_id] = _Active(state, request.abandon, loop)
+        self._active[state.request_id] = _Active(state, loop.cancel, loop)
         job = self._threads.add(loop, request.run)
 
         def wake() -> None:
@@ -173,7 +173,7 @@ class Submissions:
                 state.finish([[]], ["cancelled"])
             self._calls.wake()
 
-        return request.abandon, wake
+        return loop.cancel, wake  # the handle's finalizer must not lead to the state, as above
 
     def generate(
         self,

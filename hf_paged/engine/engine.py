@@ -321,7 +321,6 @@ class Engine:
     def freeze(self) -> None:
         """At the interpreter's end: no step runs any more."""
         self.core.worker.freeze()
-        self._threads.freeze()
 
     def start_anew(self) -> None:
         """In a forked child: all that ran in the parent fails here, and its caches are lost."""

@@ -6,10 +6,13 @@ import atexit
 import functools
 import os
 import threading
+import time
 import weakref
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
+
+EXIT_SECONDS = 1.0  # at the interpreter's end, for our threads to come to a rest
 
 
 class Lasting(Hashable, Protocol):
@@ -30,6 +33,49 @@ def watch(engine: Lasting) -> None:
     _watch_forks()
 
 
+class _Threads:
+    """Our own threads, which are daemons: the interpreter's end stops each where it next runs Python code.
+
+    In the midst of torch's code that aborts the process.
+
+    Attributes:
+        at_work: By thread, whether it may be stopped nevertheless.
+        is_over: None may begin anything.
+    """
+
+    def __init__(self) -> None:
+        self.at_work: dict[int, Callable[[], bool]] = {}
+        self.is_over = False
+
+    def rest(self) -> None:
+        """None begins anything any more, and those at work come to an end, in `EXIT_SECONDS` at most."""
+        self.is_over = True
+        deadline = time.monotonic() + EXIT_SECONDS
+        while not all(is_safe() for is_safe in list(self.at_work.values())) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+_THREADS = _Threads()
+
+
+@contextmanager
+def at_work(is_safe: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Around all that may run torch's code on a thread of ours, to the freeing of what it held. Never left at the end.
+
+    Args:
+        is_safe: Whether the thread may be stopped here: it waits, and not for torch.
+    """
+    own = threading.get_ident()
+    _THREADS.at_work[own] = is_safe
+    try:
+        if _THREADS.is_over:
+            del _THREADS.at_work[own]
+            threading.Event().wait()  # until the process ends
+        yield
+    finally:
+        _THREADS.at_work.pop(own, None)
+
+
 class _Fork(threading.local):
     def __init__(self) -> None:
         self.locks = ExitStack()
@@ -46,6 +92,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     _FORK.locks.close()
+    _THREADS.at_work.clear()  # they are the parent's
     for engine in list(_ENGINES):
         engine.start_anew()
 
@@ -54,6 +101,7 @@ def at_exit() -> None:
     """No step runs any more."""
     for engine in list(_ENGINES):
         engine.freeze()
+    _THREADS.rest()
 
 
 @functools.cache

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import threading
-import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hf_paged.engine.decoding_loop import DecodingLoop
-from hf_paged.engine.worker import EXIT_SECONDS
+from hf_paged.engine.lifetime import at_work
 
 
 class _RequestThread(threading.local):
@@ -63,6 +64,11 @@ class LoopJob:
     run: Callable[[], None] = field(compare=False)
 
 
+def _is_waiting(loop: weakref.ref[DecodingLoop]) -> bool:
+    living = loop()
+    return living is not None and living.is_waiting
+
+
 class RequestThreads:
     """At most so many threads at a time. Not counted: those that wait for a request themselves (in a processor), which
     may be in need of a thread.
@@ -72,9 +78,7 @@ class RequestThreads:
         self._max_threads = max_threads
         self._lock = threading.RLock()  # a wait may be ended by the garbage collector
         self._jobs: list[LoopJob] = []  # a heap
-        self._running: set[DecodingLoop] = set()
         self._numbers = itertools.count()
-        self._is_frozen = False
         self.num_threads = 0
 
     @property
@@ -118,23 +122,11 @@ class RequestThreads:
         _THREAD.owner = self
         while True:
             with self._lock:
-                if not self._jobs or self.num_threads > self._max_threads or self._is_frozen:
+                if not self._jobs or self.num_threads > self._max_threads:
                     self.num_threads -= 1
                     return
                 job = heapq.heappop(self._jobs)
-                self._running.add(job.loop)
-            try:
+            # At the interpreter's end loops come to a forward, where they wait for good, or to their own end.
+            with at_work(functools.partial(_is_waiting, weakref.ref(job.loop))):
                 job.run()
-            finally:
-                self._running.discard(job.loop)
-            del job
-
-    def freeze(self) -> None:
-        """At the interpreter's end: loops come to a forward, where they wait for good, or to their own end.
-
-        Nothing that is queued begins. A thread that were in the midst of torch's code then would abort the process.
-        """
-        self._is_frozen = True
-        deadline = time.monotonic() + EXIT_SECONDS
-        while any(not loop.is_waiting for loop in list(self._running)) and time.monotonic() < deadline:
-            time.sleep(0.001)
+                del job  # and with it the caches of its loop

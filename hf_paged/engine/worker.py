@@ -13,13 +13,13 @@ from hf_paged.core.interrupts import check_interrupt, wait_interruptibly
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.executor import LogitsConsumer, StepExecutor
 from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.lifetime import EXIT_SECONDS, at_work
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.pause import REST_SECONDS, Pause
 from hf_paged.engine.step_loop import StepLoop, without_modes
 from hf_paged.sampling.token_table import TokenTable
 
 IDLE_SECONDS = 2.0  # a worker without work ends after this; the next call starts another
-EXIT_SECONDS = 1.0  # at the interpreter's end, for loops to reach their next forward and stay there
 
 
 class StepWorker:
@@ -228,10 +228,13 @@ def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:
     while True:
         is_woken = woken.wait(REST_SECONDS)
         if not is_woken:
-            rest_threads()
+            with at_work():
+                rest_threads()
             is_woken = woken.wait(IDLE_SECONDS)
         woken.clear()
-        worker = reference()
-        if worker is None or not worker.serve(is_woken):
+        with at_work():
+            worker = reference()
+            goes_on = worker is not None and worker.serve(is_woken)
+            del worker  # which may free the engine
+        if not goes_on:
             return
-        del worker

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -782,6 +783,40 @@ def exit_with_slow_user_code() -> None:
     _KEPT.append((model, _busy(model)))
 
 
+class _SlowToFree:
+    def __init__(self) -> None:
+        self.tensors = [torch.ones(64, 64).view(-1) for _ in range(100)]
+
+    def __del__(self) -> None:
+        while self.tensors:
+            self.tensors.pop().sort()
+            time.sleep(0.001)  # another thread's turn
+
+
+class _Freed:
+    """What a worker's thread serves, and is the last to hold."""
+
+    def __init__(self) -> None:
+        self.begun, self.dropped, self.held = threading.Event(), threading.Event(), _SlowToFree()
+
+    def serve(self, is_woken: bool) -> bool:
+        self.begun.set()
+        return not self.dropped.wait(5)
+
+
+def exit_while_the_engine_is_freed() -> None:
+    """By its own thread, which had the last step in its hands when the model was dropped."""
+    freed, woken = _Freed(), threading.Event()
+    alive, begun, dropped = weakref.ref(freed), freed.begun, freed.dropped
+    woken.set()
+    daemon(hf_paged.engine.worker._serve, alive, woken)
+    begun.wait(5)
+    del freed
+    print("right" if alive() is not None else "wrong")
+    dropped.set()
+    eventually(lambda: alive() is None, "the engine is not freed")
+
+
 def exit_with_other_threads() -> None:
     stock, model = _patched()
     expected = stock.generate(prompt(1), max_new_tokens=30, **ENDLESS)
@@ -966,6 +1001,7 @@ PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
     for process, code in (
         (exit_with_daemon_threads, 0),
         (exit_with_slow_user_code, 0),
+        (exit_while_the_engine_is_freed, 0),
         (exit_with_other_threads, 0),
         (exit_with_handlers_that_generate, 0),
         (exit_by_ctrl_c, -signal.SIGINT),
@@ -987,6 +1023,9 @@ def run_processes(processes: Iterable[Callable[[], None]]) -> None:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                # torch makes its pool of threads anew in the first call of each child, and not safely: threads that
+                # call it at once fail now and then ("Invalid thread pool!").
+                torch.set_num_threads(1)
                 process()
                 return  # to the end of the script, and of this interpreter
             code = _wait_for(pid, PATIENCE)
@@ -1026,7 +1065,11 @@ def test_processes(processes: dict[str, Any], name: str) -> None:
     assert "Fatal" not in found["text"] and "terminate called" not in found["text"] and "wrong" not in found["text"]
     if name.startswith("exit") and name != "exit_by_ctrl_c":
         assert "Traceback" not in found["text"], found["text"]
-        num_right = {"exit_with_other_threads": 3, "exit_with_handlers_that_generate": 4}.get(name, 0)
+        num_right = {
+            "exit_while_the_engine_is_freed": 1,
+            "exit_with_other_threads": 3,
+            "exit_with_handlers_that_generate": 4,
+        }.get(name, 0)
         assert found["text"].count("right") == num_right
     assert found["seconds"] < 20
 

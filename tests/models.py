@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import hf_paged
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.model.wrapper import inner_path
 
 VOCAB = 97
 PAD, BOS, EOS = 0, 1, 2
@@ -299,7 +300,8 @@ def name_of(arguments: dict[str, Any]) -> str:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's list of decoder layers, wherever it keeps it."""
-    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    inner = model.get_submodule(inner_path(model) or "")
+    return next(module for module in inner.modules() if isinstance(module, nn.ModuleList))
 
 
 def watch_tokens(model: nn.Module) -> list[int]:

@@ -150,6 +150,7 @@ class PagedCache(Cache):
         # True once a forward stored tokens that may be padding or whose mask the pool does not know: from then on
         # forwards use the caller's mask over the gathered keys.
         self.is_padded = False
+        self.state: dict[Any, Any] = {}  # what a multimodal model's forwards leave for those behind them
         self._rows: list[Sequence | None] = []  # None: a finished row that gave its blocks back
         self._padding: list[int] = []
         self._fan_out = 1
@@ -213,6 +214,7 @@ class PagedCache(Cache):
             self._rows.clear()
             self._padding.clear()
             self.is_padded = False
+            self.state = {}
 
     def select_active(self, rows: list[int] | None) -> None:
         """Rows that the forward about to run is about; `None`: all."""
@@ -407,6 +409,7 @@ class PagedCache(Cache):
         with self.store.transaction():
             copy._rows += [None if row is None else self.store.fork_sequence(row, apart=True) for row in self._rows]
         copy._padding += self._padding
+        copy.state = dict(self.state)
         copy._fan_out, copy.is_padded, copy._records_past = self._fan_out, self.is_padded, self._records_past
         copy.advance(self._width)
         return copy

@@ -846,4 +846,8 @@ class BlockManager:
         """
         start = len(chain) * self.block_size
         parent = chain[-1] if chain else hashlib.sha256(repr(extra_key).encode()).digest()
-        return hashlib.sha256(parent + array("q", token_ids[start : start + self.block_size]).tobytes()).digest()
+        tokens = token_ids[start : start + self.block_size]
+        own = hashlib.sha256(parent + array("q", tokens).tobytes())
+        if min(tokens) < 0:  # numbers of given tokens are too short to stand for them
+            own.update(b"".join([getattr(token, "digest", b"") for token in tokens]))
+        return own.digest()

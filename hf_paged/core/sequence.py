@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -24,34 +25,64 @@ class GivenToken(int):
 
     Attributes:
         token_id: Its id; 0 for an embedding.
-        position: Its position id.
+        position: Its position id; one of each axis where they differ.
         embeddings: `[tokens, hidden_size]`, a tensor; `None`: it has an id.
         index: Which of them it is.
+        digest: Of all that it was given as, part of the block hash beside its number; empty where that says all.
     """
 
     token_id: int
-    position: int
+    position: int | tuple[int, ...]
     embeddings: Any
     index: int
+    digest: bytes
     _numbers: ClassVar[itertools.count[int]] = itertools.count(2**62)  # beyond all pairs of an id and a position
 
     @classmethod
-    def at(cls, position: int, token_id: int) -> GivenToken:
+    def at(cls, position: int | tuple[int, ...], token_id: int) -> GivenToken:
         """One with an id."""
-        number = 1 + (token_id << 31) + position if 0 <= position < 2**31 else next(cls._numbers)
-        return cls.make(number, token_id, position, None, 0)
+        if isinstance(position, int):
+            number = 1 + (token_id << 31) + position if 0 <= position < 2**31 else next(cls._numbers)
+            return cls.make(number, token_id, position, None, 0)
+        digest = hashlib.sha256(repr((position, token_id)).encode()).digest()
+        return cls.make(cls._number(digest), token_id, position, None, 0, digest)
 
     @classmethod
-    def embedded(cls, position: int, embeddings: Any, index: int) -> GivenToken:
-        """One of some embeddings; equal to itself alone."""
-        return cls.make(next(cls._numbers), 0, position, embeddings, index)
+    def embedded(cls, position: int | tuple[int, ...], embeddings: Any, index: int, content: Any = None) -> GivenToken:
+        """One of some embeddings; equal to those of the same content and position, without a content to itself alone.
+
+        Args:
+            position: Its position id, or those of each axis.
+            embeddings: Of several tokens.
+            index: Which of them it is.
+            content: The bytes of its embedding.
+        """
+        if content is None:
+            return cls.make(next(cls._numbers), 0, position, embeddings, index)
+        digest = hashlib.sha256(repr(position).encode())
+        digest.update(content)
+        return cls.make(cls._number(digest.digest()), 0, position, embeddings, index, digest.digest())
 
     @classmethod
-    def make(cls, number: int, token_id: int, position: int, embeddings: Any, index: int) -> GivenToken:
+    def make(
+        cls,
+        number: int,
+        token_id: int,
+        position: int | tuple[int, ...],
+        embeddings: Any,
+        index: int,
+        digest: bytes = b"",
+    ) -> GivenToken:
         """One that counts as `-number`."""
         self = cls(-number)
         self.token_id, self.position, self.embeddings, self.index = token_id, position, embeddings, index
+        self.digest = digest
         return self
+
+    @staticmethod
+    def _number(digest: bytes) -> int:
+        """Beyond those that are counted."""
+        return 2**62 + 2**61 + (int.from_bytes(digest[:8]) >> 3)
 
 
 @dataclass(slots=True, eq=False)

@@ -179,6 +179,7 @@ class CallerForwards:
                 kv_cache,
                 (width + packed.length, packed.length),
                 call.arguments(),
+                call.twin,
             )
             with self._core.transaction():
                 limit = self._core.traits.regime_length
@@ -209,6 +210,7 @@ class CallerForwards:
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                twin=call.twin,
                 **call.arguments(),
             )
             cache.select_active(None)

@@ -171,7 +171,7 @@ class BlockManager(BlockTables):
         table.num_settled = min(table.num_settled, table.num_committed)
 
     def unmatch(self, seq_id: int) -> None:
-        """Takes back what a sequence that has computed nothing yet began with, and the count of its `PrefixCache.match`.
+        """Takes back what a sequence that has computed nothing yet began with, and the count of its prefix match.
 
         If it has not grown since, the log says nothing of either.
         """

@@ -282,9 +282,10 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def least_blocks(name: str, num_tokens: int, block_size: int, chunk: int) -> int:
+def least_blocks(model: str | PreTrainedModel, num_tokens: int, block_size: int, chunk: int) -> int:
     """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
-    windows = CacheGroups.of(hf_paged.is_supported(build(name)).traits.layers).windows
+    traits = hf_paged.is_supported(build(model) if isinstance(model, str) else model).traits
+    windows = CacheGroups.of(traits.layers).windows
     return BlockManager(1, block_size, windows=windows).most_blocks(num_tokens, chunk)
 
 

@@ -67,6 +67,8 @@ class Batch(BlockMoves):
             has chosen, else -1; `None`: there are none.
         axes: `[T * A]`, positions of all tokens on each of A axes, token by token, if those of any differ.
         embedded: `[E]`, the tokens of the batch that were given as embeddings, which come beside it as a tensor.
+        spans: Runs of tokens that see each other, whichever comes first: a row, and of its sequence's tokens the first
+            of the run and that behind the last.
         logit_rows: `[K]`, the tokens of the batch whose logits are wanted, row after row.
         logit_starts: `[S + 1]`, the first of each row's in `logit_rows`.
         tables: One for each group of layers that cache alike.
@@ -84,6 +86,7 @@ class Batch(BlockMoves):
     placeholders: array[int] | None = None
     axes: array[int] | None = None
     embedded: array[int] = field(default_factory=_int64)
+    spans: tuple[tuple[int, int, int], ...] = ()
     logit_rows: array[int] = field(default_factory=_int64)
     logit_starts: array[int] = field(default_factory=lambda: array("q", [0]))
     tables: tuple[GroupTables, ...] = ()
@@ -185,6 +188,7 @@ def lay_out(
         placeholders=tokens.placeholders(),
         axes=tokens.axes(),
         embedded=tokens.embedded,
+        spans=tuple(tokens.spans),
         logit_rows=tokens.logit_rows,
         logit_starts=tokens.logit_starts,
         tables=group_tables(tables),
@@ -204,6 +208,7 @@ class _Tokens:
         self.ids, self.positions, self.logit_rows, self.logit_starts = _int64(), _int64(), _int64(), array("q", [0])
         self.embedded = _int64()
         self.places: dict[int, int] = {}
+        self.spans: list[tuple[int, int, int]] = []
         self.odd: dict[int, tuple[int, ...]] = {}  # positions that differ from axis to axis
 
     def add_decodes(
@@ -249,6 +254,9 @@ class _Tokens:
                     assert num_tokens == 1, "only the last token may be unknown"
                     self.places[first] = sequence.placeholder
                     self.ids.append(0)
+            if sequence.spans:
+                # Its last token sees nothing behind itself.
+                self.spans += [(row, *span) for span in sequence.spans if span[0] < end and start < span[1] - 1]
             if sequence.wanted is not None:
                 self.logit_rows.extend([first + index - start for index in sequence.wanted if start <= index < end])
             elif end == sequence.num_tokens:

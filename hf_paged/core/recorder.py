@@ -54,6 +54,7 @@ SEQUENCE_FACTS = (
     "wanted",
     "given_end",
     "is_stale",
+    "spans",
 )
 
 

@@ -64,6 +64,22 @@ class GivenToken(int):
         return cls.make(cls._number(digest.digest()), 0, position, embeddings, index, digest.digest())
 
     @classmethod
+    def within(cls, whole: bytes, place: int, token: int, position: int) -> GivenToken:
+        """A token as one of several that see each other.
+
+        Args:
+            whole: A digest of them all.
+            place: Which of them it is.
+            token: What it would be alone.
+            position: Of a plain id.
+        """
+        digest = hashlib.sha256(whole + place.to_bytes(4)).digest()
+        if not isinstance(token, GivenToken):
+            return cls.make(cls._number(digest), token, position, None, 0, digest)
+        own = token.token_id, token.position, token.embeddings, token.index
+        return cls.make(cls._number(digest), *own, digest)
+
+    @classmethod
     def make(
         cls,
         number: int,
@@ -113,6 +129,8 @@ class Sequence:
         given_end: Index behind its last `GivenToken`, or more.
         is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, or rotary
             frequencies that depended on the longest row of their step.
+        spans: First token, and that behind the last, of each run of tokens that see each other, whichever comes first
+            (those of a picture, of some models): they are computed in one step.
         wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
         placeholder: Of a token that only the device knows: its place among those that the last step has chosen.
     """
@@ -130,6 +148,7 @@ class Sequence:
     extra_key: tuple[Hashable, ...] = ()
     given_end: int = 0
     is_stale: bool = False
+    spans: tuple[tuple[int, int], ...] = ()
     wanted: list[int] | None = None
     placeholder: int = -1
 
@@ -152,6 +171,19 @@ class Sequence:
     def num_wanted_tokens(self) -> int:
         """Uncomputed tokens that are waited for."""
         return self.num_tokens - self.num_computed_tokens if self.is_wanted else 0
+
+    def chunk(self, budget: int) -> int:
+        """How many of its wanted tokens run in a step that has room for `budget`: no run is cut, be it larger."""
+        num_tokens = min(self.num_wanted_tokens, budget)
+        end = self.num_computed_tokens + num_tokens
+        for start, stop in self.spans:
+            if start < end < stop:
+                return (start if start > self.num_computed_tokens else stop) - self.num_computed_tokens
+        return num_tokens
+
+    def span_start(self, num_tokens: int) -> int:
+        """The first token of the run that would be cut behind so many tokens; so many, if none would be."""
+        return next((start for start, stop in self.spans if start < num_tokens < stop), num_tokens)
 
     def check_state(self, state: tuple[Hashable, ...]) -> None:
         """Raises `ValueError` if tokens are to be computed again in another state of the model than they were.

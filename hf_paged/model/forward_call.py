@@ -120,6 +120,7 @@ class ForwardCall:
                 inputs_embeds=pick(inner.inputs_embeds),
                 extras=pick(inner.extras),
                 embedded=None if inner.embedded is None else _pick_rows(inner.embedded, rows),
+                spans=None if inner.spans is None else _pick_rows(inner.spans, rows),
             )
         if self.copies is not None:
             selected.copies = self.copies.select(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -144,12 +145,16 @@ class PackedForward:
                 sequence.is_stale = True  # older weights or another adapter wrote the beginning: only the pool has it
             assert sequence.token_ids is not None, "tokens behind unknown ones"
             own = given_rows[row] if given_rows is not None else None
+            spans = self._spans(row, new, len(sequence.token_ids))
             is_plain = self.is_uniform[row] and self.offsets[row] == sequence.position_offset
-            if is_plain and own is None and new_ids is not None:
+            if is_plain and own is None and not spans and new_ids is not None:
                 sequence.token_ids += new_ids[row][self.length - new :]
             else:
                 ids = None if new_ids is None else new_ids[row]
-                sequence.token_ids += self._given_tokens(row, new, ids, own, sequence.position_offset)
+                tokens = self._given_tokens(row, new, ids, own, sequence.position_offset)
+                _see_each_other(tokens, spans, len(sequence.token_ids), sequence.position_offset)
+                sequence.spans += tuple(spans)
+                sequence.token_ids += tokens
                 sequence.given_end = len(sequence.token_ids)
             sequence.num_tokens += new
             if not sequence.num_prompt_tokens:
@@ -180,6 +185,14 @@ class PackedForward:
             (content,) = to_host([states.contiguous()])
             rows.append(_GivenRow(states, columns, content.view(torch.uint8).numpy()))
         return rows
+
+    def _spans(self, row: int, new: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Runs of a row's new tokens that see each other, as places in its sequence of so many tokens."""
+        inner = self.call.inner
+        if inner is None or inner.spans is None:
+            return []
+        shift, first = num_tokens - (self.length - new), self.length - new
+        return [(max(start, first) + shift, stop + shift) for start, stop in inner.spans[row] if stop > first + 1]
 
     def _given_tokens(
         self, row: int, new: int, ids: list[int] | None, given: _GivenRow | None, offset: int
@@ -215,3 +228,19 @@ class _GivenRow:
     states: Tensor
     columns: list[int]
     content: np.ndarray | None
+
+
+def _see_each_other(tokens: list[int], spans: list[tuple[int, int]], first: int, offset: int) -> None:
+    """Gives tokens that see each other a digest of all of them: what is computed of one follows from them all.
+
+    Args:
+        tokens: Of a sequence, from its token number `first` on; changed in place.
+        spans: Runs of them, as places in the sequence.
+        first: See above.
+        offset: What positions of plain tokens exceed their place in the sequence by.
+    """
+    for start, stop in spans:
+        run = tokens[start - first : stop - first]
+        whole = hashlib.sha256(repr([(int(token), getattr(token, "digest", b"")) for token in run]).encode()).digest()
+        for place, token in enumerate(run):
+            tokens[start - first + place] = GivenToken.within(whole, place, token, start + place + offset)

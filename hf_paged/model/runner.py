@@ -148,6 +148,15 @@ class TokenInputs:
             known.embedded = np.frombuffer(batch.embedded, np.int64), embeddings
         return known
 
+    def select(self, places: Tensor) -> TokenInputs:
+        """Some of the tokens, which are on their device."""
+        return TokenInputs(
+            self.input_ids[places],
+            self.position_ids[..., places],
+            inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[places],
+            extras=None if self.extras is None else self.extras[places],
+        )
+
     def to(self, device: torch.device, embed: Callable[[Tensor], Tensor]) -> TokenInputs:
         """The same on a device, where all ids are known, and their embeddings if any are given.
 
@@ -340,8 +349,47 @@ class ModelRunner:
         if not self._traits.runs_packed:
             with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
                 return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
+        if batch.spans:
+            return self._run_apart(batch.spans, tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+
+    def _run_apart(
+        self,
+        spans: tuple[tuple[int, int, int], ...],
+        tokens: TokenInputs,
+        metadata: list[AttentionMetadata],
+        kv_cache: KVCache,
+        logit_rows: np.ndarray,
+        may_infer: bool,
+    ) -> Tensor:
+        """A step some of whose tokens see others behind them: their rows by the model's own attention, under masks."""
+        device, lens = kv_cache.tensor.device, metadata[0].host_query_lens
+        token_rows = np.repeat(np.arange(len(lens)), lens)
+        has_spans = np.isin(np.arange(len(lens)), [row for row, _, _ in spans])
+        logits: list[tuple[np.ndarray, Tensor]] = []
+        for chosen in (False, True):
+            rows = np.nonzero(has_spans == chosen)[0]
+            if not len(rows):
+                continue
+            mine = np.isin(token_rows, rows)
+            place = np.cumsum(mine) - 1  # of a token among those of these rows
+            wanted = np.nonzero(mine[logit_rows])[0]
+            own_tokens = tokens.select(to_device(np.nonzero(mine)[0], device))
+            own_metadata = [each.of(rows) for each in metadata]
+            own_rows = place[logit_rows[wanted]] if len(wanted) else np.zeros(1, dtype=np.int64)
+            if chosen:
+                renamed = {row: number for number, row in enumerate(rows.tolist())}
+                own_spans = [(renamed[row], *span) for row, *span in spans]
+                found = self._run_padded(own_tokens, own_metadata, kv_cache, own_rows, may_infer, own_spans)
+            else:
+                found = self._run_model(own_tokens, own_metadata, kv_cache, to_device(own_rows, device), may_infer)
+            if len(wanted):
+                logits.append((wanted, found))
+        if len(logits) == 1:
+            return logits[0][1]
+        back = np.argsort(np.concatenate([wanted for wanted, _ in logits]))
+        return torch.cat([found for _, found in logits])[to_device(back, device)]
 
     def _model_for(self, extras: Tensor | None) -> Any:
         """What runs a forward: the model, or one that hands its language model `extras` (`[B, q, width]`), too."""
@@ -362,8 +410,12 @@ class ModelRunner:
         kv_cache: KVCache,
         logit_rows: np.ndarray,
         may_infer: bool,
+        spans: Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
-        """The step by forwards of the model's own attention, each of rows that padding costs little."""
+        """The step by forwards of the model's own attention, each of rows that padding costs little.
+
+        With `spans` (see `Batch`), masks say which tokens see others behind them.
+        """
         start = metadata[0].host_start_loc
         sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
         groups = metadata[0].alike()
@@ -376,12 +428,28 @@ class ModelRunner:
             own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
             layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
             cache = PaddedCache(layouts, paged_step(kv_cache.backend, own, kv_cache.groups), kv_cache)
-            parts.append(self._run_rows(tokens, layouts[0], cache, wanted, may_infer))
+            parts.append(
+                self._run_rows(tokens, layouts[0], cache, wanted, may_infer, self._masks(layouts[0], rows, spans))
+            )
             order.append(mine)
         if len(parts) == 1:
             return parts[0]
         back = np.argsort(np.concatenate(order), kind="stable")
         return torch.cat(parts)[to_device(back, parts[0].device)]
+
+    def _masks(self, layout: PaddedLayout, rows: np.ndarray, spans: Sequence[tuple[int, ...]]) -> Any:
+        """Masks of a padded forward of these rows; `None`: all of its tokens see what is before them."""
+        if not spans:
+            return None
+        assert self.wrapper is not None
+        renamed = {row: number for number, row in enumerate(rows.tolist())}
+        shifts = layout.width - layout.seq_lens  # a token's column exceeds its index by as much
+        own = [
+            (renamed[row], start + int(shifts[renamed[row]]), stop + int(shifts[renamed[row]]))
+            for row, start, stop in spans
+            if row in renamed
+        ]
+        return self.wrapper.masks(layout.attention_mask, layout.query_width, own, self.placement[0])
 
     def _run_rows(
         self,
@@ -390,6 +458,7 @@ class ModelRunner:
         cache: PaddedCache,
         wanted: tuple[np.ndarray, np.ndarray],
         may_infer: bool,
+        masks: Any = None,
     ) -> Tensor:
         """One padded forward.
 
@@ -399,6 +468,7 @@ class ModelRunner:
             cache: Of the rows.
             wanted: `[K]` rows, and `[K]` columns counted from the end (1: the last), whose logits are wanted.
             may_infer: Whether it may run in inference mode.
+            masks: In place of a mask of padding alone.
 
         Returns:
             `[K, vocab_size]`.
@@ -421,7 +491,7 @@ class ModelRunner:
         with mode, self._scopes(), self._stepping():
             output = self._forward(
                 model,
-                attention_mask=layout.attention_mask,
+                attention_mask=layout.attention_mask if masks is None else masks,
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,

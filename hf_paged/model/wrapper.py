@@ -19,6 +19,7 @@ State = dict[tuple[int, str], Any]
 # What any language model is told, and what of it says nothing about tokens.
 _COMMON = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values"}
 _IGNORED = {"use_cache", "return_dict", "cache_position", "logits_to_keep"}
+SLIDING = "sliding_attention"
 _DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 
 
@@ -33,6 +34,8 @@ class InnerCall:
         extras: `[B, q, width]`, what else belongs to tokens; see `Wrapper`.
         others: Further arguments, of which nothing is known.
         embedded: Of each row the columns whose embeddings aren't those of their ids; `None`: of no row any.
+        spans: Of each row the first column, and that behind the last, of runs that see each other, whichever comes
+            first; `None`: there are none.
     """
 
     inputs_embeds: Tensor
@@ -41,6 +44,7 @@ class InnerCall:
     extras: Tensor | None = None
     others: dict[str, Any] = field(default_factory=dict)
     embedded: list[list[int]] | None = None
+    spans: list[list[tuple[int, int]]] | None = None
 
     def compare(self, ids: Tensor | None, embedding: Callable[[Tensor], Tensor]) -> None:
         """Finds out which embeddings are those of the ids (`[B, q]`); waits for a GPU."""
@@ -54,23 +58,39 @@ class InnerCall:
         if bool(differs.any()):
             self.embedded = [row.nonzero()[:, 0].tolist() for row in differs]
 
-    def looks_ahead(self, is_causal: bool) -> bool:
-        """Whether the wrapper's mask lets a token see one behind it; waits for a GPU.
+    def find_spans(self, is_causal: bool, window: int | None) -> bool:
+        """Finds the runs that see each other, in the wrapper's masks. Waits for a GPU.
 
         Args:
             is_causal: Whether the language model's attention is causal where it has no mask.
+            window: Of layers with one.
+
+        Returns:
+            Whether masks are understood: causal, but for such runs, of which all see all, and for the window.
         """
-        masks = self.attention_mask.values() if isinstance(self.attention_mask, dict) else [self.attention_mask]
-        for mask in masks:
-            if mask is None and not is_causal:
-                return self.inputs_embeds.shape[1] > 1
-            if not isinstance(mask, Tensor) or mask.ndim != 4:
-                continue
-            visible = mask if mask.dtype is torch.bool else mask == 0
-            length, width = visible.shape[-2:]
-            if bool(visible.triu(width - length + 1).any()):
-                return True
-        return False
+        batch, length = self.inputs_embeds.shape[:2]
+        if self.attention_mask is None and not is_causal:
+            self.spans = [[(0, length)]] * batch if length > 1 else None
+            return True
+        masks = self.attention_mask if isinstance(self.attention_mask, dict) else {"": self.attention_mask}
+        drawn = {kind: mask for kind, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 4}
+        if not drawn or length == 1:
+            return is_causal or length == 1
+        visible = to_host([mask if mask.dtype is torch.bool else mask == 0 for mask in drawn.values()])
+        spans: list[list[tuple[int, int]]] | None = None
+        for kind, mask in zip(drawn, visible, strict=True):
+            mask = mask[:, 0].expand(batch, -1, -1)
+            found = [_spans(row[:, -length:]) for row in mask]
+            if spans not in (None, found):
+                return False
+            spans = found
+            if not all(
+                _is_drawn_from(row, own, window if kind == SLIDING else None)
+                for row, own in zip(mask, found, strict=True)
+            ):
+                return False
+        self.spans = spans if any(spans or ()) else None
+        return len(drawn) == len(masks) or self.spans is None
 
     @property
     def given(self) -> Tensor:
@@ -152,6 +172,7 @@ class Wrapper:
     Attributes:
         path: Names of the parts on the way to the language model, its own the last.
         is_causal: Whether the language model's attention is causal where it has no mask.
+        window: Of its layers that have one.
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
@@ -159,6 +180,10 @@ class Wrapper:
         self.path = tuple(path.split("."))
         parts = model.get_submodule(path).modules()
         self.is_causal = all(getattr(part, "is_causal", True) is not False for part in parts)
+        config = model.get_submodule(path).config
+        self.window = getattr(config, "sliding_window", None)  # type: ignore[union-attr]
+        # What kinds of masks it takes, by name; `None`: one for all layers.
+        self.mask_kinds: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> Wrapper | None:
@@ -196,10 +221,25 @@ class Wrapper:
         try:
             forward(twin.model, **arguments)
         except _ReachedError as error:
-            return _inner_call(inner, error.arguments)
+            found = _inner_call(inner, error.arguments)
+            if isinstance(found.attention_mask, dict):
+                self.mask_kinds = tuple(found.attention_mask)
+            return found
         finally:
             twin.innermost._modules[self.path[-1]] = inner
         raise ValueError(f"{type(twin.model).__name__} did not call its {'.'.join(self.path)}")
+
+    def masks(
+        self, attention_mask: Tensor, query_width: int, spans: list[tuple[int, int, int]], dtype: torch.dtype
+    ) -> Any:
+        """Masks of a padded forward, as the language model takes them; see `draw_masks`."""
+
+        def draw(window: int | None) -> Tensor:
+            return draw_masks(attention_mask, query_width, spans, window, dtype)
+
+        if self.mask_kinds is None:
+            return draw(None)
+        return {kind: draw(self.window if kind == SLIDING else None) for kind in self.mask_kinds}
 
     def handing(self, model: Any, extras: Tensor) -> Any:
         """A twin of a model that hands `extras` (`[B, q, width]`) to its language model, too."""
@@ -269,3 +309,63 @@ def _unpacked(extras: Tensor, hidden_size: int) -> dict[str, Any]:
     rows = extras.flatten(0, 1)
     everywhere = torch.ones(extras.shape[:2], dtype=torch.bool, device=extras.device)
     return dict(zip(_DEEPSTACK, (everywhere, list(rows.split(hidden_size, dim=-1))), strict=True))
+
+
+def _spans(visible: Tensor) -> list[tuple[int, int]]:
+    """Runs of columns that see each other.
+
+    Args:
+        visible: `[n, n]`, which of the new columns each of them sees.
+    """
+    length = visible.shape[0]
+    columns = torch.arange(length)
+    last = torch.where(visible, columns, -1).amax(dim=1).tolist()  # that each one sees
+    spans: list[tuple[int, int]] = []
+    column = 0
+    while column < length:
+        if last[column] > column:
+            spans.append((column, last[column] + 1))
+            column = last[column]
+        column += 1
+    return spans
+
+
+def _is_drawn_from(visible: Tensor, spans: list[tuple[int, int]], window: int | None) -> bool:
+    """Whether a row's mask (`[n, columns]`) is causal within a window, but for these runs and left padding."""
+    length, width = visible.shape
+    query, key = torch.arange(width - length, width)[:, None], torch.arange(width)
+    expected = key <= query
+    if window is not None:
+        expected &= key > query - window
+    for start, stop in spans:
+        expected[start:stop, width - length + start : width - length + stop] = True
+    seen = visible.any(dim=0)
+    first = int(seen.int().argmax()) if bool(seen.any()) else width  # what nothing sees is padding
+    real = query[:, 0] >= first
+    expected &= key >= first
+    return bool((expected == visible)[real].all())
+
+
+def draw_masks(
+    attention_mask: Tensor, query_width: int, spans: list[tuple[int, int, int]], window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """`[B, 1, Q, W]`, what is added to the scores of the last `Q` columns: as `InnerCall.find_spans` understands masks.
+
+    Args:
+        attention_mask: `[B, W]`, 0 at padding.
+        query_width: `Q`.
+        spans: Rows, and columns of theirs.
+        window: Of the layers.
+        dtype: Of the model.
+    """
+    width, device = attention_mask.shape[1], attention_mask.device
+    query, key = torch.arange(width - query_width, width, device=device)[:, None], torch.arange(width, device=device)
+    visible = key <= query
+    if window is not None:
+        visible &= key > query - window
+    visible = visible.expand(len(attention_mask), -1, -1).clone()
+    for row, start, stop in spans:
+        visible[row, max(start - width + query_width, 0) : stop - width + query_width, start:stop] = True
+    visible &= attention_mask[:, None].bool()
+    masks = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return masks.masked_fill(~visible, torch.finfo(dtype).min)[:, None]

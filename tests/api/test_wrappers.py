@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import Pair, join, new_cache
-from models import ragged_batch, random_ids
+from models import least_blocks, ragged_batch, random_ids
+from packaging.version import Version
 from torch import Tensor, nn
 from wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 
@@ -20,6 +22,7 @@ from hf_paged import PagedCache
 MakePair = Callable[..., Pair]
 
 NEW = 8
+OLD = Version(transformers.__version__) < Version("5.18.dev0")
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -64,7 +67,7 @@ def test_pictures(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
     pair = make_wrapper_pair(name)
     call = asking(name, (0, 1), TWO)
     pair.generate(**call, max_new_tokens=NEW, **MODES[mode])
-    if WRAPPERS[name].is_causal:
+    if WRAPPERS[name].is_causal and not (OLD and name == "mistral3"):  # whose tower rounds copies otherwise there
         assert pair.seen[0] == int(call["attention_mask"].sum()), "padding or copies were computed"
 
 
@@ -109,7 +112,7 @@ def test_cache_kept_over_two_turns(make_wrapper_pair: MakePair, name: str, turns
     pair.both(call)
 
 
-@every_causal
+@every_wrapper
 def test_forward(make_wrapper_pair: MakePair, name: str) -> None:
     """Would break: a caller's own forwards, a picture and then tokens whose positions the model has to find."""
     pair = make_wrapper_pair(name)
@@ -127,18 +130,17 @@ def test_forward(make_wrapper_pair: MakePair, name: str) -> None:
     pair.both(call)
 
 
-@every_causal
+@every_wrapper
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_pool_too_small_for_the_batch(make_wrapper_pair: MakePair, name: str, preemption: str, mode: str) -> None:
     """Would break: pictures that are computed again, or swapped, and cut into chunks."""
     call = asking(name, (0, 1), TWO)
     longest = int(call["attention_mask"].sum(dim=1).max()) + NEW
-    pair = make_wrapper_pair(
-        name, block_size=2, num_blocks=longest // 2 + 3, max_num_batched_tokens=3, preemption=preemption
-    )
+    num_blocks = least_blocks(build_wrapper(name), longest, 2, 3) + 2
+    pair = make_wrapper_pair(name, block_size=2, num_blocks=num_blocks, max_num_batched_tokens=3, preemption=preemption)
     pair.generate(**call, max_new_tokens=NEW, **MODES[mode])
-    assert max(pair.seen) <= 3
+    assert max(pair.seen) <= 3 or not WRAPPERS[name].is_causal
     assert pair.delta["num_preemptions"] > 0
 
 
@@ -217,3 +219,37 @@ def test_nothing_is_left_on_the_model(name: str) -> None:
         paged(input_ids=random_ids(1, 2), past_key_values=cache)
     assert [dict(vars(part)) for part in parts] == before
     hf_paged.unpatch(paged)
+
+
+@pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if not row.is_causal])
+def test_tokens_that_see_each_other(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: a picture computed in two steps, or found in the cache in part."""
+    pair = make_wrapper_pair(name, block_size=2, max_num_batched_tokens=2)
+    call = asking(name)
+    num_tokens, picture = call["input_ids"].shape[1], WRAPPERS[name].num_tokens
+    pair.generate(**call, max_new_tokens=4)
+    assert pair.seen[-1] == 1 and max(pair.seen) == (num_tokens if name == "paligemma" else picture)
+    pair.generate(**call, max_new_tokens=4)
+    assert pair.delta["prefix_cache_hit_tokens"] == (num_tokens - 1) // 2 * 2
+    other = asking(name, lengths=((3, 5),), seed=1)
+    other["input_ids"][:, :-5] = call["input_ids"][:, :-4]
+    pair.generate(**other, max_new_tokens=4)
+    assert pair.delta["prefix_cache_hit_tokens"] == (0 if name == "paligemma" else 2)
+
+
+def test_rows_of_both_kinds_in_one_step(make_wrapper_pair: MakePair) -> None:
+    """Would break: a step with rows under masks and rows without, and which logits are whose."""
+    pair = make_wrapper_pair("gemma3", block_size=2)
+    picture, text = asking("gemma3"), {"input_ids": random_ids(1, 5)}
+    expected = [pair.stock.generate(**call, max_new_tokens=NEW) for call in (picture, text, picture)]
+    found: dict[int, Tensor] = {}
+
+    def run(index: int, call: dict[str, Any]) -> None:
+        found[index] = pair.paged.generate(**call, max_new_tokens=NEW)
+
+    calls = enumerate((picture, text, picture))
+    threads = [threading.Thread(target=run, args=(index, call), daemon=True) for index, call in calls]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    assert all(torch.equal(one, found[index]) for index, one in enumerate(expected))

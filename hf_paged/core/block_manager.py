@@ -286,6 +286,10 @@ class BlockManager:
         table = self._table(seq_id)
         table.keeps_from = table.num_tokens
 
+    def keeps_windows(self, query: int, num_tokens: int) -> bool:
+        """Whether what was slid to token `query` surely has all that the query behind `num_tokens` tokens reads."""
+        return all(self._num_behind(w, query) <= self._num_behind(w, num_tokens) for _, w in self._sliding)
+
     def _num_behind(self, window: int, query: int) -> int:
         """Blocks that lie wholly behind the window of the query of token `query`."""
         return max(0, query - window + 1) // self.block_size
@@ -297,6 +301,8 @@ class BlockManager:
     def forget_hashes(self, seq_id: int, num_tokens: int) -> None:
         """To be told when the tokens of a sequence change from token `num_tokens` on."""
         table = self._table(seq_id)
+        if table.keeps_from is not None:
+            table.keeps_from = min(table.keeps_from, num_tokens)
         del table.block_hashes[num_tokens // self.block_size :]
         table.num_committed = min(table.num_committed, len(table.block_hashes))
         table.num_settled = min(table.num_settled, table.num_committed)

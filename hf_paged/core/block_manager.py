@@ -163,9 +163,15 @@ class BlockManager(BlockTables):
         if not table.is_swapped:
             self.slide_table(seq_id, table)  # an earlier one kept more
 
+    def keeps_windows(self, query: int, num_tokens: int) -> bool:
+        """Whether what was slid to token `query` surely has all that the query behind `num_tokens` tokens reads."""
+        return all(self.num_behind(w, query) <= self.num_behind(w, num_tokens) for _, w in self.sliding)
+
     def forget_hashes(self, seq_id: int, num_tokens: int) -> None:
         """To be told when the tokens of a sequence change from token `num_tokens` on."""
         table = self.get(seq_id)
+        if table.keeps_from is not None:
+            table.keeps_from = min(table.keeps_from, num_tokens)
         del table.block_hashes[num_tokens // self.block_size :]
         table.num_committed = min(table.num_committed, len(table.block_hashes))
         table.num_settled = min(table.num_settled, table.num_committed)

@@ -177,6 +177,7 @@ class CallerForwards:
                 kv_cache,
                 (width + packed.length, packed.length),
                 call.arguments(),
+                call.twin,
             )
             with self._core.transaction():
                 limit = self._core.traits.regime_length
@@ -207,6 +208,7 @@ class CallerForwards:
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                twin=call.twin,
                 **call.arguments(),
             )
             cache.select_active(None)

@@ -45,8 +45,8 @@ class SampleCall:
         generator: Where draws come from; owned by the run.
         priority: Of its sequences.
         request_id: The request that it is.
-        logprobs: What is to be said of each token.
         given: Of each prompt, its tokens, if these are not all ids.
+        logprobs: What is to be said of each token.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
         ends: What ends a row.
@@ -63,8 +63,8 @@ class SampleCall:
     generator: torch.Generator | None = None
     priority: int = 0
     request_id: str | None = None
-    logprobs: LogprobsWanted | None = None
     given: list[GivenPrompt] | None = None
+    logprobs: LogprobsWanted | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
     ends: RowEnds = field(init=False)

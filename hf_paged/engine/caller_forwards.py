@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
@@ -219,7 +218,7 @@ class CallerForwards:
 
     def _forward_packed(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
-    ) -> CausalLMOutputWithPast:
+    ) -> ModelOutput:
         """The call's real tokens, in the next steps' packed batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
@@ -236,7 +235,7 @@ class CallerForwards:
             let_steps_first(self._core.pool.kv_device)  # they may read what the caller gave
             raise
         cache.advance(packed.length)
-        return CausalLMOutputWithPast(logits=logits)
+        return self._core.runner.output_type(logits=logits)
 
     def _enqueue(self, cache: PagedCache, packed: PackedForward, width: int) -> ForwardRequest:
         request: ForwardRequest | None = None

@@ -126,16 +126,20 @@ def test_forward(make_wrapper_pair: MakePair, name: str) -> None:
     pair = make_wrapper_pair(name)
     given = asking(name)
     del given["attention_mask"]
+    kinds = []
 
     def call(model: Any) -> Any:
         cache = new_cache(model)
         with torch.no_grad():
-            first = model(**copy.deepcopy(given), past_key_values=cache).logits
+            output = model(**copy.deepcopy(given), past_key_values=cache)
+            kinds.append(type(output))
+            first = output.logits
             second = model(input_ids=random_ids(1, 3), past_key_values=cache).logits
             third = model(input_ids=random_ids(1, 1, seed=2), past_key_values=cache).logits
         return first, second, third
 
     pair.both(call)
+    assert kinds[0] is kinds[1]
 
 
 @every_wrapper

@@ -176,6 +176,7 @@ class CallerForwards:
                 kv_cache,
                 (width + packed.length, packed.length),
                 call.arguments(),
+                call.twin,
             )
             with self._core.transaction():
                 limit = self._core.traits.regime_length
@@ -206,6 +207,7 @@ class CallerForwards:
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                twin=call.twin,
                 **call.arguments(),
             )
             cache.select_active(None)

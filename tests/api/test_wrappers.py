@@ -53,7 +53,7 @@ def make_wrapper_pair(make_pair: MakePair) -> MakePair:
 
 @pytest.mark.core
 @every_wrapper
-@every_mode
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_text_alone(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
     """Would break: calls without a picture, which need nothing but ids."""
     pair = make_wrapper_pair(name)
@@ -143,8 +143,7 @@ def test_forward(make_wrapper_pair: MakePair, name: str) -> None:
 
 
 @every_wrapper
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("mode", ["greedy", "beams"])
+@pytest.mark.parametrize(("mode", "preemption"), [("greedy", "swap"), ("beams", "recompute")])
 def test_pool_too_small_for_the_batch(make_wrapper_pair: MakePair, name: str, preemption: str, mode: str) -> None:
     """Would break: pictures that are computed again, or swapped, and cut into chunks."""
     if mode == "beams" and (name in SINGLE or not build_wrapper(name)._supports_logits_to_keep()):

@@ -48,10 +48,18 @@ class SequenceStore(Protocol):
 
 
 class StepCache(Cache):
-    """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them."""
+    """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them.
 
-    def __init__(self) -> None:
+    Attributes:
+        states: The states of the step's rows, of a model with layers that keep one.
+    """
+
+    def __init__(self, states: Any = None) -> None:
         super().__init__(layers=[])
+        self.states = states
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

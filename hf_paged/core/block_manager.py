@@ -39,6 +39,7 @@ class BlockManager:
         windows: of each group of layers, the tokens that a query sees, itself included; None: all before it.
 
     Attributes:
+        takes_snapshots: whether a prefix is only found where `snapshot` was called.
         windows: as given.
         slides_at: where a window's edge comes to a block's: numbers of tokens, modulo the block size, at which a
             sequence that grows by single tokens is to `slide`. Empty without windows.
@@ -52,6 +53,8 @@ class BlockManager:
     Raises:
         ValueError: `num_blocks` or `block_size` is below 1.
     """
+
+    takes_snapshots = False
 
     def __init__(
         self,
@@ -109,6 +112,10 @@ class BlockManager:
         """The blocks that the sequence holds in all groups, from position `start` of its tables on."""
         return self._table(seq_id).held(start)
 
+    def all_blocks(self, seq_id: int) -> list[int]:
+        """All blocks that the sequence holds, those of its state among them."""
+        return self._table(seq_id).everything()
+
     def most_blocks(self, num_tokens: int, chunk: int, shared: int = 0) -> int:
         """Blocks that a sequence holds at most while it grows to `num_tokens` tokens by at most `chunk` a step.
 
@@ -128,9 +135,15 @@ class BlockManager:
     def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
         """`blocks` of these sequences, for each group of layers."""
         tables = self._tables
+        if not self.windows:
+            return []
         others = range(1, len(self.windows))
         first = [tables[seq_id].blocks for seq_id in seq_ids]
         return [first, *([tables[seq_id].groups[group] for seq_id in seq_ids] for group in others)]
+
+    def states(self, seq_ids: Sequence[int]) -> array[int]:
+        """Blocks of the states of these sequences, one after another: int32, a copy."""
+        return array("i")
 
     @property
     def num_stored_tokens(self) -> int:
@@ -172,7 +185,7 @@ class BlockManager:
         self._check_new(child_id)
         self._note_beginning(parent_id, parent)
         pool = self._pool_of(parent)
-        held = parent.held()
+        held = parent.everything()
         for block_id in held:
             pool.incref(block_id)
         self._tables[child_id] = parent.copy()
@@ -195,7 +208,7 @@ class BlockManager:
         self._tables[seq_id] = shared = sibling.copy()
         shared.cut(-(-num_tokens // self.block_size))
         self.forget_hashes(seq_id, num_tokens)
-        for block_id in shared.held():
+        for block_id in shared.everything():
             self.pool.incref(block_id)
         shared.num_tokens = shared.num_read = num_tokens
         shared.keeps_from, shared.borrowed_from = table.keeps_from, sibling_id
@@ -209,7 +222,7 @@ class BlockManager:
         """Ends a sequence. Its hashed blocks stay findable until the pool needs them."""
         table = self._table(seq_id)
         del self._tables[seq_id]
-        self._release(seq_id, table, table.held())
+        self._release(seq_id, table, table.everything())
 
     def restart(self, seq_id: int) -> None:
         """Ends a sequence and begins another one under its id."""
@@ -222,7 +235,7 @@ class BlockManager:
     def evict(self, seq_id: int) -> None:
         """Releases all blocks of a sequence whose tokens stay what they are: it begins anew, its hashes are kept."""
         table = self._table(seq_id)
-        self._release(seq_id, table, table.held())
+        self._release(seq_id, table, table.everything())
         table.cut(0)
         table.num_tokens = table.num_read = table.num_committed = table.num_settled = 0
         table.matched = (0, 0)
@@ -377,15 +390,7 @@ class BlockManager:
             ValueError: an `n` is below 1, or a sequence is listed twice or swapped out; nothing has changed.
             OutOfBlocksError: the pool cannot serve the whole list; nothing has changed.
         """
-        listed: set[int] = set()
-        for seq_id, n in requests:
-            if n < 1:
-                raise ValueError(f"cannot append {n} tokens to sequence {seq_id}")
-            if seq_id in listed:
-                raise ValueError(f"sequence {seq_id} is listed twice in one append")
-            if self._table(seq_id).is_swapped:
-                raise ValueError(f"sequence {seq_id} is swapped out")
-            listed.add(seq_id)
+        self._check_append(requests)
         needed = self.append_need(requests)
         fresh = iter(self._allocate(needed, requests))
         copies: list[tuple[int, int]] = []
@@ -417,6 +422,17 @@ class BlockManager:
             table.num_tokens += n
         self.num_cow_copies += len(copies)
         return copies
+
+    def _check_append(self, requests: Sequence[tuple[int, int]]) -> None:
+        listed: set[int] = set()
+        for seq_id, n in requests:
+            if n < 1:
+                raise ValueError(f"cannot append {n} tokens to sequence {seq_id}")
+            if seq_id in listed:
+                raise ValueError(f"sequence {seq_id} is listed twice in one append")
+            if self._table(seq_id).is_swapped:
+                raise ValueError(f"sequence {seq_id} is swapped out")
+            listed.add(seq_id)
 
     # Prefix cache
 
@@ -507,6 +523,12 @@ class BlockManager:
             if any(table.carries(offer) for offer in offers):
                 table.cache_epoch = NO_EPOCH
                 table.num_settled = table.num_committed
+
+    def snapshot(self, seq_id: int, num_tokens: int) -> None:
+        """Told that all that the sequence's layers keep is that of its first `num_tokens` tokens, which it stays for.
+
+        To be called behind `offer`. Says nothing where all layers keep their tokens apart.
+        """
 
     def prompt_hashes(
         self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey, start: int, end: int
@@ -625,7 +647,7 @@ class BlockManager:
         positions: dict[tuple[bool, int], tuple[int, int]] = {}
         for seq_id, table in self._tables.items():
             self._check_table(f"sequence {seq_id}", table)
-            holders[table.is_swapped].update(table.held())
+            holders[table.is_swapped].update(table.everything())
             for group, blocks in enumerate(table.groups):
                 for place in enumerate(blocks[table.num_gone[group] :], table.num_gone[group]):
                     known = positions.setdefault((table.is_swapped, place[1]), (group, place[0]))
@@ -641,7 +663,7 @@ class BlockManager:
         assert self.num_stored_tokens <= self.num_allocated_slots, "more tokens stored than slots allocated"
 
     def _check_table(self, where: str, table: BlockTable) -> None:
-        held = table.held()
+        held = table.everything()
         assert len(set(held)) == len(held), f"{where}: holds a block twice: {held}"
         assert (
             table.num_settled
@@ -699,7 +721,7 @@ class BlockManager:
 
     def swap_in_need(self, seq_ids: Sequence[int]) -> int:
         """Free blocks that `swap_in` takes at most."""
-        return len({block for seq_id in seq_ids for block in self._table(seq_id).held()})
+        return len({block for seq_id in seq_ids for block in self._table(seq_id).everything()})
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Brings swapped sequences back; a block whose content is still cached is shared instead of copied.
@@ -713,7 +735,7 @@ class BlockManager:
         """
         swap_pool = self.swap_pool
         tables = [self._table(seq_id) for seq_id in seq_ids]
-        if swap_pool is None or not all(table.is_swapped or not table.blocks for table in tables):
+        if swap_pool is None or not all(table.is_swapped or not table.everything() for table in tables):
             raise ValueError(f"not all of the sequences {list(seq_ids)} are swapped out")
         hashes: dict[int, bytes] = {}
         for table in tables:
@@ -721,7 +743,7 @@ class BlockManager:
                 for group, blocks in enumerate(table.groups):
                     known = table.block_hashes[table.num_gone[group] : table.num_committed]
                     hashes |= zip(blocks[table.num_gone[group] :], [self._key(each, group) for each in known])
-        held = list(dict.fromkeys(block for table in tables for block in table.held()))
+        held = list(dict.fromkeys(block for table in tables for block in table.everything()))
         cached = {b: found for b in held if b in hashes and (found := self.pool.lookup(hashes[b])) is not None}
         if len(held) > self.pool.num_free:  # those found may be free ones themselves
             raise OutOfBlocksError(len(held), self.pool.num_free)
@@ -740,19 +762,19 @@ class BlockManager:
         tables = [self._table(seq_id) for seq_id in seq_ids]
         if any(table.is_swapped for table in tables):
             raise ValueError(f"one of the sequences {list(seq_ids)} is swapped out already")
-        return list(dict.fromkeys(block for table in tables for block in table.held()))
+        return list(dict.fromkeys(block for table in tables for block in table.everything()))
 
     def _move(self, seq_ids: Sequence[int], source: BlockPool, destination: BlockPool, pairs: dict[int, int]) -> None:
         """Rewrites tables from one pool to the other. The new blocks come with one reference each."""
         taken: set[int] = set()
         for seq_id in seq_ids:
             table = self._tables[seq_id]
-            old = table.held()
+            old = table.everything()
             for block in old:
                 if block in taken:
                     destination.incref(pairs[block])
                 taken.add(block)
-            for blocks in table.groups:
+            for blocks in (*table.groups, table.state):
                 blocks[:] = array("i", [pairs.get(block, GONE) for block in blocks])
             source.free(old)
             table.is_swapped = destination is self.swap_pool and bool(old)  # without blocks it is nowhere
@@ -762,15 +784,15 @@ class BlockManager:
     def _note_beginning(self, seq_id: int, table: BlockTable) -> None:
         """What an empty sequence was given is its own from here on."""
         source, table.borrowed_from = table.borrowed_from, None
-        if source is None or not table.blocks:
+        if source is None or not (held := table.everything()):
             return
         if source == PREFIX_CACHE:
-            self.log.add("prefix_hit", seq_id, table.held(), table.num_tokens)
+            self.log.add("prefix_hit", seq_id, held, table.num_tokens)
         else:
-            self.log.add("shared", seq_id, table.held(), source)
+            self.log.add("shared", seq_id, held, source)
 
     def _note_swap(self, kind: str, seq_ids: Sequence[int], num_copies: int) -> None:
-        blocks = [block for seq_id in seq_ids for block in self._tables[seq_id].held()]
+        blocks = [block for seq_id in seq_ids for block in self._tables[seq_id].everything()]
         if blocks:
             self.log.add_for_group(kind, self.log.group_of(seq_ids[0]), num_copies, blocks)
 

@@ -40,7 +40,7 @@ class GroupRows(Preemption):
                     self._begin(sequence)
                     begun.append(sequence)
             is_prefilling |= sequence.num_wanted_tokens > 1
-            num_tokens = min(sequence.num_wanted_tokens, budget)
+            num_tokens = self._chunk(sequence, budget)
             requests.append((sequence, num_tokens))
             budget -= num_tokens
             num_seqs -= 1
@@ -94,7 +94,7 @@ class GroupRows(Preemption):
             is_new = sequence.num_computed_tokens == 0
             if is_new:
                 self._begin(sequence)
-            num_tokens = min(sequence.num_wanted_tokens, budget)
+            num_tokens = self._chunk(sequence, budget)
             own = manager.append_need([(sequence.seq_id, num_tokens)])
             spare = len(requests) if is_new else 0
             while need + own + spare > manager.pool.num_free and not (is_new and requests):
@@ -149,7 +149,7 @@ class GroupRows(Preemption):
                 if not is_all:
                     return False
                 continue
-            held = self._manager.held_blocks(victim.seq_id)
+            held = self._manager.all_blocks(victim.seq_id)
             if not is_all and all(pool.ref_count(block) > 1 for block in held):
                 continue
             if victim.has_placeholders:
@@ -161,6 +161,19 @@ class GroupRows(Preemption):
             self.num_preemptions += 1
             return True
         return False
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many of a sequence's next tokens run in a step.
+
+        Where a prefix is only found at places that were kept, a prompt's chunks end at such: on block boundaries, the
+        last one that another prompt may share among them.
+        """
+        num_tokens = min(sequence.num_wanted_tokens, budget)
+        if num_tokens == 1 or not self._manager.takes_snapshots or not sequence.is_recomputable:
+            return num_tokens
+        start, size = sequence.num_computed_tokens, self._manager.block_size
+        end = min(start + num_tokens, sequence.logits_from, sequence.num_tokens - 1) // size * size
+        return end - start if end > start else num_tokens
 
     def _note(self, step: Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
         step.budget -= num_tokens

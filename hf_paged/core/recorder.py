@@ -18,6 +18,7 @@ from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
+from hf_paged.core.state_blocks import StateBlockManager
 
 WARNING = "this file holds prompts and generated tokens"
 
@@ -109,6 +110,7 @@ class RecordingScheduler(Scheduler):
                 "enable_prefix_caching": manager.enable_prefix_caching,
                 "num_swap_blocks": swap_pool.num_blocks if swap_pool is not None else 0,
                 "windows": manager.windows,
+                **({"state_blocks": manager.state_blocks} if isinstance(manager, StateBlockManager) else {}),
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "max_num_seqs": max_num_seqs,
             }

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,10 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
-from hf_paged.memory.spec import AttentionSpec
+from hf_paged.memory.spec import AttentionSpec, StateSpec
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
+from hf_paged.model.mixers import Mixers, StateStep
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.model.weights_version import is_batch_dependent
@@ -41,22 +42,28 @@ class ModelTraits:
     """What the engine has to know about a model's architecture.
 
     Attributes:
-        layers: What each of its layers caches.
+        layers: The keys and values that each of its layers caches; `None`: none.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
+        states: What its layers with a state (recurrent, of a convolution) keep, by the layer's number.
+        mixers: The classes of the modules that compute them.
+        carries_state: Whether these take a state along into several tokens; if not, only into single ones.
         regime_length: Where rows depend on each other: of sequences shorter than this, they don't.
         rows_independent: Whether a row's result never depends on the rows beside it.
         allows_inference_mode: Whether its forward keeps no tensor that it computes: in a later training step a tensor
             made in inference mode would be refused.
     """
 
-    layers: tuple[AttentionSpec, ...]
+    layers: tuple[AttentionSpec | None, ...]
     runs_packed: bool
     rows_independent: bool
     allows_inference_mode: bool = False
     runs_padded: bool = False
     regime_length: int | None = None
+    states: dict[int, StateSpec] = field(default_factory=dict)
+    mixers: tuple[type[nn.Module], ...] = ()
+    carries_state: bool = True
 
     @property
     def is_batched(self) -> bool:
@@ -65,12 +72,15 @@ class ModelTraits:
 
     @property
     def num_layers(self) -> int:
-        """Layers that store keys and values."""
+        """Its layers, those that store nothing included."""
         return len(self.layers)
 
-    def geometry(self, groups: CacheGroups, dtype: torch.dtype) -> KVGeometry:
+    def geometry(self, groups: CacheGroups, dtype: torch.dtype, block_size: int) -> KVGeometry:
         """Shape of one token's keys and values in a page, in a model of this dtype."""
-        layer = self.layers[0]  # they differ in their windows alone
+        layer = next((layer for layer in self.layers if layer is not None), None)  # they differ in their windows alone
+        if layer is None:  # a block for a whole state
+            width, size = 64, sum(spec.num_bytes(torch.float32) for spec in self.states.values())
+            return KVGeometry(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)
         return KVGeometry(groups.layers_per_page, layer.kv_heads, layer.key_dim, dtype)
 
 
@@ -195,6 +205,7 @@ class ModelRunner:
         self._layers = layers
         self._traits = traits
         self.takes_positions = "position_ids" in inspect.signature(forward).parameters
+        self._mixers = Mixers(model, traits.mixers)
         self._is_plain = is_plain
         self._num_moves = num_moves
         self._config = config
@@ -291,7 +302,8 @@ class ModelRunner:
         if self._prepared_for == threading.get_ident():
             yield
             return
-        with paged_attention_scope(self.configs) if self._traits.runs_packed else nullcontext(), self._layers():
+        scope = paged_attention_scope(self.configs) if self._traits.runs_packed else nullcontext()
+        with scope, self._layers(), self._mixers.scope():
             yield
 
     @torch.no_grad()
@@ -331,7 +343,10 @@ class ModelRunner:
             with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
                 return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
-        return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+        states = None
+        if self._traits.states:
+            states = StateStep.of(batch, kv_cache.states, self._traits.states, device, self._traits.carries_state)
+        return self._run_model(tokens, metadata, kv_cache, rows, may_infer, states=states)
 
     def _embed(self, ids: Tensor) -> Tensor:
         embedding: nn.Module = self.model.get_input_embeddings()
@@ -424,6 +439,7 @@ class ModelRunner:
         rows: Tensor | None,
         may_infer: bool,
         is_compiled: bool = False,
+        states: StateStep | None = None,
     ) -> Tensor:
         """The model's forward; logits of `rows` of the packed batch, or of all."""
         inputs: dict[str, Any] = {}
@@ -442,7 +458,7 @@ class ModelRunner:
                 self.model,
                 position_ids=tokens.position_ids[None],
                 attention_mask=sentinel,
-                past_key_values=StepCache(),
+                past_key_values=StepCache(states),
                 use_cache=True,
                 return_dict=True,
                 **inputs,

@@ -11,18 +11,20 @@ import torch
 
 from hf_paged.api.routing import ENGINE, IGNORED_BY_FORWARD
 from hf_paged.attention.cache import PagedCache
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS, cache_argument
 from hf_paged.model.forward_call import ForwardCall
 
 
 def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a patched class: over a `PagedCache` the engine runs it, everything else is the original's."""
     signature = inspect.signature(original)
+    name = cache_argument(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         given = dict(bound.arguments)
-        cache = given.get("past_key_values")
+        cache = given.get(name)
         # What wraps a forward (accelerate) may call it when the model is not patched any more.
         engine = None if torch.compiler.is_compiling() else self.__dict__.get(ENGINE)
         if engine is not None:
@@ -50,7 +52,7 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
         position_ids=given.pop("position_ids", None),
         logits_to_keep=given.pop("logits_to_keep", 0),
     )
-    for name in ("past_key_values", "use_cache", *IGNORED_BY_FORWARD):
+    for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):
         given.pop(name, None)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if given.get(name) is None and getattr(self.config, name, False):

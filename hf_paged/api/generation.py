@@ -74,7 +74,8 @@ class PagedGenerationMixin:
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         engine: Engine = self.paged
-        given = model_kwargs.get("past_key_values")
+        name = engine.core.runner.cache_argument
+        given = model_kwargs.get(name)
         if isinstance(given, PagedCache):
             if given.store is not engine.store:
                 raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
@@ -92,7 +93,7 @@ class PagedGenerationMixin:
         if isinstance(given, PagedCache):
             given.expect_fan_out(fan_out)
         elif reason is None:
-            model_kwargs["past_key_values"] = PagedCache.for_call(engine.store, fan_out)
+            model_kwargs[name] = PagedCache.for_call(engine.store, fan_out)
             return None
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
         return stock(generation_config, model_kwargs, *args, **kwargs)

@@ -16,6 +16,7 @@ from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.runner import is_stochastic
 from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
@@ -88,8 +89,8 @@ class LoopCall:
     @property
     def cache(self) -> PagedCache | None:
         """Its cache, if that is a paged one."""
-        cache = self.others.get("past_key_values")
-        return cache if isinstance(cache, PagedCache) else None
+        caches = (self.others.get(name) for name in CACHE_ARGUMENTS)
+        return next((cache for cache in caches if isinstance(cache, PagedCache)), None)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -128,8 +129,8 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         and take_any_rows(processors)
     ):
         return None
-    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer"}
-    known |= IGNORED_BY_FORWARD
+    known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
+    known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD}
     if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
         return None
     rows, width = input_ids.shape

@@ -21,6 +21,7 @@ from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.runner import ModelTraits
 
 _TOLERANCE = 1e-3  # of the largest logit
+_ROUNDING = 1e-4  # the same, for what is to agree but for the order of sums
 _LENGTHS = (11, 3, 1, 6)
 
 
@@ -44,7 +45,7 @@ def state_traits(
         shrunken: Make the config of one, in the order in which they are to be tried.
     """
     try:
-        layers, notes = _stored(base, config)
+        layers, notes, _ = _stored(base, config)
     except Exception as error:
         return f"what its layers store could not be found out ({type(error).__name__}: {error!s:.200})"
     if isinstance(layers, str):
@@ -54,8 +55,8 @@ def state_traits(
         try:
             small = make()
             tiny = build(small)
-            expected, carries = _expected(tiny)
-            tiny_layers, tiny_notes = _stored(base, small)
+            expected, carries, forms_differ = _expected(tiny)
+            tiny_layers, tiny_notes, shares = _stored(base, small)
             break
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
@@ -70,6 +71,8 @@ def state_traits(
         states=tiny_notes.specs(torch.bfloat16),
         mixers=tuple(sorted(tiny_notes.mixers, key=lambda kind: kind.__name__)),
         carries_state=carries,
+        forms_differ=forms_differ,
+        shares_attention=shares,
     )
     for may_infer in (True, False):
         failure = _difference(tiny, replace(traits, allows_inference_mode=may_infer), expected)
@@ -85,12 +88,14 @@ class _NotingCache(StateNotingCache):
     def __init__(self, config: PreTrainedConfig, notes: StateNotes) -> None:
         super().__init__(config, notes)
         self.attention: dict[int, AttentionSpec] = {}
+        self.is_shared = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         (_, heads, _, key_dim), value_dim = key_states.shape, value_states.shape[-1]
         self.attention[layer_idx] = AttentionSpec(heads, key_dim, value_dim)
+        self.is_shared |= getattr(self._notes.running[-1], "layer_idx", None) != layer_idx
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
 
@@ -98,26 +103,29 @@ class _NotingCache(StateNotingCache):
 @torch.no_grad()
 def _stored(
     base: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[tuple[AttentionSpec | None, ...] | str, StateNotes]:
-    """What each layer stores, seen in a forward without numbers: keys and values, and states."""
+) -> tuple[tuple[AttentionSpec | None, ...] | str, StateNotes, bool]:
+    """What each layer stores, seen in a forward without numbers: keys and values, and states.
+
+    And whether one stores keys under another number than its module's.
+    """
     notes = StateNotes()
     with torch.device("meta"):
         whole = base._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
         cache = _NotingCache(whole.config, notes)
         with notes.of(whole):
-            whole(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=True, **{cache_argument(base): cache})
+            whole(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=True, **{cache_argument(base.forward): cache})
     shapes = set(cache.attention.values())
     if len(shapes) > 1 or any(shape.key_dim != shape.value_dim for shape in shapes):
-        return f"its layers don't store keys and values of one shape, but {sorted(map(str, shapes))}", notes
+        return f"its layers don't store keys and values of one shape, but {sorted(map(str, shapes))}", notes, False
     if not notes.tensors:
-        return "its layers keep states elsewhere than in the layers of a cache", notes
-    return tuple(cache.attention.get(layer) for layer in range(len(cache.layers))), notes
+        return "its layers keep states elsewhere than in the layers of a cache", notes, False
+    return tuple(cache.attention.get(layer) for layer in range(len(cache.layers))), notes, cache.is_shared
 
 
-def _expected(tiny: PreTrainedModel) -> tuple[Tensor, bool]:
-    """Last logits of the trial, and whether a stock cache carries states into several tokens.
+def _expected(tiny: PreTrainedModel) -> tuple[Tensor, bool, bool]:
+    """Last logits of the trial, whether a stock cache carries states into several tokens, and whether forms differ.
 
-    If not, those logits are not stock's, but of prompts that were computed whole.
+    If they are not carried, those logits are not stock's, but of prompts that were computed whole.
     """
     longest = max(_LENGTHS)
 
@@ -126,10 +134,14 @@ def _expected(tiny: PreTrainedModel) -> tuple[Tensor, bool]:
 
     by_chunks = _logits(tiny, stock(), [0, longest, longest + 2, longest + 3, longest + 4])
     whole = _logits(tiny, stock(), [0, longest + 2, longest + 3, longest + 4])
-    error = float((by_chunks[:, 1:] - whole).abs().max() / whole.abs().max())
-    if error < _TOLERANCE:
-        return by_chunks, True
-    return torch.cat([by_chunks[:, :1], whole], dim=1), False
+    one_by_one = _logits(tiny, stock(), [0, *range(longest, longest + 5)])[:, 2:]
+
+    def differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+        return float((one - other).abs().max() / other.abs().max()) > tolerance
+
+    if differ(by_chunks[:, 1:], whole, _TOLERANCE):
+        return torch.cat([by_chunks[:, :1], whole], dim=1), False, False
+    return by_chunks, True, differ(one_by_one, by_chunks[:, 1:], _ROUNDING)
 
 
 def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> str:
@@ -159,11 +171,13 @@ def _logits(model: PreTrainedModel, past: Cache, edges: list[int]) -> Tensor:
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
         collected = []
         for start, end in zip(edges, edges[1:], strict=False):
-            extra: dict[str, Any] = {cache_argument(type(model)): past}
+            extra: dict[str, Any] = {cache_argument(type(model).forward): past}
             if "position_ids" in parameters:
                 extra["position_ids"] = positions[:, start:end]
+            if "position_ids" in parameters or start == 0:  # else nothing looks back to the padding
+                extra["attention_mask"] = mask[:, :end]
             if model._supports_logits_to_keep():
                 extra["logits_to_keep"] = 1
-            output = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **extra)
+            output = model(input_ids=ids[:, start:end], use_cache=True, **extra)
             collected.append(output.logits[:, -1:].float())
         return torch.cat(collected, dim=1)

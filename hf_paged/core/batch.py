@@ -71,6 +71,7 @@ class Batch(BlockMoves):
         tables: One for each group of layers that cache alike.
         state_blocks: `[S * k]` int32, the blocks of each row's state, k for each; empty without recurrent layers. A row
             that starts at 0 has none yet: its blocks hold nothing.
+        nums_at_once: `[S]`, of rows with a state, the index behind the last token that came together with others.
         batch_key: What the rows have in common; see `SequenceGroup`.
         num_preempted: Sequences preempted for this step.
         is_stalled: The first waiting group did not fit.
@@ -88,6 +89,7 @@ class Batch(BlockMoves):
     logit_starts: array[int] = field(default_factory=lambda: array("q", [0]))
     tables: tuple[GroupTables, ...] = ()
     state_blocks: array[int] = field(default_factory=lambda: array("i"))
+    nums_at_once: array[int] = field(default_factory=_int64)
     batch_key: Hashable = None
     num_preempted: int = 0
     is_stalled: bool = False
@@ -193,6 +195,7 @@ def lay_out(
         logit_starts=tokens.logit_starts,
         tables=group_tables(tables),
         state_blocks=array("i") if states is None else states,
+        nums_at_once=array("q", [sequence.num_at_once for sequence in sequences] if states else []),
         batch_key=batch_key,
         num_preempted=num_preempted,
         is_stalled=is_stalled,

@@ -39,6 +39,7 @@ class BlockManager:
         windows: of each group of layers, the tokens that a query sees, itself included; None: all before it.
 
     Attributes:
+        least_chunk: tokens of a prompt that a step is to compute at least, if there are so many.
         takes_snapshots: whether a prefix is only found where `snapshot` was called.
         windows: as given.
         slides_at: where a window's edge comes to a block's: numbers of tokens, modulo the block size, at which a
@@ -54,6 +55,7 @@ class BlockManager:
         ValueError: `num_blocks` or `block_size` is below 1.
     """
 
+    least_chunk = 1
     takes_snapshots = False
 
     def __init__(
@@ -98,7 +100,7 @@ class BlockManager:
 
     def block_table(self, seq_id: int, group: int = 0) -> list[int]:
         """The sequence's block ids in a group of layers, as they are now; -1 for those given back."""
-        return self._table(seq_id).groups[group].tolist()
+        return self.blocks(seq_id, group).tolist()
 
     def block_tables(self, seq_id: int) -> list[list[int]]:
         """The same of all groups."""
@@ -106,7 +108,8 @@ class BlockManager:
 
     def blocks(self, seq_id: int, group: int = 0) -> array[int]:
         """The same as int32 numbers, and live: read them at once, keep no view (a table that is viewed can't grow)."""
-        return self._table(seq_id).groups[group]
+        table = self._table(seq_id)
+        return table.groups[group] if group else table.blocks
 
     def held_blocks(self, seq_id: int, start: int = 0) -> list[int]:
         """The blocks that the sequence holds in all groups, from position `start` of its tables on."""

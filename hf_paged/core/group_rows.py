@@ -26,12 +26,13 @@ class GroupRows(Preemption):
         sequences = group.sequences
         requests: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
+        least = manager.least_chunk
         budget, num_seqs = step.budget, step.num_seqs
         is_prefilling = False
         for sequence in sequences:
             if budget == 0 or num_seqs == 0:
                 break
-            if sequence.num_wanted_tokens == 0:
+            if sequence.num_wanted_tokens == 0 or budget < min(sequence.num_wanted_tokens, least):
                 continue
             if sequence.num_computed_tokens == 0:
                 if is_prefilling:
@@ -168,12 +169,17 @@ class GroupRows(Preemption):
         Where a prefix is only found at places that were kept, a prompt's chunks end at such: on block boundaries, the
         last one that another prompt may share among them.
         """
-        num_tokens = min(sequence.num_wanted_tokens, budget)
-        if num_tokens == 1 or not self._manager.takes_snapshots or not sequence.is_recomputable:
+        wanted, least = sequence.num_wanted_tokens, self._manager.least_chunk
+        num_tokens = min(wanted, budget)
+        if least == 1 or num_tokens < 2 * least:
+            return num_tokens
+        if 0 < wanted - num_tokens < least:
+            num_tokens = wanted - least
+        if not self._manager.takes_snapshots or not sequence.is_recomputable:
             return num_tokens
         start, size = sequence.num_computed_tokens, self._manager.block_size
-        end = min(start + num_tokens, sequence.logits_from, sequence.num_tokens - 1) // size * size
-        return end - start if end > start else num_tokens
+        end = min(start + num_tokens, sequence.logits_from, sequence.num_tokens - least) // size * size
+        return end - start if end - start >= least else num_tokens
 
     def _note(self, step: Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
         step.budget -= num_tokens
@@ -194,10 +200,10 @@ class GroupRows(Preemption):
         if not sequence.is_recomputable:
             return
         assert sequence.token_ids is not None
-        limit = min(sequence.logits_from, sequence.num_tokens - 1)
+        manager = self._manager
+        limit = min(sequence.logits_from, sequence.num_tokens - manager.least_chunk)
         if limit <= 0:
             return
-        manager = self._manager
         best, shared = None, 0
         for sibling in sequence.group.sequences:
             if sibling.num_computed_tokens > shared:

@@ -49,6 +49,7 @@ GROUP_FACTS = ("is_idle", "num_pins")
 SEQUENCE_FACTS = (
     "num_tokens",
     "num_prompt_tokens",
+    "num_at_once",
     "logits_from",
     "is_wanted",
     "position_offset",

@@ -119,6 +119,7 @@ class Scheduler(Admission):
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
         sequence.given_end = min(sequence.given_end, num_tokens)
+        sequence.num_at_once = min(sequence.num_at_once, num_tokens)
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
             if num_tokens <= self._manager.num_tokens(sequence.seq_id):

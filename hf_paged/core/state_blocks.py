@@ -29,6 +29,10 @@ class StateBlockManager(BlockManager):
         takes_snapshots: Whether states are kept for prefix hits; without any there are none.
     """
 
+    # A single token is computed by another formula, which transformers keeps for generated ones, and which differs where
+    # a model bounds its time steps in one of the two.
+    least_chunk = 2
+
     def __init__(
         self, num_blocks: int, *args: Any, state_blocks: int, takes_snapshots: bool = True, **kwargs: Any
     ) -> None:

@@ -157,7 +157,7 @@ class SampledRequest:
             group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
             sequence = pool.scheduler.new_sequence(group)
             sequence.token_ids = call.prompts[row].copy()
-            sequence.num_tokens = sequence.num_prompt_tokens = len(sequence.token_ids)
+            sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
             sequence.logits_from = sequence.num_tokens - 1
             sequence.extra_key = (*weights_key, 0, *salt)
             self.rows[row].sequence = sequence

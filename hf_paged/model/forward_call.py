@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from hf_paged.kernels.transfers import to_device, to_host
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ def map_batch(output: ModelOutput, batch: int, function: Callable[[Tensor], Tens
             return function(value) if value.ndim > 1 and value.shape[0] == batch else value
         return type(value)(apply(item) for item in value) if isinstance(value, tuple | list) else value
 
-    return type(output)(**{name: apply(value) for name, value in output.items() if name != "past_key_values"})
+    return type(output)(**{name: apply(value) for name, value in output.items() if name not in CACHE_ARGUMENTS})
 
 
 def spread_rows(output: ModelOutput, active: list[int], num_rows: int) -> ModelOutput:

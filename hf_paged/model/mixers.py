@@ -44,60 +44,82 @@ class _Part:
     is_fresh: bool
 
 
-class StateStep:
-    """The states of one step's rows.
+@dataclass(frozen=True, slots=True)
+class MixerWay:
+    """How a model's mixers are called.
 
     Attributes:
-        specs: Of each layer that has one.
+        specs: What is kept in each layer that has one.
+        carries: Whether they take a state along into several tokens; if not, only into single ones.
+        forms_differ: Whether they compute several tokens otherwise than single ones: then tokens that came one by one
+            are so computed again.
     """
+
+    specs: dict[int, StateSpec]
+    carries: bool
+    forms_differ: bool
+
+
+class StateStep:
+    """The states of one step's rows."""
 
     def __init__(
         self,
         cache: StateCache,
-        specs: dict[int, StateSpec],
+        way: MixerWay,
         pages: np.ndarray,
         starts: np.ndarray,
         query_lens: np.ndarray,
+        nums_at_once: np.ndarray,
         device: torch.device,
-        carries: bool,
     ) -> None:
         """Lays out a step.
 
         Args:
             cache: Where states are.
-            specs: Of each layer that has one.
+            way: How mixers are called.
             pages: `[S, pages]` int64, of each row.
             starts: `[S]` int64, tokens of each row before the step; without any it has no state.
             query_lens: `[S]` int64, its tokens in the step.
+            nums_at_once: `[S]` int64, index behind the last of its tokens that came together with others.
             device: Where the model runs.
-            carries: Whether mixers take a state along into several tokens; if not, only into single ones.
         """
         self._cache = cache
-        self.specs = specs
+        self._specs = way.specs
         self._parts: list[_Part] = []
-        kinds = np.stack([query_lens, starts > 0])
-        edges = np.nonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0))[0] + 1
-        first_tokens = np.concatenate(([0], np.cumsum(query_lens)))
         own = to_device(pages, device)
+        # Of each row how many tokens are computed at once; the rest one by one.
+        at_once = query_lens.copy()
+        if query_lens.max() > 1:
+            if way.forms_differ:
+                at_once = np.clip(nums_at_once - starts, np.where(starts > 0, 0, 1), query_lens)
+            if not way.carries:
+                at_once[starts > 0] = 0
+        at_once[query_lens == 1] = 1
+        first_tokens = np.concatenate(([0], np.cumsum(query_lens)))
+        kinds = np.stack([at_once, query_lens, starts > 0])
+        edges = np.nonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0))[0] + 1
         for rows in np.split(np.arange(len(starts)), edges):
             first, last = int(rows[0]), int(rows[-1]) + 1
-            is_fresh, length = starts[first] == 0, int(query_lens[first])
-            if is_fresh or length == 1 or carries:
+            if at_once[first] == query_lens[first]:
                 tokens = slice(int(first_tokens[first]), int(first_tokens[last]))
-                self._parts.append(_Part(tokens, last - first, own[first:last], bool(is_fresh)))
+                self._parts.append(_Part(tokens, last - first, own[first:last], bool(starts[first] == 0)))
                 continue
-            for token in range(int(first_tokens[first]), int(first_tokens[last])):
-                row = first + (token - int(first_tokens[first])) // length
-                self._parts.append(_Part(slice(token, token + 1), 1, own[row : row + 1], False))
+            for row in rows:
+                token, end = int(first_tokens[row]), int(first_tokens[row + 1])
+                length = int(at_once[row])
+                is_fresh = bool(starts[row] == 0)
+                while token < end:
+                    length = max(length, 1)
+                    self._parts.append(_Part(slice(token, token + length), 1, own[row : row + 1], is_fresh))
+                    token, length, is_fresh = token + length, 1, False
 
     @classmethod
-    def of(
-        cls, batch: Batch, cache: StateCache, specs: dict[int, StateSpec], device: torch.device, carries: bool
-    ) -> StateStep:
+    def of(cls, batch: Batch, cache: StateCache, way: MixerWay, device: torch.device) -> StateStep:
         """The states of a batch's rows."""
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
-        starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
-        return cls(cache, specs, pages, starts, query_lens, device, carries)
+        lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens, batch.nums_at_once))
+        return cls(cache, way, pages, *lens, device)
 
     def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.
@@ -116,7 +138,7 @@ class StateStep:
     def _run_part(
         self, part: _Part, mixer: Any, layer: int, num_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        spec = self.specs[layer]
+        spec = self._specs[layer]
         states = self._cache.empty(layer, part.num_rows) if part.is_fresh else self._cache.read(layer, part.pages)
         own = layer_with(spec, None if part.is_fresh else states)
         cache = Cache(layers=[own] * (layer + 1))

@@ -140,6 +140,8 @@ class PackedForward:
                 sequence.token_ids += self._given_tokens(row, new, None if new_ids is None else new_ids[row], embeds)
                 sequence.given_end = len(sequence.token_ids)
             sequence.num_tokens += new
+            if new > 1:
+                sequence.num_at_once = sequence.num_tokens
             if not sequence.num_prompt_tokens:
                 sequence.num_prompt_tokens = sequence.num_tokens
 

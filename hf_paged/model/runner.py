@@ -21,6 +21,7 @@ from hf_paged.attention.groups import paged_step
 from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata, padded_tables
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
+from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
 from hf_paged.core.batch import Batch
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
@@ -28,8 +29,9 @@ from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.memory.spec import AttentionSpec, StateSpec
 from hf_paged.model import cuda_graph
+from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
-from hf_paged.model.mixers import Mixers, StateStep
+from hf_paged.model.mixers import Mixers, MixerWay, StateStep
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.model.weights_version import is_batch_dependent
@@ -48,6 +50,8 @@ class ModelTraits:
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
         states: What its layers with a state (recurrent, of a convolution) keep, by the layer's number.
         mixers: The classes of the modules that compute them.
+        forms_differ: Whether these compute several tokens by another formula than single ones, with another result.
+        shares_attention: Whether layers share attention modules, which tell their cache the layer they compute.
         carries_state: Whether these take a state along into several tokens; if not, only into single ones.
         regime_length: Where rows depend on each other: of sequences shorter than this, they don't.
         rows_independent: Whether a row's result never depends on the rows beside it.
@@ -64,6 +68,8 @@ class ModelTraits:
     states: dict[int, StateSpec] = field(default_factory=dict)
     mixers: tuple[type[nn.Module], ...] = ()
     carries_state: bool = True
+    forms_differ: bool = False
+    shares_attention: bool = False
 
     @property
     def is_batched(self) -> bool:
@@ -205,6 +211,7 @@ class ModelRunner:
         self._layers = layers
         self._traits = traits
         self.takes_positions = "position_ids" in inspect.signature(forward).parameters
+        self.cache_argument = cache_argument(forward)
         self._mixers = Mixers(model, traits.mixers)
         self._is_plain = is_plain
         self._num_moves = num_moves
@@ -333,10 +340,9 @@ class ModelRunner:
         tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._embed)
         starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
-        first = AttentionMetadata(
-            tables[0], query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
+        metadata = AttentionMetadata.of_groups(
+            tables, query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
         )
-        metadata = [first, *map(first.with_tables, tables[1:])]
         # A model that can choose rows still computes at least one.
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._traits.runs_packed:
@@ -345,7 +351,9 @@ class ModelRunner:
         rows = to_device(logit_rows, device)
         states = None
         if self._traits.states:
-            states = StateStep.of(batch, kv_cache.states, self._traits.states, device, self._traits.carries_state)
+            assert kv_cache.states is not None
+            way = MixerWay(self._traits.states, self._traits.carries_state, self._traits.forms_differ)
+            states = StateStep.of(batch, kv_cache.states, way, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer, states=states)
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -415,11 +423,11 @@ class ModelRunner:
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = num_kept
         mode = torch.inference_mode() if may_infer else nullcontext()
+        inputs[self.cache_argument] = cache
         with mode, self._scopes(), self._stepping():
             output = self._forward(
                 self.model,
                 attention_mask=layout.attention_mask,
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 **inputs,
@@ -447,18 +455,22 @@ class ModelRunner:
             inputs["input_ids"] = tokens.input_ids[None]
         else:
             inputs["inputs_embeds"] = tokens.inputs_embeds[None]
+        if self.takes_positions:
+            inputs["position_ids"] = tokens.position_ids[None]
         if self._supports_logits_to_keep and rows is not None:
             inputs["logits_to_keep"] = rows
+        cache = LayerNotingCache(states) if self._traits.shares_attention else StepCache(states)
+        inputs[self.cache_argument] = cache
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
         step = paged_step(kv_cache.backend, metadata, kv_cache.groups)
+        if isinstance(cache, LayerNotingCache):
+            step = SharedLayersStep(step, cache)
         with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
                 self.model,
-                position_ids=tokens.position_ids[None],
                 attention_mask=sentinel,
-                past_key_values=StepCache(states),
                 use_cache=True,
                 return_dict=True,
                 **inputs,
@@ -632,11 +644,13 @@ class ModelRunner:
             arguments: What the caller gave.
         """
         device = kv_cache.tensor.device
-        first = AttentionMetadata(tables[0], new, lengths, kv_cache.block_size, kv_cache.null_block, device)
-        metadata = [first, *map(first.with_tables, tables[1:])]
+        metadata = AttentionMetadata.of_groups(
+            tables, new, lengths, kv_cache.block_size, kv_cache.null_block, device
+        )
         layouts = [PaddedLayout(own, first.host_start_loc[:-1], device, shape) for own in metadata]
         cache = PaddedCache(layouts, paged_step(kv_cache.backend, metadata, kv_cache.groups), kv_cache)
-        return self.run_unpatched(past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+        arguments[self.cache_argument] = cache
+        return self.run_unpatched(use_cache=True, return_dict=True, **arguments)
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""

@@ -59,6 +59,8 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
     call.others = {name: value for name, value in given.items() if value is not None and value is not False}
+    if self.paged.core.runner.cache_argument != "past_key_values":
+        call = call.behind(cache.get_seq_length())
     call.on_host()  # before anything is locked
     output = self.paged.forwards.forward(cache, call)
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)

@@ -31,6 +31,7 @@ from hf_paged.api.routing import (
     engine_call,
     fall_back,
     rows_may_leave,
+    why_not_stateful,
     why_stock,
 )
 from hf_paged.attention.cache import PagedCache
@@ -83,7 +84,7 @@ class PagedGenerationMixin:
                 raise ValueError("give either cache_implementation or a PagedCache as past_key_values, not both")
             reason = None if generation_config.use_cache else "use_cache=False"
         else:
-            reason = why_stock(self, generation_config, given)
+            reason = why_stock(self, generation_config, given) or why_not_stateful(engine, model_kwargs)
         if reason is not None:
             fall_back(engine.config, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

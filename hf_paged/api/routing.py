@@ -54,6 +54,17 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> st
     return None
 
 
+def why_not_stateful(engine: Engine, arguments: dict[str, Any]) -> str | None:
+    """Why a model whose layers keep a state must be given a call's padding as it is, or `None`."""
+    mask = arguments.get("attention_mask")
+    if not engine.traits.states or not isinstance(mask, Tensor):
+        return None
+    (mask,) = to_host([mask])
+    if mask.ndim == 2 and bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all()):
+        return None
+    return "its attention_mask is not that of prompts padded on the left, and layers of the model keep a state"
+
+
 def _peft_type(model: nn.Module) -> str | None:
     """Type of the PEFT wrapper whose `generate()` is running: it puts a method of its own on the model for the time."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)

@@ -38,6 +38,7 @@ class SequenceStore(Protocol):
     def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None: ...
     def keep_past(self, sequences: Iterable[Sequence]) -> None: ...
     def windows(self) -> list[int | None]: ...
+    def caches_tokens(self) -> list[bool]: ...
     def add_unknown_tokens(self, sequences: list[Sequence], num_tokens: int) -> None: ...
     def write_tokens(
         self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
@@ -118,6 +119,22 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
+class StateLayer(PagedLayer):
+    """One that has no keys and values, but a state of all tokens together, or nothing."""
+
+    is_croppable = False
+
+    @property
+    def keys(self) -> None:
+        """None."""
+        return None
+
+    @property
+    def values(self) -> None:
+        """None."""
+        return None
+
+
 class PagedCache(Cache):
     """Keys and values of a batch, in the block pool of a patched model.
 
@@ -166,7 +183,8 @@ class PagedCache(Cache):
         self._records_past = False
         self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
-        super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
+        kinds = enumerate(store.caches_tokens())
+        super().__init__(layers=[(PagedLayer if has_keys else StateLayer)(self, i) for i, has_keys in kinds])
         weakref.finalize(self, _abandon, store, self._rows).atexit = False
 
     def __repr__(self) -> str:
@@ -304,8 +322,8 @@ class PagedCache(Cache):
         return keys.repeat_interleave(self._fan_out, dim=0), values.repeat_interleave(self._fan_out, dim=0)
 
     def __iter__(self) -> Any:
-        for layer_idx in range(len(self.layers) if self.is_initialized else 0):
-            yield *self.read_layer(layer_idx), None
+        for layer in self.layers if self.is_initialized else ():
+            yield layer.keys, layer.values, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch stored so far, left padding included."""

@@ -90,7 +90,7 @@ class GroupRows(Preemption):
         requests: list[tuple[Sequence, int]] = []
         budget, need = step.budget, 0
         for sequence in wanted:
-            if budget == 0 or len(requests) == step.num_seqs:
+            if budget < min(sequence.num_wanted_tokens, manager.least_chunk) or len(requests) == step.num_seqs:
                 break
             is_new = sequence.num_computed_tokens == 0
             if is_new:

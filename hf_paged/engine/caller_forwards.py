@@ -86,6 +86,11 @@ class CallerForwards:
                     self._core.scheduler.slide(sequence)
             takes_positions = self._core.runner.takes_positions
             padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
+            if padding is None and self._core.traits.states:
+                raise UnsupportedCallError(
+                    "a model whose layers keep a state takes prompts padded on the left, with 2-D masks and position "
+                    "ids, in evaluation mode: other calls need a cache of transformers' own as past_key_values"
+                )
             self._store.hold(live, is_idle=False)
         try:
             if padding is None:
@@ -173,6 +178,7 @@ class CallerForwards:
                     kv_cache.null_block,
                     np.int64,
                 )
+                states = self._state_pages(sequences, kv_cache.null_block) if self._core.traits.states else None
             output: ModelOutput = self._core.runner.run_called(
                 tables,
                 np.array(new),
@@ -180,6 +186,7 @@ class CallerForwards:
                 kv_cache,
                 (width + packed.length, packed.length),
                 call.arguments(),
+                states,
             )
             with self._core.transaction():
                 limit = self._core.traits.regime_length
@@ -193,6 +200,12 @@ class CallerForwards:
         cache.advance(packed.length)
         hand_out([value for name, value in output.items() if name not in CACHE_ARGUMENTS])
         return output
+
+    def _state_pages(self, sequences: list[Sequence], null_block: int) -> np.ndarray:
+        """`[B, pages]` int64, of the rows' states; the null block for a row that is padding alone."""
+        rows = [np.array(self._core.manager.states([s.seq_id]), dtype=np.int64) for s in sequences]
+        size = max(map(len, rows))
+        return np.stack([row if len(row) else np.full(size, null_block) for row in rows])
 
     def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
         """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""

@@ -78,6 +78,11 @@ class RowStore:
         with self.transaction():
             manager = self._core.manager
             for sequence, num_tokens in cuts:
+                if self._core.traits.states and 0 < num_tokens < sequence.num_computed_tokens:
+                    raise RuntimeError(
+                        f"the cache can't be cropped to {num_tokens} tokens: its layers keep a state of all tokens "
+                        "together, which has no way back; reset() it and give the tokens again"
+                    )
                 if sequence.num_computed_tokens > num_tokens and not manager.can_crop(sequence.seq_id, num_tokens):
                     raise RuntimeError(
                         f"the cache can't be cropped to {num_tokens} tokens: layers with a sliding window have given "
@@ -95,6 +100,10 @@ class RowStore:
     def windows(self) -> list[int | None]:
         """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
         return [None if layer is None else layer.window for layer in self._core.traits.layers]
+
+    def caches_tokens(self) -> list[bool]:
+        """Whether each layer has keys and values."""
+        return [layer is not None for layer in self._core.traits.layers]
 
     def hold(self, sequences: Iterable[Sequence], is_idle: bool) -> None:
         """Notes whether a call is generating with these sequences, or only a `PagedCache` holds them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +56,21 @@ class ForwardCall:
         if isinstance(self.logits_to_keep, Tensor) or self.logits_to_keep:
             named["logits_to_keep"] = self.logits_to_keep
         return {name: value for name, value in (named | self.others).items() if value is not None}
+
+    def behind(self, width: int) -> ForwardCall:
+        """The call without its first `width` columns, if its mask says that the tokens before it were given again.
+
+        As `generate()` of models whose cache is their `cache_params` does, which doesn't leave out what a cache holds.
+        """
+        mask, length = self.attention_mask, self.tokens.shape[1]
+        if not width or not isinstance(mask, Tensor) or mask.ndim != 2 or not width < length == mask.shape[1]:
+            return self
+        ids, embeds = self.input_ids, self.inputs_embeds
+        return replace(
+            self,
+            input_ids=None if ids is None else ids[:, width:],
+            inputs_embeds=None if embeds is None else embeds[:, width:],
+        )
 
     def on_host(self) -> ForwardCall:
         """The call with ids, 2-D mask and positions on the CPU, to be looked at. Waits for a GPU once a forward."""

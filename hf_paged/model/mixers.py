@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import is_sentinel
@@ -161,6 +161,41 @@ class StateStep:
         if isinstance(output, tuple):
             return output[0].flatten(0, 1)[None], *output[1:]
         return output.flatten(0, 1)[None]
+
+
+class PaddedStates:
+    """The states of a caller's rows in one padded forward, as the layers of its cache.
+
+    Attributes:
+        layers: Of the cache, by number; what keeps no state is empty.
+    """
+
+    def __init__(
+        self, cache: StateCache, specs: dict[int, StateSpec], pages: Tensor, is_fresh: bool, num_layers: int
+    ) -> None:
+        """Reads them.
+
+        Args:
+            cache: Where states are.
+            specs: Of each layer that has one.
+            pages: `[B, pages]` int64 on the device, of each row.
+            is_fresh: No row has one yet.
+            num_layers: Of the model.
+        """
+        self._cache, self._pages = cache, pages
+        self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
+        for layer, spec in specs.items():
+            states = cache.empty(layer, len(pages)) if is_fresh else cache.read(layer, pages)
+            self._held[layer] = layer_with(spec, None if is_fresh else states), states
+        self.layers: list[Any] = [
+            self._held[index][0] if index in self._held else DynamicLayer() for index in range(num_layers)
+        ]
+
+    def write_back(self) -> None:
+        """Writes what the forward made of them to the pool."""
+        for layer, (own, states) in self._held.items():
+            store(own, states)
+            self._cache.write(layer, self._pages, states)
 
 
 def layer_with(spec: StateSpec, states: LayerStates | None) -> LinearAttentionLayer:

@@ -31,7 +31,7 @@ from hf_paged.memory.spec import AttentionSpec, StateSpec
 from hf_paged.model import cuda_graph
 from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
-from hf_paged.model.mixers import Mixers, MixerWay, StateStep
+from hf_paged.model.mixers import Mixers, MixerWay, PaddedStates, StateStep
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.model.weights_version import is_batch_dependent
@@ -632,6 +632,7 @@ class ModelRunner:
         kv_cache: KVCache,
         shape: tuple[int, int],
         arguments: dict[str, Any],
+        states: np.ndarray | None = None,
     ) -> Any:
         """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
 
@@ -642,15 +643,26 @@ class ModelRunner:
             kv_cache: The pool.
             shape: Columns in all, and new ones.
             arguments: What the caller gave.
+            states: `[B, pages]` int64, of each row's state, of a model that has any.
         """
         device = kv_cache.tensor.device
+        if not tables:  # no layer looks at them
+            width = -(-int(lengths.max()) // kv_cache.block_size)
+            tables = [np.full((len(lengths), width), kv_cache.null_block)]
         metadata = AttentionMetadata.of_groups(
             tables, new, lengths, kv_cache.block_size, kv_cache.null_block, device
         )
-        layouts = [PaddedLayout(own, first.host_start_loc[:-1], device, shape) for own in metadata]
+        layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
         cache = PaddedCache(layouts, paged_step(kv_cache.backend, metadata, kv_cache.groups), kv_cache)
         arguments[self.cache_argument] = cache
-        return self.run_unpatched(use_cache=True, return_dict=True, **arguments)
+        if states is None or kv_cache.states is None:
+            return self.run_unpatched(use_cache=True, return_dict=True, **arguments)
+        is_fresh, specs = shape[0] == shape[1], self._traits.states
+        held = PaddedStates(kv_cache.states, specs, to_device(states, device), is_fresh, self._traits.num_layers)
+        cache.layers = held.layers
+        output = self.run_unpatched(use_cache=True, return_dict=True, **arguments)
+        held.write_back()
+        return output
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the unpatched class."""

@@ -18,7 +18,6 @@ from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
-from hf_paged.core.state_blocks import StateBlockManager
 
 WARNING = "this file holds prompts and generated tokens"
 
@@ -108,10 +107,10 @@ class RecordingScheduler(Scheduler):
                 "header": WARNING,
                 "num_blocks": manager.pool.num_blocks,
                 "block_size": manager.block_size,
-                "enable_prefix_caching": manager.enable_prefix_caching,
+                "enable_prefix_caching": manager.prefix.is_enabled,
                 "num_swap_blocks": swap_pool.num_blocks if swap_pool is not None else 0,
                 "windows": manager.windows,
-                **({"state_blocks": manager.state_blocks} if isinstance(manager, StateBlockManager) else {}),
+                **({"state_blocks": manager.state_blocks} if manager.state_blocks else {}),
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "max_num_seqs": max_num_seqs,
             }

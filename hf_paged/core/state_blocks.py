@@ -18,6 +18,7 @@ from typing import Any
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.block_table import BlockTable, ExtraKey
 from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.prefix_cache import PrefixCache
 
 
 class StateBlockManager(BlockManager):
@@ -39,15 +40,11 @@ class StateBlockManager(BlockManager):
         super().__init__(num_blocks, *args, **kwargs)
         if state_blocks < 1:
             raise ValueError(f"state_blocks must be at least 1, got {state_blocks}")
-        self._state_blocks = state_blocks
-        self.enable_prefix_caching = self.takes_snapshots = self.enable_prefix_caching and takes_snapshots
+        self.state_blocks = state_blocks
+        self.takes_snapshots = self.prefix.is_enabled and takes_snapshots
+        self.prefix = StatePrefixCache(self, self.takes_snapshots)
 
     # Reading
-
-    @property
-    def state_blocks(self) -> int:
-        """Blocks of a state."""
-        return self._state_blocks
 
     def resize_states(self, state_blocks: int) -> None:
         """A state takes another number of blocks from now on.
@@ -55,13 +52,13 @@ class StateBlockManager(BlockManager):
         Raises:
             ValueError: A sequence has one.
         """
-        if any(table.state for table in self._tables.values()) and state_blocks != self._state_blocks:
+        if any(table.state for table in self.by_id.values()) and state_blocks != self.state_blocks:
             raise ValueError("states that are there can't change their size")
-        self._state_blocks = state_blocks
+        self.state_blocks = state_blocks
 
     def states(self, seq_ids: Sequence[int]) -> array[int]:
         """The state's blocks of these sequences, one after another: int32, a copy."""
-        tables = self._tables
+        tables = self.by_id
         blocks = array("i")
         blocks.frombytes(b"".join([tables[seq_id].state for seq_id in seq_ids]))
         return blocks
@@ -69,20 +66,23 @@ class StateBlockManager(BlockManager):
     @property
     def num_states(self) -> int:
         """States in the pool, a shared one counted once. O(tables)."""
-        return len({table.state[0] for table in self._tables.values() if table.state and not table.is_swapped})
+        return len({table.state[0] for table in self.by_id.values() if table.state and not table.is_swapped})
 
     @property
     def num_allocated_slots(self) -> int:
         """Slots of all blocks that live sequences hold for their tokens. O(tables)."""
-        return (self.pool.num_in_use - self.num_states * self._state_blocks) * self.block_size
+        return (self.pool.num_in_use - self.num_states * self.state_blocks) * self.block_size
 
     def most_blocks(self, num_tokens: int, chunk: int, shared: int = 0) -> int:
-        return super().most_blocks(num_tokens, chunk, shared) + self._state_blocks
+        return super().most_blocks(num_tokens, chunk, shared) + self.state_blocks
 
     # Going back
 
-    def _reads(self, table: BlockTable, num_tokens: int) -> bool:
-        return num_tokens == table.num_tokens and super()._reads(table, num_tokens)
+    def keeps_windows(self, query: int, num_tokens: int) -> bool:
+        return num_tokens in (0, query)
+
+    def reads(self, table: BlockTable, num_tokens: int) -> bool:
+        return num_tokens == table.num_tokens and super().reads(table, num_tokens)
 
     # Growing
 
@@ -90,7 +90,7 @@ class StateBlockManager(BlockManager):
         return super().blocks_needed(seq_id, n, chunk) + (self._states_needed([seq_id], True) if n else 0)
 
     def append_in_place(self, seq_id: int) -> bool:
-        table = self._tables[seq_id]
+        table = self.by_id[seq_id]
         if not table.state or not self.pool.is_plain(table.state[0]):
             return False
         if self.windows:
@@ -122,7 +122,7 @@ class StateBlockManager(BlockManager):
         num_states = 0
         writers: Counter[tuple[bool, int]] = Counter()
         for seq_id in seq_ids:
-            table = self._table(seq_id)
+            table = self.get(seq_id)
             if table.state:
                 writers[table.is_swapped, table.state[0]] += 1
             else:
@@ -133,18 +133,18 @@ class StateBlockManager(BlockManager):
             # When all holders write, the last of them keeps the state itself, unless it is kept.
             is_kept = keeps_snapshots and pool.block_hash(block_id) is not None
             num_states += num_writers if is_kept else min(num_writers, pool.ref_count(block_id) - 1)
-        return num_states * self._state_blocks
+        return num_states * self.state_blocks
 
     def _take_states(self, seq_ids: Sequence[int], need: int, keeps_snapshots: bool) -> list[tuple[int, int]]:
         """Makes each sequence's state its own to change; returns block copies `(source, destination)`."""
-        fresh = iter(self._allocate(need))
+        fresh = iter(self.allocate(need))
         copies: list[tuple[int, int]] = []
         for seq_id in seq_ids:
-            table = self._tables[seq_id]
+            table = self.by_id[seq_id]
             if table.borrowed_from is not None:
-                self._note_beginning(seq_id, table)
+                self.note_beginning(seq_id, table)
             if not table.state:
-                table.state = array("i", [next(fresh) for _ in range(self._state_blocks)])
+                table.state = array("i", [next(fresh) for _ in range(self.state_blocks)])
                 self.log.add("allocated", seq_id, table.state.tolist())
                 continue
             is_kept = keeps_snapshots and self.pool.block_hash(table.state[0]) is not None
@@ -153,7 +153,7 @@ class StateBlockManager(BlockManager):
                     table.state[index] = destination = next(fresh)
                     copies.append((source, destination))
                     self.log.add("copied", seq_id, source, destination)
-                self.pool.free([source for source, _ in copies[-self._state_blocks :]])
+                self.pool.free([source for source, _ in copies[-self.state_blocks :]])
             else:
                 for block_id in table.state:
                     self.pool.drop_hash(block_id)
@@ -163,7 +163,7 @@ class StateBlockManager(BlockManager):
     # Prefix cache
 
     def snapshot(self, seq_id: int, num_tokens: int) -> None:
-        table = self._table(seq_id)
+        table = self.get(seq_id)
         position = num_tokens // self.block_size - 1
         if (
             not self.takes_snapshots
@@ -175,7 +175,7 @@ class StateBlockManager(BlockManager):
             or not table.state
         ):
             return
-        if self._kept_state(table.block_hashes[position]) is None:
+        if self.kept_state(table.block_hashes[position]) is None:
             for index, block_id in enumerate(table.state):
                 key = _key(table.block_hashes[position], index)
                 left_over = self.pool.lookup(key)  # of one that has lost blocks
@@ -183,45 +183,46 @@ class StateBlockManager(BlockManager):
                     self.pool.drop_hash(left_over)
                 self.pool.set_hash(block_id, key)
 
-    def match_prefix(
-        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), max_tokens: int | None = None
-    ) -> int:
-        num_tokens = super().match_prefix(seq_id, token_ids, extra_key, max_tokens)
-        if num_tokens:
-            table = self._tables[seq_id]
-            state = self._kept_state(table.block_hashes[num_tokens // self.block_size - 1])
-            assert state is not None
-            for block_id in state:
-                self.pool.incref(block_id)
-            table.state = array("i", state)
-        return num_tokens
-
-    def _longest_match(self, hashes: Sequence[bytes]) -> int:
-        num_blocks = len(hashes)
-        while num_blocks:
-            kept = (n for n in range(num_blocks, 0, -1) if self._kept_state(hashes[n - 1]) is not None)
-            wanted = next(kept, 0)
-            num_blocks = super()._longest_match(hashes[:wanted])
-            if num_blocks == wanted:
-                break
-        return num_blocks
-
-    def _kept_state(self, block_hash: bytes) -> list[int] | None:
+    def kept_state(self, block_hash: bytes) -> list[int] | None:
         """Blocks of the state behind the block of this hash, all of them or none."""
         state: list[int] = []
-        for index in range(self._state_blocks):
+        for index in range(self.state_blocks):
             block_id = self.pool.lookup(_key(block_hash, index))
             if block_id is None:
                 return None
             state.append(block_id)
         return state
 
-    # Invariants
 
-    def _check_table(self, where: str, table: BlockTable) -> None:
-        super()._check_table(where, table)
-        expected = self._state_blocks if table.num_tokens else 0
-        assert len(table.state) == expected, f"{where}: {len(table.state)} blocks of state, not {expected}"
+class StatePrefixCache(PrefixCache):
+    """A `PrefixCache` that finds only what a state is kept behind."""
+
+    def __init__(self, manager: StateBlockManager, is_enabled: bool) -> None:
+        super().__init__(manager, is_enabled)
+        self._manager = manager
+
+    def match(
+        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), max_tokens: int | None = None
+    ) -> int:
+        num_tokens = super().match(seq_id, token_ids, extra_key, max_tokens)
+        if num_tokens:
+            table = self._manager.by_id[seq_id]
+            state = self._manager.kept_state(table.block_hashes[num_tokens // self._manager.block_size - 1])
+            assert state is not None
+            for block_id in state:
+                self._manager.pool.incref(block_id)
+            table.state = array("i", state)
+        return num_tokens
+
+    def _longest_match(self, hashes: Sequence[bytes]) -> int:
+        num_blocks = len(hashes)
+        while num_blocks:
+            kept = (n for n in range(num_blocks, 0, -1) if self._manager.kept_state(hashes[n - 1]) is not None)
+            wanted = next(kept, 0)
+            num_blocks = super()._longest_match(hashes[:wanted])
+            if num_blocks == wanted:
+                break
+        return num_blocks
 
 
 def _key(block_hash: bytes, index: int) -> bytes:

@@ -111,7 +111,7 @@ class World:
         stats = self.scheduler
         self.events["preempted"] = stats.num_preemptions
         self.events["swapped"] = stats.num_swapped_out
-        self.events["hits"] = self.manager.prefix_hit_tokens
+        self.events["hits"] = self.manager.prefix.hit_tokens
 
     def _extend(self, sequence: Sequence, tokens: list[int]) -> None:
         assert sequence.token_ids is not None
@@ -160,7 +160,7 @@ def test_random_walks(windows: tuple[int | None, ...], state_blocks: int) -> Non
         while world.live:
             world.free()
         world.check()
-        assert world.manager.pool.num_in_use == world.manager.num_swapped_blocks == 0
+        assert world.manager.pool.num_in_use == world.manager.swap.num_in_use == 0
         assert world.manager.num_states == 0
         events += world.events
     assert all(events[name] > 5 for name in ("fork", "failed step", "preempted", "swapped", "hits")), events
@@ -201,14 +201,14 @@ def test_a_kept_state_is_left_alone_while_there_is_room() -> None:
     blocks, prompt = manager(num_blocks=9), [1, 2, 3, 4, 5]
     blocks.add(1)
     blocks.append([(1, 4)])
-    blocks.commit(1, prompt[:4])
+    blocks.prefix.commit(1, prompt[:4])
     blocks.snapshot(1, 4)
     kept = blocks.states([1]).tolist()
     copies = blocks.append([(1, 1)])
     assert [source for source, _ in copies] == kept
     blocks.free(1)
     blocks.add(2)
-    assert blocks.match_prefix(2, prompt) == 4 and blocks.states([2]).tolist() == kept
+    assert blocks.prefix.match(2, prompt) == 4 and blocks.states([2]).tolist() == kept
     blocks.add(3)
     blocks.append([(3, 2)])  # of nine blocks two are left: too few for a copy and a block
     assert blocks.append([(2, 1)]) == [] and blocks.states([2]).tolist() == kept

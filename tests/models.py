@@ -199,12 +199,11 @@ def _deepseek_v3() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "t5": (_t5, "encoder-decoder"),
-    "mamba": (
-        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)),
+    "xlstm": (
+        lambda: hf.xLSTMForCausalLM(hf.xLSTMConfig(vocab_size=VOCAB, hidden_size=64, num_heads=4, num_hidden_layers=2)),
         "recurrent state",
     ),
-    "jamba": (lambda: AutoModelForCausalLM.from_config(hf.JambaConfig(**_GQA)), "recurrent state"),
-    "qwen3_next": (lambda: AutoModelForCausalLM.from_config(hf.Qwen3NextConfig(**_GQA)), "linear"),
+    "minimax": (lambda: AutoModelForCausalLM.from_config(hf.MiniMaxConfig(**_GQA)), "cache of its own"),
     "deepseek_v3": (_deepseek_v3, "multi-head latent attention"),
     "no_lm_head": (lambda: hf.LlamaModel(hf.LlamaConfig(**_GQA)), "language-model head"),
     "plain_module": (lambda: nn.Linear(2, 2), "PreTrainedModel"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -113,20 +114,6 @@ STATE_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         mamba_dt_rank=8,
         use_mamba_kernels=False,
     ),
-    "zamba": lambda: hf.ZambaConfig(
-        **_kinds(num_key_value_heads=None),
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        mamba_d_state=8,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_dt_rank=8,
-        n_mamba_heads=2,
-        use_mamba_kernels=False,
-    ),
-    "kimi_linear": lambda: hf.KimiLinearConfig(
-        **_kinds(num_key_value_heads=None),
-        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    ),
     "mamba": lambda: hf.MambaConfig(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, state_size=8, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, use_mambapy=False, tie_word_embeddings=False,
@@ -152,3 +139,8 @@ def _built(name: str) -> PreTrainedModel:
                 if parameter.ndim > 1:
                     parameter.mul_(4.0)
     return model
+
+
+def build_state_model(name: str) -> PreTrainedModel:
+    """A fresh copy of a model of a family."""
+    return copy.deepcopy(_built(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,7 +80,7 @@ def state_traits(
         if not failure:
             states = notes.specs(torch.bfloat16)
             return replace(traits, allows_inference_mode=may_infer, layers=layers, states=states)
-    return f"its layers don't compute over states in the pool what they compute over a cache of their own ({failure:.200})"
+    return f"its layers don't compute over states in the pool what they do over a cache of their own ({failure:.200})"
 
 
 class _NotingCache(StateNotingCache):
@@ -113,7 +114,9 @@ def _stored(
         whole = base._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
         cache = _NotingCache(whole.config, notes)
         with notes.of(whole):
-            whole(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=True, **{cache_argument(base.forward): cache})
+            whole(
+                input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=True, **{cache_argument(base.forward): cache}
+            )
     shapes = set(cache.attention.values())
     if len(shapes) > 1 or any(shape.key_dim != shape.value_dim for shape in shapes):
         return f"its layers don't store keys and values of one shape, but {sorted(map(str, shapes))}", notes, False
@@ -170,7 +173,7 @@ def _logits(model: PreTrainedModel, past: Cache, edges: list[int]) -> Tensor:
             mask[row, : longest - length] = 0
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
         collected = []
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             extra: dict[str, Any] = {cache_argument(type(model).forward): past}
             if "position_ids" in parameters:
                 extra["position_ids"] = positions[:, start:end]

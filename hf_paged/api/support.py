@@ -51,7 +51,11 @@ class SupportReport:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The tokens that each layer keeps; `None`: all. Empty if not supported."""
-        return () if self.traits is None else tuple(None if layer is None else layer.window for layer in self.traits.layers)
+        return (
+            ()
+            if self.traits is None
+            else tuple(None if layer is None else layer.window for layer in self.traits.layers)
+        )
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Keys and values of one token in all layers, in a pool of this dtype; 0 if not supported."""

@@ -186,7 +186,8 @@ class CacheRows:
             if is_live and not self._store.can_crop(max(kept - old, 0), new_width - new):
                 raise RuntimeError(
                     f"the cache can't be cropped to {new_width - new} tokens: layers with a sliding window or a "
-                    "state have given back what lies behind it; call activate_past_recording() before the forwards to be undone"
+                    "state have given back what lies behind it; call activate_past_recording() before the forwards to "
+                    "be undone"
                 )
         lengths = [new_width - pad for pad in padding]
         self.padding[:] = padding

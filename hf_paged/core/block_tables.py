@@ -107,6 +107,11 @@ class BlockTables:
         """Blocks of the states of these sequences, one after another: int32, a copy."""
         return array("i")
 
+    @property
+    def num_states(self) -> int:
+        """States in the pool, a shared one counted once."""
+        return 0
+
     def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
         """`blocks` of these sequences, for each group of layers."""
         tables = self.by_id

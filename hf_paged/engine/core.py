@@ -215,6 +215,8 @@ class EngineCore:
             kv_slots_allocated=manager.num_allocated_slots,
             peak_kv_tokens_stored=self.pool.peak[1],
             peak_kv_slots_allocated=self.pool.peak[2],
+            num_states=manager.num_states,
+            state_blocks=manager.num_states * manager.state_blocks,
             num_steps=self.executor.num_steps,
             num_prefill_tokens=self.executor.num_prefill_tokens,
             num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 UNIT = 8  # bytes: every tensor of a state begins at a multiple of it
 
 

@@ -118,8 +118,9 @@ class StateStep:
     def of(cls, batch: Batch, cache: StateCache, way: MixerWay, device: torch.device) -> StateStep:
         """The states of a batch's rows."""
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
-        lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens, batch.nums_at_once))
-        return cls(cache, way, pages, *lens, device)
+        numbers = batch.starts, batch.query_lens, batch.nums_at_once
+        starts, query_lens, nums_at_once = (np.frombuffer(a, np.int64) for a in numbers)
+        return cls(cache, way, pages, starts, query_lens, nums_at_once, device)
 
     def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.

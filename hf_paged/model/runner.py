@@ -649,9 +649,7 @@ class ModelRunner:
         if not tables:  # no layer looks at them
             width = -(-int(lengths.max()) // kv_cache.block_size)
             tables = [np.full((len(lengths), width), kv_cache.null_block)]
-        metadata = AttentionMetadata.of_groups(
-            tables, new, lengths, kv_cache.block_size, kv_cache.null_block, device
-        )
+        metadata = AttentionMetadata.of_groups(tables, new, lengths, kv_cache.block_size, kv_cache.null_block, device)
         layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
         cache = PaddedCache(layouts, paged_step(kv_cache.backend, metadata, kv_cache.groups), kv_cache)
         arguments[self.cache_argument] = cache

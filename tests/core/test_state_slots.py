@@ -22,7 +22,9 @@ State = tuple[tuple[int, ...], int] | None
 class World:
     """A scheduler over sequences with states, and the memory behind it."""
 
-    def __init__(self, seed: int, state_blocks: int, windows: tuple[int | None, ...], swaps: bool, caching: bool) -> None:
+    def __init__(
+        self, seed: int, state_blocks: int, windows: tuple[int | None, ...], swaps: bool, caching: bool
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.num_state_blocks = state_blocks
         num_blocks = 2 * (state_blocks + 6 * len(windows)) + rng.randrange(12)

@@ -30,8 +30,8 @@ class StateBlockManager(BlockManager):
         takes_snapshots: Whether states are kept for prefix hits; without any there are none.
     """
 
-    # A single token is computed by another formula, which transformers keeps for generated ones, and which differs where
-    # a model bounds its time steps in one of the two.
+    # A single token is computed by another formula, which transformers keeps for generated ones, and which differs from
+    # the one for several where a model bounds its time steps.
     least_chunk = 2
 
     def __init__(

@@ -18,6 +18,7 @@ from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.runner import is_stochastic
+from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
 
@@ -79,6 +80,11 @@ def fall_back(config: PagedConfig, reason: str) -> None:
     logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
 
 
+def is_given(value: Any) -> bool:
+    """Whether an argument asks for anything: it is neither `None` nor `False`, nor a table of nothing."""
+    return value is not None and value is not False and not (isinstance(value, dict) and not value)
+
+
 @dataclass(slots=True)
 class LoopCall:
     """One of transformers' decoding loops, about to begin.
@@ -138,11 +144,12 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         and input_ids.shape[1] > 0
         and _is_plain(model)
         and take_any_rows(processors)
+        and (engine.core.runner.wrapper is None or engine.core.runner.wrapper.is_causal)
     ):
         return None
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
     known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD}
-    if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
+    if any(is_given(value) for name, value in kwargs.items() if name not in known):
         return None
     rows, width = input_ids.shape
     if kwargs.get("streamer") is not None and rows > 1:
@@ -150,6 +157,8 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     padding = [0] * rows
     mask: Tensor | None = kwargs.get("attention_mask")
     positions: Tensor | None = kwargs.get("position_ids")
+    if positions is not None and engine.core.runner.wrapper is not None:
+        positions = token_positions(positions)
     if positions is not None and (positions.shape != input_ids.shape or positions.is_floating_point()):
         return None
     if mask is not None and mask.shape != input_ids.shape:

@@ -24,6 +24,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.memory.spec import AttentionSpec
 from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import is_batch_dependent, why_not_whole
+from hf_paged.model.wrapper import inner_path
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
@@ -116,8 +117,8 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     if getattr(model, "_is_stateful", False) and not has_states and not _is_all_attention(config):
         reasons.append("it keeps a recurrent state elsewhere than in its cache, where the pool can't stand in for it")
     text = config.get_text_config(decoder=True)
-    if text is not config and not config.is_encoder_decoder:
-        reasons.append("it is multimodal; only models of text alone can be paged")
+    if text is not config and not config.is_encoder_decoder and inner_path(model) is None:
+        reasons.append("it is multimodal, and no language model of its text config was found in it")
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged and not has_states:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
@@ -134,7 +135,7 @@ def _structural_reasons(model: nn.Module) -> list[str]:
         reasons.append("its weights lie on several devices, the pool on one")
     elif any(parameter.device.type == "meta" for parameter in model.parameters()):
         reasons.append("its weights are on the meta device: load them first")
-    if not reasons and not has_states and _stated_shape(config) is None:
+    if not reasons and not has_states and _stated_shape(text) is None:
         reasons.append("its config does not state one number of layers, heads and head dimension for all layers")
     return reasons
 
@@ -165,16 +166,16 @@ def _stated_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
 
 def _probe(model: PreTrainedModel) -> SupportReport:
     """Compares paged with stock logits on a tiny model of the same class."""
-    base = base_class(model)
+    base, config = base_class(model), model.config.get_text_config(decoder=True)
     if keeps_states(model.config):
-        shrunken = [partial(_shrink, model.config, heads) for heads in (2, 4, None)]
+        shrunken = [partial(_shrink_wrapper, model.config, heads) for heads in (2, 4, None)]
         traits = state_traits(base, model.config, partial(_build, base), shrunken)
         return SupportReport(False, (traits,)) if isinstance(traits, str) else SupportReport(True, (), traits)
     tiny, failure = None, ""
     for heads in (2, 4, None):  # CodeGen's come in fours
         try:
-            tiny = _build(base, _shrink(model.config, heads))
-            stock = DynamicCache(config=tiny.config)
+            tiny = _build(base, _shrink_wrapper(model.config, heads))
+            stock = DynamicCache(config=tiny.config.get_text_config(decoder=True))
             expected = _probe_logits(tiny, stock)
             break
         except Exception as error:
@@ -182,11 +183,12 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     if tiny is None:
         return SupportReport(False, (f"a shrunken copy of it could not be built and run to try ({failure:.200})",))
 
-    layers = _real_layers(model.config, tiny.config, stock)
-    tiny_layers = _real_layers(tiny.config, tiny.config, stock)
+    tiny_config = tiny.config.get_text_config(decoder=True)
+    layers = _real_layers(config, tiny_config, stock)
+    tiny_layers = _real_layers(tiny_config, tiny_config, stock)
     if isinstance(layers, str) or isinstance(tiny_layers, str):
         return SupportReport(False, (str(layers),))
-    rope_types = _rope_types(getattr(model.config, "rope_parameters", None))
+    rope_types = _rope_types(getattr(config, "rope_parameters", None))
     rows_independent = not any(map(is_batch_dependent, rope_types))
     # Without position_ids a model places tokens by their column, which a packed batch doesn't have.
     may_run_packed = rows_independent and "position_ids" in inspect.signature(base.forward).parameters
@@ -194,7 +196,7 @@ def _probe(model: PreTrainedModel) -> SupportReport:
     ways: list[tuple[ModelTraits, bool]] = []
     if may_run_packed:
         # The windows that the config states, unless a layer turns out to attend to more than that.
-        for has_windows in (True, False) if any(_stated_windows(tiny.config)) else (False,):
+        for has_windows in (True, False) if any(_stated_windows(tiny_config)) else (False,):
             layers_tried = _with_windows(tiny_layers, tiny) if has_windows else tiny_layers
             flat = replace(own, layers=layers_tried, runs_packed=True)
             ways += [(replace(flat, allows_inference_mode=may_infer), has_windows) for may_infer in (True, False)]
@@ -203,7 +205,7 @@ def _probe(model: PreTrainedModel) -> SupportReport:
             (replace(own, runs_padded=True, allows_inference_mode=may_infer), False) for may_infer in (True, False)
         ]
     else:
-        ways.append((replace(own, regime_length=_regime_length(model.config)), False))
+        ways.append((replace(own, regime_length=_regime_length(config)), False))
     for traits, has_windows in [*ways, (own, False)]:
         keeps_tokens = traits.is_batched or traits.regime_length is not None
         try:
@@ -279,10 +281,10 @@ def _stated_windows(config: PreTrainedConfig) -> list[int | None]:
 
 def _with_windows(layers: tuple[AttentionSpec, ...], model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
     """The layers with the windows that the config states and their modules don't gainsay."""
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     windows = _stated_windows(config)
     context = getattr(config, "max_position_embeddings", None) or math.inf
-    for module in model.modules():
+    for module in model.get_submodule(inner_path(model) or "").modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and 0 <= index < len(windows):
             own = getattr(module, "sliding_window", windows[index])
@@ -320,6 +322,25 @@ def _real_layers(
         if heads == tiny_number:
             return (AttentionSpec(number, stated[2], stated[2]),) * stated[0]
     return f"its number of stored heads ({heads}) isn't one its config states"
+
+
+def _shrink_wrapper(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+    """A multimodal model in small: its language model shrunken, its towers, which are not tried, of one layer."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    if text is small:
+        return _shrink(config, heads)
+    for name, part in list(vars(small).items()):
+        if part is text:
+            setattr(small, name, _shrink(text, heads))
+        elif isinstance(part, PreTrainedConfig):
+            for size in ("num_hidden_layers", "num_blocks", "depth", "encoder_layers", "n_layer"):
+                if isinstance(getattr(part, size, None), int):
+                    setattr(part, size, 1)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"):
+        if getattr(small, name, None) is not None:
+            setattr(small, name, None)
+    return small
 
 
 def _shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:

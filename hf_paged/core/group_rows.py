@@ -43,7 +43,7 @@ class GroupRows(Preemption):
             is_prefilling |= sequence.num_wanted_tokens > 1
             num_tokens = self._chunk(sequence, budget)
             requests.append((sequence, num_tokens))
-            budget -= num_tokens
+            budget = max(budget - num_tokens, 0)
             num_seqs -= 1
         appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
         while manager.append_need(appends) > manager.pool.num_free:
@@ -113,7 +113,7 @@ class GroupRows(Preemption):
                     sequence.num_computed_tokens = 0
                 break
             requests.append((sequence, num_tokens))
-            budget -= num_tokens
+            budget = max(budget - num_tokens, 0)
             need += own
         if len(requests) < len(wanted):
             step.is_short = True
@@ -170,8 +170,8 @@ class GroupRows(Preemption):
         last one that another prompt may share among them.
         """
         wanted, least = sequence.num_wanted_tokens, self._manager.least_chunk
-        num_tokens = min(wanted, budget)
-        if least == 1 or num_tokens < 2 * least:
+        num_tokens = sequence.chunk(budget)
+        if least == 1 or num_tokens < 2 * least or sequence.spans:
             return num_tokens
         if 0 < wanted - num_tokens < least:
             num_tokens = wanted - least
@@ -207,7 +207,7 @@ class GroupRows(Preemption):
         best, shared = None, 0
         for sibling in sequence.group.sequences:
             if sibling.num_computed_tokens > shared:
-                common = min(common_prefix(sequence, sibling), limit, sibling.num_computed_tokens)
+                common = self._cut(sequence, min(common_prefix(sequence, sibling), limit, sibling.num_computed_tokens))
                 if common > shared and manager.can_share(sibling.seq_id, common):
                     best, shared = sibling, common
         if best is not None:
@@ -215,9 +215,20 @@ class GroupRows(Preemption):
             sequence.num_computed_tokens = shared
             sequence.num_cached_tokens = min(best.num_cached_tokens, shared)
             return
-        sequence.num_computed_tokens = sequence.num_cached_tokens = manager.prefix.match(
-            sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=limit
-        )
+        known = sequence.seq_id, sequence.token_ids, sequence.extra_key
+        found = manager.prefix.match(*known, max_tokens=limit)
+        if (start := self._cut(sequence, found)) < found:
+            manager.unmatch(sequence.seq_id)
+            found = manager.prefix.match(*known, max_tokens=start) if start else 0
+        sequence.num_computed_tokens = sequence.num_cached_tokens = found
+
+    def _cut(self, sequence: Sequence, num_tokens: int) -> int:
+        """So many tokens that a sequence begins with, or fewer, behind which the rest of it can be computed.
+
+        The rest of a run sees all of it, also what a layer's window gives back.
+        """
+        has_windows = any(window is not None for window in self._manager.windows)
+        return sequence.span_start(num_tokens) if has_windows else num_tokens
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:

@@ -184,6 +184,7 @@ class CallerForwards:
                 kv_cache,
                 (width + packed.length, packed.length),
                 call.arguments(),
+                call.twin,
                 states,
             )
             with self._core.transaction():
@@ -220,6 +221,7 @@ class CallerForwards:
             output: ModelOutput = self._core.runner.run_unpatched(
                 use_cache=True,
                 return_dict=True,
+                twin=call.twin,
                 **call.arguments(),
                 **{self._core.runner.cache_argument: cache},
             )

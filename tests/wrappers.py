@@ -78,6 +78,7 @@ class TinyWrapper:
         of_picture: what it says of a picture's.
         has_start: Whether a token stands before each picture.
         is_causal: Whether tokens of a picture see only what is before them.
+        kind: Its class; by its config if not given.
         seed: Of the weights.
     """
 
@@ -88,6 +89,7 @@ class TinyWrapper:
     of_picture: int = 1
     is_causal: bool = True
     has_start: bool = False
+    kind: Any = AutoModelForImageTextToText
     seed: int = 0
 
 
@@ -226,6 +228,114 @@ WRAPPERS: dict[str, TinyWrapper] = {
             tie_word_embeddings=False,
         )
     ),
+    "llava_next": TinyWrapper(
+        lambda: hf.LlavaNextConfig(
+            text_config=hf.LlamaConfig(**_TEXT),
+            vision_config=hf.CLIPVisionConfig(**_TOWER),
+            image_token_index=IMAGE,
+            image_grid_pinpoints=[[SIZE, SIZE]],
+            vision_feature_layer=-1,
+            tie_word_embeddings=False,
+        ),
+        picture=lambda seed: {
+            "pixel_values": _pixels(seed, 1, 2, 3, SIZE, SIZE),
+            "image_sizes": torch.tensor([[SIZE, SIZE]]),
+        },
+        num_tokens=10,
+    ),
+    "got_ocr2": TinyWrapper(
+        lambda: hf.GotOcr2Config(
+            text_config=hf.Qwen2Config(**_TEXT),
+            vision_config={
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": SIZE,
+                "patch_size": 2,
+                "window_size": 2,
+                "global_attn_indexes": [1],
+                "mlp_dim": 48,
+            },
+            image_token_index=IMAGE,
+            tie_word_embeddings=False,
+        )
+    ),
+    "fuyu": TinyWrapper(
+        lambda: hf.FuyuConfig(
+            text_config=hf.PersimmonConfig(**_TEXT), patch_size=2, image_token_id=IMAGE, tie_word_embeddings=False
+        ),
+        picture=lambda seed: {"pixel_values": _pixels(seed, 1, 4, 12)},
+    ),
+    "voxtral": TinyWrapper(
+        lambda: hf.VoxtralConfig(
+            text_config=hf.LlamaConfig(**_TEXT),
+            audio_config=hf.VoxtralEncoderConfig(
+                hidden_size=16,
+                intermediate_size=64,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_mel_bins=8,
+                max_source_positions=16,
+            ),
+            audio_token_id=IMAGE,
+            tie_word_embeddings=False,
+        ),
+        picture=lambda seed: {"input_features": _pixels(seed, 1, 8, 32)},
+        kind=hf.VoxtralForConditionalGeneration,
+    ),
+    "qwen2_audio": TinyWrapper(
+        lambda: hf.Qwen2AudioConfig(
+            text_config=hf.Qwen2Config(**_TEXT),
+            audio_config=hf.Qwen2AudioEncoderConfig(
+                d_model=32,
+                encoder_layers=1,
+                encoder_attention_heads=2,
+                encoder_ffn_dim=48,
+                num_mel_bins=8,
+                max_source_positions=16,
+            ),
+            audio_token_index=IMAGE,
+            tie_word_embeddings=False,
+        ),
+        picture=lambda seed: {
+            "input_features": _pixels(seed, 1, 8, 32),
+            "feature_attention_mask": torch.ones(1, 32, dtype=torch.long),
+        },
+        num_tokens=8,
+        kind=hf.Qwen2AudioForConditionalGeneration,
+    ),
+    "qwen2_5_omni": TinyWrapper(
+        lambda: hf.Qwen2_5OmniThinkerConfig(
+            text_config=_TEXT | _MROPE,
+            vision_config=_QWEN_TOWER
+            | {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "window_size": 32,
+                "fullatt_block_indexes": [1],
+            },
+            audio_config={
+                "d_model": 32,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48,
+                "num_mel_bins": 8,
+                "output_dim": 64,
+            },
+            image_token_index=IMAGE,
+            video_token_index=VOCAB - 2,
+            audio_token_index=VOCAB - 5,
+            vision_start_token_id=START,
+            vision_end_token_id=VOCAB - 4,
+            tie_word_embeddings=False,
+        ),
+        picture=_tall_patches,
+        num_tokens=8,
+        has_start=True,
+        kind=hf.Qwen2_5OmniThinkerForConditionalGeneration,
+    ),
 }
 """Every kind of wrapper the suite runs."""
 
@@ -234,7 +344,8 @@ WRAPPERS: dict[str, TinyWrapper] = {
 def _built(name: str, seed: int | None) -> PreTrainedModel:
     row = WRAPPERS[name]
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForImageTextToText.from_config(row.config()).eval()
+        config = row.config()
+        model = (row.kind.from_config if hasattr(row.kind, "from_config") else row.kind)(config).eval()
         torch.manual_seed(row.seed if seed is None else seed)
         with torch.no_grad():
             for _, parameter in sorted(model.named_parameters()):

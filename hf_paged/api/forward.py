@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from hf_paged.api.routing import ENGINE, IGNORED_BY_FORWARD, is_given
+from hf_paged.api.given_call import forward_call
+from hf_paged.api.routing import ENGINE
 from hf_paged.attention.cache import PagedCache
-from hf_paged.model.cache_argument import CACHE_ARGUMENTS, cache_argument
-from hf_paged.model.forward_call import ForwardCall
-from hf_paged.model.wrapper import token_positions
+from hf_paged.model.cache_argument import cache_argument
 
 
 def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,55 +45,12 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
     return_dict = given.pop("return_dict", None)
-    call = ForwardCall(
-        input_ids=given.pop("input_ids", None),
-        inputs_embeds=given.pop("inputs_embeds", None),
-        attention_mask=given.pop("attention_mask", None),
-        position_ids=given.pop("position_ids", None),
-        logits_to_keep=given.pop("logits_to_keep", 0),
-    )
-    for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):
-        given.pop(name, None)
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if given.get(name) is None and getattr(self.config, name, False):
-            given[name] = True  # asked for by the config
-    # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
-    call.others = {name: value for name, value in given.items() if is_given(value)}
-    if self.paged.core.runner.cache_argument != "past_key_values":
-        call = call.behind(cache.get_seq_length())
-    if self.paged.core.runner.wrapper is not None:
-        _look_inside(self, cache, call)
-    call.on_host()  # before anything is locked
+    call = forward_call(self, cache, given)
     output = self.paged.forwards.forward(cache, call)
     if call.twin is not None:
         cache.state = call.twin.state()
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
-
-
-@torch.no_grad()
-def _look_inside(self: Any, cache: PagedCache, call: ForwardCall) -> None:
-    """Finds out what a wrapper hands to its language model, unless that is the ids of the call and nothing else."""
-    runner = self.paged.core.runner
-    wrapper = runner.wrapper
-    asked = {name for name in call.others if name == "labels" or name.startswith("output_")}
-    is_text = not call.others.keys() - asked and call.position_ids is not None
-    is_text &= wrapper.is_causal or call.tokens.shape[1] == 1
-    call.given = call.arguments()
-    if call.position_ids is not None:
-        call.position_ids = token_positions(call.position_ids)
-    if is_text:
-        return
-    call.twin = twin = wrapper.twin(self, cache.state)
-    given = {name: value for name, value in call.given.items() if name not in asked}
-    inner = runner.reach(twin, given | {"past_key_values": cache, "use_cache": True, "return_dict": True})
-    call.others = {name: call.others[name] for name in asked} | inner.others
-    has_same_shape = inner.inputs_embeds.shape[:2] == call.tokens.shape[:2]
-    call.is_known = not inner.others and has_same_shape and inner.find_spans(wrapper.is_causal, wrapper.window)
-    if call.is_known:
-        inner.compare(call.input_ids, self.get_input_embeddings())
-        call.inner = inner
-        call.position_ids = None if inner.position_ids is None else token_positions(inner.position_ids)
 
 
 _uncompiled_paged = torch.compiler.disable(

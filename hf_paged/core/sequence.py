@@ -101,6 +101,21 @@ class GivenToken(int):
         return 2**62 + 2**61 + (int.from_bytes(digest[:8]) >> 3)
 
 
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """What a sequence begins with that is not all ids.
+
+    Attributes:
+        token_ids: Ids and `GivenToken`s.
+        position_offset: See `Sequence`.
+        spans: See `Sequence`.
+    """
+
+    token_ids: list[int]
+    position_offset: int
+    spans: tuple[tuple[int, int], ...]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A growing sequence of tokens whose keys and values live in the block pool.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.sequence import GivenToken, Sequence
+from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.weights_version import WeightsVersion
@@ -26,32 +26,37 @@ def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes
         active: Rows of the cache that the call is about.
         takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
-    if cache.is_padded or not call.is_known:
+    if cache.is_padded:
+        return None
+    return _padding(call, [cache.padding[row] for row in active], cache.get_seq_length(), takes_positions)
+
+
+def _padding(call: ForwardCall, before: list[int], width: int, takes_positions: bool) -> list[int] | None:
+    """See `plain_padding`; `before`: the rows' padding in the cache of `width` columns."""
+    if not call.is_known:
         return None
     length = call.tokens.shape[1]
-    width = cache.get_seq_length()
     positions = call.position_ids
     if positions is not None and (
         positions.ndim not in (2, 3)
-        or positions.shape[-2:] not in ((1, length), (len(active), length))
+        or positions.shape[-2:] not in ((1, length), (len(before), length))
         or positions.is_floating_point()
     ):
         return None  # the model itself broadcasts them, or refuses
-    padding = [cache.padding[row] for row in active]
     mask = call.on_host().attention_mask
     if mask is None:
-        return padding
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (len(active), width + length):
+        return before
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (len(before), width + length):
         return None
     hidden = mask == 0
     given: list[int] = hidden.sum(dim=1).tolist()
     if not any(given):
-        return padding if not any(padding) else None
+        return before if not any(before) else None
     leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
     if leading != given or min(given) >= width + length or (positions is None and takes_positions):
         return None
     # Padding of a row that has no token yet may grow.
-    is_same = all(now == before or now >= before == width for now, before in zip(given, padding, strict=True))
+    is_same = all(now == own or now >= own == width for now, own in zip(given, before, strict=True))
     return given if is_same else None
 
 
@@ -101,7 +106,7 @@ class PackedForward:
         columns = torch.arange(width, width + call.tokens.shape[1], device="cpu")
         index = columns - torch.tensor(padding, device="cpu")[:, None]
         if not takes_positions:  # a token's place is its index in the sequence
-            return cls(call, sequences, padding, width, index[None], [0] * len(sequences), [True] * len(sequences))
+            return cls(call, sequences, padding, width, index[None], [0] * len(padding), [True] * len(padding))
         positions = columns if given is None else given.cpu()
         difference = positions - index  # [rows, columns], or [axes, rows, columns]
         if difference.ndim == 2:
@@ -144,23 +149,59 @@ class PackedForward:
                     sequence.check_state(state)
                 sequence.is_stale = True  # older weights or another adapter wrote the beginning: only the pool has it
             assert sequence.token_ids is not None, "tokens behind unknown ones"
-            own = given_rows[row] if given_rows is not None else None
-            spans = self._spans(row, new, len(sequence.token_ids))
-            is_plain = self.is_uniform[row] and self.offsets[row] == sequence.position_offset
-            if is_plain and own is None and not spans and new_ids is not None:
-                sequence.token_ids += new_ids[row][self.length - new :]
-            else:
-                ids = None if new_ids is None else new_ids[row]
-                tokens = self._given_tokens(row, new, ids, own, sequence.position_offset)
-                _see_each_other(tokens, spans, len(sequence.token_ids), sequence.position_offset)
-                sequence.spans += tuple(spans)
-                sequence.token_ids += tokens
-                sequence.given_end = len(sequence.token_ids)
+            first = len(sequence.token_ids)
+            tokens, spans = self._tokens(row, new, new_ids, given_rows, first, sequence.position_offset)
+            if given_rows is not None or spans or not self._is_plain(row, sequence.position_offset):
+                sequence.given_end = first + len(tokens)
+            sequence.token_ids += tokens
+            sequence.spans += spans
             sequence.num_tokens += new
             if new > 1:
                 sequence.num_at_once = sequence.num_tokens
             if not sequence.num_prompt_tokens:
                 sequence.num_prompt_tokens = sequence.num_tokens
+
+    @classmethod
+    def prompts(cls, call: ForwardCall, takes_positions: bool) -> list[GivenPrompt] | None:
+        """A first forward's rows, if each of them goes on with plain ids at the positions that follow; else `None`."""
+        padding = _padding(call, [0] * call.tokens.shape[0], 0, takes_positions)
+        if padding is None or call.others:
+            return None
+        packed = cls.make(call, [], padding, 0, takes_positions)
+        last = packed.positions[:, :, -1]
+        if not bool((last == last[:1]).all()):
+            return None
+        ids = call.on_host().input_ids
+        new_ids, given_rows = None if ids is None else ids.tolist(), packed._given_rows()
+        prompts: list[GivenPrompt] = []
+        for row, offset in enumerate(packed.offsets):
+            new = packed.length - padding[row]
+            tokens, spans = packed._tokens(row, new, new_ids, given_rows, 0, offset)
+            prompts.append(GivenPrompt(tokens, offset, spans))
+        return prompts
+
+    def _tokens(
+        self,
+        row: int,
+        new: int,
+        ids: list[list[int]] | None,
+        given_rows: list[_GivenRow | None] | None,
+        num_tokens: int,
+        offset: int,
+    ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """A row's last `new` columns, as tokens of a sequence of `num_tokens`, and runs of them that see each other."""
+        given = given_rows[row] if given_rows is not None else None
+        spans = self._spans(row, new, num_tokens)
+        own_ids = None if ids is None else ids[row]
+        if own_ids is not None and given is None and not spans and self._is_plain(row, offset):
+            return own_ids[self.length - new :], ()
+        tokens = self._given_tokens(row, new, own_ids, given, offset)
+        _see_each_other(tokens, spans, num_tokens, offset)
+        return tokens, tuple(spans)
+
+    def _is_plain(self, row: int, offset: int) -> bool:
+        """Whether all positions of a row follow from this offset."""
+        return self.is_uniform[row] and self.offsets[row] == offset
 
     def wanted_logits(self) -> np.ndarray:
         """Index, in its sequence, of each token whose logits the caller wants: `[rows, columns kept]`."""

@@ -133,6 +133,12 @@ class KVPool:
     @property
     def manager(self) -> BlockManager:
         """The block tables, made at first use with the pool's size."""
+        if self._manager is None:
+            self._make()
+        assert self._manager is not None
+        return self._manager
+
+    def _make(self) -> None:
         with self.lock:
             if self._manager is None:
                 num_blocks = self._size.num_blocks
@@ -145,15 +151,15 @@ class KVPool:
                     self._groups.windows,
                 )
                 layout = self.state_layout
-                self._manager = (
+                manager = (
                     BlockManager(*arguments)
                     if layout is None or self._states is None
                     else StateBlockManager(
                         *arguments, state_blocks=layout.num_pages, takes_snapshots=self._states.carried
                     )
                 )
-                self._scheduler = self._make_scheduler(self._manager)
-            return self._manager
+                self._scheduler = self._make_scheduler(manager)
+                self._manager = manager  # last: other threads look without the lock
 
     @property
     def state_layout(self) -> StateLayout | None:
@@ -221,21 +227,22 @@ class KVPool:
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler over `manager`."""
-        with self.lock:
-            assert self.manager is not None
-            assert self._scheduler is not None
-            return self._scheduler
+        if self._manager is None:
+            self._make()
+        assert self._scheduler is not None
+        return self._scheduler
 
     @property
     def kv_cache(self) -> KVCache:
         """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
+        dtype, device = self._placement()
+        held = self._kv_cache
+        if held is not None and held.compute_dtype is dtype and held.tensor.device == device:
+            return held
         with self.lock:
-            dtype, device = self._placement()
-            held = self._kv_cache
-            if held is not None:
-                if held.compute_dtype is dtype and held.tensor.device == device:
-                    return held
-                self.release()
+            if self._kv_cache is not held:
+                return self.kv_cache  # another thread was faster
+            self.release()
             geometry, layout = self._geometry, self.state_layout
             manager = self.manager
             num_blocks = manager.pool.num_blocks

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.routing import base_class
+from hf_paged.api.state_probe import keeps_states, state_traits
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.memory.spec import AttentionSpec
@@ -50,12 +52,16 @@ class SupportReport:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The tokens that each layer keeps; `None`: all. Empty if not supported."""
-        return () if self.traits is None else tuple(layer.window for layer in self.traits.layers)
+        return (
+            ()
+            if self.traits is None
+            else tuple(None if layer is None else layer.window for layer in self.traits.layers)
+        )
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Keys and values of one token in all layers, in a pool of this dtype; 0 if not supported."""
         layers = () if self.traits is None else self.traits.layers
-        return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
+        return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 
 def unwrap(model: Any) -> nn.Module:
@@ -107,13 +113,14 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     reasons = []
     if config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder model; only decoder-only models have one growing KV cache")
-    if getattr(model, "_is_stateful", False):
-        reasons.append("it keeps a recurrent state (Mamba, linear attention), which is not made of keys and values")
+    has_states = not config.is_encoder_decoder and keeps_states(config)
+    if getattr(model, "_is_stateful", False) and not has_states and not _is_all_attention(config):
+        reasons.append("it keeps a recurrent state elsewhere than in its cache, where the pool can't stand in for it")
     text = config.get_text_config(decoder=True)
     if text is not config and not config.is_encoder_decoder and inner_path(model) is None:
         reasons.append("it is multimodal, and the language model in it was not found: leave it unpatched")
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
-    if unpaged:
+    if unpaged and not has_states:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
     if vars(text).get("kv_lora_rank"):
         reasons.append(
@@ -128,9 +135,15 @@ def _structural_reasons(model: nn.Module) -> list[str]:
         reasons.append("its weights lie on several devices, the pool on one")
     elif any(parameter.device.type == "meta" for parameter in model.parameters()):
         reasons.append("its weights are on the meta device: load them first")
-    if not reasons and _stated_shape(text) is None:
+    if not reasons and not has_states and _stated_shape(text) is None:
         reasons.append("its config does not state one number of layers, heads and head dimension for all layers")
     return reasons
+
+
+def _is_all_attention(config: PreTrainedConfig) -> bool:
+    """Whether it names its layers' types, and all of them are attention."""
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    return bool(kinds) and kinds <= {*_PAGED_LAYER_TYPES, "attention"}
 
 
 def _stated_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
@@ -154,6 +167,10 @@ def _stated_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
 def _probe(model: PreTrainedModel) -> SupportReport:
     """Compares paged with stock logits on a tiny model of the same class."""
     base, config = base_class(model), model.config.get_text_config(decoder=True)
+    if keeps_states(model.config):
+        shrunken = [partial(_shrink_wrapper, model.config, heads) for heads in (2, 4, None)]
+        traits = state_traits(base, model.config, partial(_build, base), shrunken)
+        return SupportReport(False, (traits,)) if isinstance(traits, str) else SupportReport(True, (), traits)
     tiny, failure = None, ""
     for heads in (2, 4, None):  # CodeGen's come in fours
         try:
@@ -336,8 +353,7 @@ def _shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
-    stated = _stated_shape(small)
-    assert stated is not None
+    stated = _stated_shape(small) or (0, 1, 0)
     layer_types = getattr(small, "layer_types", None)
     sizes: dict[str, Any] = {
         "vocab_size": 64,

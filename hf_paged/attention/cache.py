@@ -26,10 +26,18 @@ _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.d
 
 
 class StepCache(Cache):
-    """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them."""
+    """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them.
 
-    def __init__(self) -> None:
+    Attributes:
+        states: The states of the step's rows, of a model with layers that keep one.
+    """
+
+    def __init__(self, states: Any = None) -> None:
         super().__init__(layers=[])
+        self.states = states
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -88,6 +96,22 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
+class StateLayer(PagedLayer):
+    """One that has no keys and values, but a state of all tokens together, or nothing."""
+
+    is_croppable = False
+
+    @property
+    def keys(self) -> None:
+        """None."""
+        return None
+
+    @property
+    def values(self) -> None:
+        """None."""
+        return None
+
+
 class PagedCache(Cache):
     """Keys and values of a batch, in the block pool of a patched model.
 
@@ -135,7 +159,8 @@ class PagedCache(Cache):
         self._records_past = False
         self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
-        super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
+        kinds = enumerate(store.caches_tokens())
+        super().__init__(layers=[(PagedLayer if has_keys else StateLayer)(self, i) for i, has_keys in kinds])
 
     def __repr__(self) -> str:
         return f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()})"
@@ -256,8 +281,8 @@ class PagedCache(Cache):
         return keys.repeat_interleave(self.fan_out, dim=0), values.repeat_interleave(self.fan_out, dim=0)
 
     def __iter__(self) -> Any:
-        for layer_idx in range(len(self.layers) if self.is_initialized else 0):
-            yield *self.read_layer(layer_idx), None
+        for layer in self.layers if self.is_initialized else ():
+            yield layer.keys, layer.values, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch stored so far, left padding included."""

@@ -20,6 +20,7 @@ class SequenceStore(Protocol):
     @property
     def num_layers(self) -> int: ...
     def windows(self) -> list[int | None]: ...
+    def caches_tokens(self) -> list[bool]: ...
     def transaction(self) -> AbstractContextManager[None]: ...
     def post(self, change: Callable[[], None]) -> None: ...
     def new_sequence(self) -> Sequence: ...
@@ -184,8 +185,9 @@ class CacheRows:
         for old, new, is_live in zip(self.padding, padding, self._is_live, strict=True):
             if is_live and not self._store.can_crop(max(kept - old, 0), new_width - new):
                 raise RuntimeError(
-                    f"the cache can't be cropped to {new_width - new} tokens: layers with a sliding window have given "
-                    "back what lies behind it; call activate_past_recording() before the forwards to be undone"
+                    f"the cache can't be cropped to {new_width - new} tokens: layers with a sliding window or a "
+                    "state have given back what lies behind it; call activate_past_recording() before the forwards to "
+                    "be undone"
                 )
         lengths = [new_width - pad for pad in padding]
         self.padding[:] = padding

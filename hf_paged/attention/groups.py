@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_paged.attention.backends.registry import Backend, PagedStep
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
-from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.core.cache_groups import NOWHERE, CacheGroups
 
 
 class WindowError(ValueError):
@@ -47,7 +47,7 @@ class GroupedStep:
         return self._steps[group].attend(query, own)
 
     def _place(self, layer: int) -> tuple[int, int]:
-        if not 0 <= layer < len(self._places):
+        if not 0 <= layer < len(self._places) or self._places[layer] == NOWHERE:
             raise ValueError(f"the pool has {len(self._places)} layers, and none of number {layer}")
         return self._places[layer]
 
@@ -60,6 +60,6 @@ def paged_step(backend: Backend, metadata: Sequence[AttentionMetadata], groups: 
         metadata: Of each group.
         groups: The pool's.
     """
-    if groups.windows == (None,):  # one group that keeps everything: its layers are the pool's
+    if groups.is_plain:
         return backend.step(metadata[0])
     return GroupedStep([backend.step(own) for own in metadata], groups)

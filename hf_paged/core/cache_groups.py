@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+NOWHERE = (-1, -1)  # the place of a layer that caches no tokens
 MAX_PADDING = 0.1  # empty layers that fewer groups may cost, as a share of the layers of their kind
 
 
@@ -30,12 +31,18 @@ class CacheGroups:
     Attributes:
         layers_per_page: layers of every group, empty ones included.
         windows: of each group, the tokens that its layers see; `None`: all.
-        places: of each layer, its group and its index within that group's pages. A group's last layer is never empty.
+        places: of each layer, its group and its index within that group's pages; `NOWHERE`: it caches no tokens. A
+            group's last layer is never empty.
     """
 
     layers_per_page: int
     windows: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one group, which keeps everything, and whose layers are all of the model's."""
+        return self.windows == (None,) and self.layers_per_page == len(self.places)
 
     @classmethod
     def single(cls, num_layers: int) -> CacheGroups:
@@ -43,11 +50,11 @@ class CacheGroups:
         return cls(num_layers, (None,), tuple((0, index) for index in range(num_layers)))
 
     @classmethod
-    def of(cls, layers: Sequence[LayerKind]) -> CacheGroups:
+    def of(cls, layers: Sequence[LayerKind | None]) -> CacheGroups:
         """The fewest groups with at most `MAX_PADDING` of empty layers; layers that are all alike are one group.
 
         Args:
-            layers: Of each layer, in the model's order.
+            layers: Of each layer, in the model's order; `None`: it caches no tokens. If all are, there is no group.
 
         Raises:
             ValueError: There are none.
@@ -56,10 +63,13 @@ class CacheGroups:
             raise ValueError("a model without layers caches nothing")
         kinds: dict[LayerKind, list[int]] = {}
         for index, kind in enumerate(layers):
-            kinds.setdefault(kind, []).append(index)
-        size = _layers_per_page([len(members) for members in kinds.values()])
+            if kind is not None:
+                kinds.setdefault(kind, []).append(index)
         windows: list[int | None] = []
-        places = [(0, 0)] * len(layers)
+        places = [NOWHERE] * len(layers)
+        if not kinds:
+            return cls(0, (), tuple(places))
+        size = _layers_per_page([len(members) for members in kinds.values()])
         for kind, members in sorted(kinds.items(), key=lambda item: item[0].window is not None):
             for start in range(0, len(members), size):
                 own = members[start : start + size]

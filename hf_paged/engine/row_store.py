@@ -96,7 +96,11 @@ class RowStore:
 
     def windows(self) -> list[int | None]:
         """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
-        return [layer.window for layer in self._core.traits.layers]
+        return [None if layer is None else layer.window for layer in self._core.traits.layers]
+
+    def caches_tokens(self) -> list[bool]:
+        """Whether each layer has keys and values."""
+        return [layer is not None for layer in self._core.traits.layers]
 
     @contextmanager
     def held(self, cache: PagedCache, loop: DecodingLoop | None = None) -> Iterator[None]:
@@ -200,7 +204,7 @@ class RowStore:
         try:
             moves = scheduler.append(sequences, counts)
         except OutOfBlocksError as error:
-            blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
+            blocks = {block for sequence in sequences for block in manager.all_blocks(sequence.seq_id)}
             if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                 error.needed += len(blocks)
             raise self._pool.out_of_blocks(error) from None

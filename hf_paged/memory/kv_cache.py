@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.kernels.reference import elements
 from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.memory.state_cache import StateCache, StateLayout
 from hf_paged.memory.swap_space import SwapSpace
 
 BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
@@ -98,6 +99,7 @@ class KVCache:
 
     Attributes:
         groups: Where a layer's keys and values are: in the blocks of its group's tables, at its index of a page.
+        states: What layers keep of all of a sequence's tokens together.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class KVCache:
         make_backend: Callable[[Tensor, torch.dtype], Any],
         compute_dtype: torch.dtype | None = None,
         groups: CacheGroups | None = None,
+        state_layout: StateLayout | None = None,
     ) -> None:
         """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
 
@@ -120,6 +123,7 @@ class KVCache:
             make_backend: Chooses the attention backend of the tensor, for a model of this dtype.
             compute_dtype: The model's; `None`: the geometry's.
             groups: Of the model's layers; `None`: one of as many as a page has.
+            state_layout: Where the states of its layers are in pages of their own; `None`: they have none.
 
         Raises:
             ValueError: The device cannot hold it, the message names both sizes; or the backend can't run there.
@@ -140,6 +144,7 @@ class KVCache:
             ) from error
         self.compute_dtype = compute_dtype or geometry.dtype
         self.backend = make_backend(self.tensor, self.compute_dtype)
+        self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Executes copy-on-write pairs `(source, destination)`, all layers at once."""

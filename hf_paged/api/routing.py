@@ -18,6 +18,7 @@ from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
+from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.packed_forward import PackedForward
 from hf_paged.model.runner import is_stochastic
@@ -187,7 +188,10 @@ def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
     if forward.others or not forward.is_known:
         return None
     forward = forward.select(slice(None, None, call.generation_config.num_return_sequences or 1))
-    return PackedForward.prompts(forward, model.paged.core.runner.takes_positions)
+    core = model.paged.core
+    let_caller_first(core.pool.kv_device)
+    with on_steps_stream(core.pool.kv_device):  # in their memory, as what a caller's forward is given
+        return PackedForward.prompts(forward, core.runner.takes_positions)
 
 
 def _sample_call(

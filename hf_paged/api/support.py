@@ -118,7 +118,7 @@ def _structural_reasons(model: nn.Module) -> list[str]:
         reasons.append("it keeps a recurrent state elsewhere than in its cache, where the pool can't stand in for it")
     text = config.get_text_config(decoder=True)
     if text is not config and not config.is_encoder_decoder and inner_path(model) is None:
-        reasons.append("it is multimodal, and no language model of its text config was found in it")
+        reasons.append("it is multimodal, and the language model in it was not found: leave it unpatched")
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged and not has_states:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")

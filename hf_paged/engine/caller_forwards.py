@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
@@ -233,7 +232,7 @@ class CallerForwards:
 
     def _forward_packed(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
-    ) -> CausalLMOutputWithPast | StateOutput:
+    ) -> ModelOutput:
         """The call's real tokens, in the next steps' packed batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
@@ -251,7 +250,7 @@ class CallerForwards:
             raise
         cache.advance(packed.length)
         takes_past = self._core.runner.cache_argument == "past_key_values"
-        return CausalLMOutputWithPast(logits=logits) if takes_past else StateOutput(logits=logits)
+        return self._core.runner.output_type(logits=logits) if takes_past else StateOutput(logits=logits)
 
     def _enqueue(self, cache: PagedCache, packed: PackedForward, width: int) -> ForwardRequest:
         request: ForwardRequest | None = None

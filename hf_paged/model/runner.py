@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import forward_context
@@ -89,6 +91,19 @@ class ModelTraits:
             width, size = 64, sum(spec.num_bytes(torch.float32) for spec in self.states.values())
             return KVGeometry(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)
         return KVGeometry(groups.layers_per_page, layer.kv_heads, layer.key_dim, dtype)
+
+
+def _output_type(forward: Callable[..., Any]) -> type[ModelOutput]:
+    """What a forward says that it returns."""
+    stated = inspect.signature(forward).return_annotation
+    for kind in get_args(stated) or (stated,):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, ModelOutput)
+            and "logits" in getattr(kind, "__dataclass_fields__", ())
+        ):
+            return kind
+    return CausalLMOutputWithPast
 
 
 def is_stochastic(model: nn.Module) -> bool:
@@ -229,6 +244,7 @@ class ModelRunner:
         self._layers = layers
         self._traits = traits
         self.takes_positions = "position_ids" in inspect.signature(forward).parameters
+        self.output_type = _output_type(forward)
         self.cache_argument = cache_argument(forward)
         self._mixers = Mixers(model, traits.mixers)
         self._is_plain = is_plain

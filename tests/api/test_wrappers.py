@@ -53,7 +53,7 @@ def make_wrapper_pair(make_pair: MakePair) -> MakePair:
 
 @pytest.mark.core
 @every_wrapper
-@every_mode
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_text_alone(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
     """Would break: calls without a picture, which need nothing but ids."""
     pair = make_wrapper_pair(name)
@@ -129,21 +129,24 @@ def test_forward(make_wrapper_pair: MakePair, name: str) -> None:
     pair = make_wrapper_pair(name)
     given = asking(name)
     del given["attention_mask"]
+    kinds = []
 
     def call(model: Any) -> Any:
         cache = new_cache(model)
         with torch.no_grad():
-            first = model(**copy.deepcopy(given), past_key_values=cache).logits
+            output = model(**copy.deepcopy(given), past_key_values=cache)
+            kinds.append(type(output))
+            first = output.logits
             second = model(input_ids=random_ids(1, 3), past_key_values=cache).logits
             third = model(input_ids=random_ids(1, 1, seed=2), past_key_values=cache).logits
         return first, second, third
 
     pair.both(call)
+    assert kinds[0] is kinds[1]
 
 
 @every_wrapper
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("mode", ["greedy", "beams"])
+@pytest.mark.parametrize(("mode", "preemption"), [("greedy", "swap"), ("beams", "recompute")])
 def test_pool_too_small_for_the_batch(make_wrapper_pair: MakePair, name: str, preemption: str, mode: str) -> None:
     """Would break: pictures that are computed again, or swapped, and cut into chunks."""
     if mode == "beams" and (name in SINGLE or not build_wrapper(name)._supports_logits_to_keep()):
@@ -267,3 +270,39 @@ def test_rows_of_both_kinds_in_one_step(make_wrapper_pair: MakePair) -> None:
         thread.start()
     join(*threads)
     assert all(torch.equal(one, found[index]) for index, one in enumerate(expected))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
+    "hidden_states_of_samples": {
+        "return_dict_in_generate": True,
+        "output_hidden_states": True,
+        "do_sample": True,
+        "num_return_sequences": 2,
+    },
+    "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "chunks": {"prefill_chunk_size": 4},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("arguments", OTHERS.values(), ids=OTHERS)
+def test_other_ways_to_ask(make_wrapper_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
+    """Would break: pictures in forwards by themselves, in the caller's shape, and in loops of transformers'."""
+    pair = make_wrapper_pair(name)
+    if OLD and "prefill_chunk_size" in arguments:
+        pytest.skip("stock gives each chunk all pictures")
+    call = asking(name) if "prompt_lookup_num_tokens" in arguments else asking(name, (0, 1), TWO)
+    pair.both(lambda model: model.generate(**copy.deepcopy(call), max_new_tokens=6, **arguments))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_a_hook_that_needs_rows(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: a picture shown whole to a hook, and stored as any other."""
+    pair = make_wrapper_pair(name)
+    pair.paged.base_model.language_model.register_forward_hook(lambda *_: None)
+    call = asking(name, (0, 1), TWO)
+    expected = pair.stock.generate(**copy.deepcopy(call), max_new_tokens=6)
+    assert torch.equal(pair.paged.generate(**copy.deepcopy(call), max_new_tokens=6), expected)

@@ -118,3 +118,35 @@ def test_digests_say_what_differs(change: dict[str, Any], field: str | None) -> 
     differing = {name for name in names if one.digests().get(name) != other.digests().get(name)}
     assert differing == ({field} if field else set())
     assert (one.digest() == other.digest()) is (field is None)
+
+
+def test_given_tokens_are_told_apart_by_all_they_were_given() -> None:
+    """Would break: a prefix hit for the same embedding elsewhere, or for a token of another run."""
+    tokens = [GivenToken.at((1, 2, 3), 5), GivenToken.at((1, 2, 4), 5), GivenToken.at((1, 2, 3), 6)]
+    tokens += [GivenToken.embedded(place, "states", 0, content) for place in (3, (3, 4)) for content in (b"a", b"b")]
+    tokens += [GivenToken.within(whole, 0, 5, 0) for whole in (b"one", b"other")]
+    assert len({token.digest for token in tokens}) == len(set(tokens)) == len(tokens)
+    assert GivenToken.embedded((3, 4), "other states", 7, b"a") == tokens[5]
+    assert all(-(2**63) <= token < -(2**62) for token in tokens)
+
+
+def test_chunks_do_not_cut_runs_of_tokens_that_see_each_other() -> None:
+    """Would break: a picture in two steps, or a scheduler that never gets to it."""
+    row = sequence(1, list(range(12)), spans=((3, 7), (7, 9)))
+    row.is_wanted = True
+    found = []
+    while row.num_computed_tokens < 12:
+        found.append(row.chunk(2))
+        row.num_computed_tokens += found[-1]
+    assert found == [2, 1, 4, 2, 2, 1]
+    row.num_computed_tokens = 0
+    assert row.chunk(5) == 3 and row.chunk(8) == 7 and row.chunk(9) == 9
+
+
+def test_positions_of_several_axes_reach_the_batch() -> None:
+    """Would break: tokens with one position beside such with several."""
+    rows = [(sequence(1, [5, 6]), 1, 1), (sequence(2, [GivenToken.at((4, 5, 6), 9), 8], given_end=1), 0, 2)]
+    batch = batch_of(*rows)
+    assert list(batch.axes) == [1, 1, 1, 4, 5, 6, 1, 1, 1]
+    assert list(batch.positions) == [1, 4, 1]
+    assert batch_of(*rows[:1]).axes is None

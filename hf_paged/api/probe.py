@@ -15,10 +15,17 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.shrinking import SPECIAL, shrink
-from hf_paged.api.stored_layers import NotingCache, noted_on_meta, on_meta, specs, stated_windows, with_windows
+from hf_paged.api.stored_layers import (
+    Layers,
+    NotingCache,
+    as_their_modules_say,
+    noted_on_meta,
+    on_meta,
+    specs,
+    with_windows,
+)
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
-from hf_paged.memory.spec import AttentionSpec
 from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import is_batch_dependent
 
@@ -38,45 +45,58 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
     if isinstance(tried, str):
         return tried
     tiny, expected, tiny_layers = tried
+    whole = on_meta(base, config)
     try:
-        whole = on_meta(base, config)
-        layers = specs(noted_on_meta(whole))
-    except Exception as error:
-        return f"what its layers store could not be found out ({type(error).__name__}: {error!s:.200})"
+        layers = specs(noted_on_meta(whole), whole.config)
+    except Exception as error:  # its forward needs numbers
+        found = _as_wide(base, config)
+        if found is None:
+            return f"what its layers store could not be found out ({type(error).__name__}: {error!s:.200})"
+        layers = found
     if isinstance(layers, str) or isinstance(tiny_layers, str):
         return str(layers if isinstance(layers, str) else tiny_layers)
-    if len(set(layers)) > 1 or layers[0].key_dim != layers[0].value_dim:
-        return f"its layers don't store keys and values of one shape, but {sorted(set(map(str, layers)))}"
     failure = ""
     for traits, has_windows in _ways(base, config, tiny, tiny_layers):
         failure = _difference(tiny, traits, expected)
         if not failure:
-            return replace(traits, layers=with_windows(layers, whole) if has_windows else layers)
+            return replace(traits, layers=_windowed(layers, whole) if has_windows else layers)
         if _keeps_inference_tensors(tiny):
             tiny = _build(base, tiny.config)
     return f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})"
 
 
-def _tiny(
-    base: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[PreTrainedModel, Tensor, tuple[AttentionSpec, ...] | str] | str:
+def _tiny(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, Tensor, Layers | str] | str:
     """A tiny model, its logits over a stock cache, and what its layers stored there; or why there is none."""
     failure = ""
     for heads in (2, 4, None):  # CodeGen's come in fours
         try:
             tiny = _build(base, shrink(config, heads))
             stock = NotingCache(tiny.config)
-            return tiny, _logits(tiny, stock), specs(stock.noted)
+            return tiny, _logits(tiny, stock), specs(stock.noted, tiny.config)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
+
+
+def _as_wide(base: type[PreTrainedModel], config: PreTrainedConfig) -> Layers | None:
+    """What each layer stores, from a copy with few layers of full width; `None` where these don't store alike."""
+    try:
+        few = _build(base, shrink(config, None))
+        cache = NotingCache(few.config)
+        _logits(few, cache)
+    except Exception:
+        return None
+    layers = specs(cache.noted, few.config)
+    if isinstance(layers, str) or len(set(layers)) > 1:
+        return None
+    return layers[:1] * config.num_hidden_layers
 
 
 def _ways(
     base: type[PreTrainedModel],
     config: PreTrainedConfig,
     tiny: PreTrainedModel,
-    layers: tuple[AttentionSpec, ...],
+    layers: Layers,
 ) -> Iterator[tuple[ModelTraits, bool]]:
     """What may be tried, the best first, and whether it is with the windows that the config states."""
     rows_independent = not any(map(is_batch_dependent, _rope_types(getattr(config, "rope_parameters", None))))
@@ -84,8 +104,9 @@ def _ways(
     # Without position_ids a model places tokens by their column, which a packed batch doesn't have.
     if rows_independent and "position_ids" in inspect.signature(base.forward).parameters:
         # The windows that the config states, unless a layer turns out to attend to more than that.
-        for has_windows in (True, False) if any(stated_windows(tiny.config, len(layers))) else (False,):
-            packed = replace(own, layers=with_windows(layers, tiny) if has_windows else layers, runs_packed=True)
+        windowed = _windowed(layers, tiny)
+        for has_windows in (True, False) if windowed != layers else (False,):
+            packed = replace(own, layers=windowed if has_windows else layers, runs_packed=True)
             for may_infer in (True, False):
                 yield replace(packed, allows_inference_mode=may_infer), has_windows
     if rows_independent:
@@ -94,6 +115,10 @@ def _ways(
     else:
         yield replace(own, regime_length=_regime_length(config)), False
     yield own, False
+
+
+def _windowed(layers: Layers, model: PreTrainedModel) -> Layers:
+    return as_their_modules_say(with_windows(layers, model.config), model)
 
 
 def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.memory.spec import AttentionSpec
+
+Layers = tuple[AttentionSpec | None, ...]
 
 
 class NotingCache(DynamicCache):
@@ -42,16 +46,16 @@ def on_meta(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
 
 
 class _Zeros(TorchDispatchMode):
-    """Within it what looks at a number of a tensor on the meta device finds a zero."""
+    """Within it what looks at a number of a tensor on the meta device finds a zero, or that it is true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+            return True if args[0].dtype is torch.bool else torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         if func is aten.nonzero.default and args[0].is_meta:
             return torch.empty(0, args[0].ndim, dtype=torch.int64, device="meta")
-        if func is aten.equal.default and args[0].is_meta:
-            return args[0].shape == args[1].shape
+        if func is aten._to_copy.default and args[0].is_meta and (kwargs or {}).get("device") == torch.device("cpu"):
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
         return func(*args, **(kwargs or {}))
 
 
@@ -62,44 +66,53 @@ def noted_on_meta(model: PreTrainedModel) -> Mapping[int, tuple[int, int, int, i
     Raises:
         Exception: Whatever its forward raises.
     """
-    cache = NotingCache(model.config)
-    with torch.device("meta"), _Zeros():
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), past_key_values=cache, use_cache=True)
-    return cache.noted
+    inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device="meta")}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = inputs["input_ids"]
+    for looking in (nullcontext(), _Zeros()):  # some look at numbers, some check those that they make
+        cache = NotingCache(model.config)
+        try:
+            with torch.device("meta"), looking:
+                model(**inputs, past_key_values=cache, use_cache=True)
+            return cache.noted
+        except Exception as error:
+            failure = error
+    raise failure
 
 
-def specs(noted: Mapping[int, tuple[int, int, int, int]]) -> tuple[AttentionSpec, ...] | str:
-    """What was noted as one spec a layer, or why that can't be."""
-    if sorted(noted) != list(range(len(noted))) or not noted:
-        return f"its layers {sorted(noted)} store keys and values, not all from the first on"
-    layers = []
-    for index in range(len(noted)):
-        heads, key_dim, value_heads, value_dim = noted[index]
+def specs(noted: Mapping[int, tuple[int, int, int, int]], config: PreTrainedConfig) -> Layers | str:
+    """What was noted as one spec a layer (`None`: it stores nothing), or why that can't be."""
+    if not noted:
+        return "its layers store no keys and values"
+    num_layers = getattr(config, "num_hidden_layers", None) or 0
+    layers: list[AttentionSpec | None] = [None] * max(num_layers, 1 + max(noted))
+    for index, (heads, key_dim, value_heads, value_dim) in noted.items():
         if heads != value_heads:
             return f"layer {index} stores {heads} heads of keys and {value_heads} of values"
-        layers.append(AttentionSpec(heads, key_dim, value_dim))
+        layers[index] = AttentionSpec(heads, key_dim, value_dim)
     return tuple(layers)
 
 
-def stated_windows(config: PreTrainedConfig, num_layers: int) -> list[int | None]:
-    """The window that a config states for each of its first layers."""
-    window = getattr(config, "sliding_window", None)
-    kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers)
-    if not isinstance(window, int) or window < 1 or len(kinds) < num_layers:
-        return [None] * num_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds[:num_layers]]
+def with_windows(layers: Layers, config: PreTrainedConfig) -> Layers:
+    """The layers with the windows that the config states."""
+    window, context = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers))
+    if not isinstance(window, int) or not 0 < window < (context or math.inf) or len(kinds) < len(layers):
+        return layers
+    return tuple(
+        replace(layer, window=window) if layer is not None and kind == "sliding_attention" else layer
+        for layer, kind in zip(layers, kinds, strict=False)
+    )
 
 
-def with_windows(layers: tuple[AttentionSpec, ...], model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
-    """The layers with the windows that the config states and their modules don't gainsay."""
-    windows = stated_windows(model.config, len(layers))
-    context = getattr(model.config, "max_position_embeddings", None) or math.inf
+def as_their_modules_say(layers: Layers, model: PreTrainedModel) -> Layers:
+    """The layers without those windows that their modules gainsay."""
+    found = list(layers)
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and 0 <= index < len(windows):
-            own = getattr(module, "sliding_window", windows[index])
-            windows[index] = own if own == windows[index] else None
-    return tuple(
-        replace(layer, window=window if window is not None and window < context else None)
-        for layer, window in zip(layers, windows, strict=True)
-    )
+        if not isinstance(index, int) or not 0 <= index < len(found):
+            continue
+        layer = found[index]
+        if layer is not None and getattr(module, "sliding_window", layer.window) != layer.window:
+            found[index] = replace(layer, window=None)
+    return tuple(found)

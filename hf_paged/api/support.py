@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.probe import probe
 from hf_paged.api.routing import base_class
-from hf_paged.api.stored_layers import on_meta
+from hf_paged.api.stored_layers import as_their_modules_say, on_meta
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import why_not_whole
 
@@ -38,7 +39,11 @@ class SupportReport:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The tokens that each layer keeps; `None`: all. Empty if not supported."""
-        return () if self.traits is None else tuple(layer.window for layer in self.traits.layers)
+        return (
+            ()
+            if self.traits is None
+            else tuple(None if layer is None else layer.window for layer in self.traits.layers)
+        )
 
     @property
     def layout(self) -> str:
@@ -50,10 +55,21 @@ class SupportReport:
             return ""
         return "packed" if self.traits.runs_packed else "padded" if self.traits.is_batched else "alone"
 
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The layout of each layer, or "shared" of one that stores nothing and attends to another one's keys."""
+        layers = () if self.traits is None else self.traits.layers
+        return tuple("shared" if layer is None else self.layout for layer in layers)
+
+    @property
+    def padding(self) -> float:
+        """What of the pool's pages stays empty because layers are grouped, as a share of what they fill."""
+        return 0.0 if self.traits is None else CacheGroups.of(self.traits.layers).padding(self.traits.layers)
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Keys and values of one token in all layers, in a pool of this dtype; 0 if not supported."""
         layers = () if self.traits is None else self.traits.layers
-        return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
+        return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 
 def unwrap(model: Any) -> nn.Module:
@@ -87,7 +103,11 @@ def is_supported(model: Any) -> SupportReport:
         if reasons:
             return SupportReport(False, tuple(reasons))
         assert isinstance(model, PreTrainedModel)
-        return _tried(base_class(model), model.config)
+        report = _tried(base_class(model), model.config)
+        if report.traits is None:
+            return report
+        layers = as_their_modules_say(report.traits.layers, model)
+        return replace(report, traits=replace(report.traits, layers=layers))
     except Exception as error:  # half constructed, or with a config that raises where it is read
         return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
 
@@ -149,8 +169,4 @@ def _architecture_reasons(model: PreTrainedModel) -> list[str]:
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
-    if vars(text).get("kv_lora_rank"):
-        reasons.append(
-            "it caches what its keys and values are made from (kv_lora_rank), as in multi-head latent attention"
-        )
     return reasons

@@ -38,6 +38,7 @@ class SequenceStore(Protocol):
     def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None: ...
     def keep_past(self, sequences: Iterable[Sequence]) -> None: ...
     def windows(self) -> list[int | None]: ...
+    def stores(self, layer: int) -> bool: ...
     def add_unknown_tokens(self, sequences: list[Sequence], num_tokens: int) -> None: ...
     def write_tokens(
         self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
@@ -87,12 +88,16 @@ class PagedLayer(CacheLayerMixin):
 
         Of a layer with a window, as in a `DynamicCache`, the last columns: all but one of those that a query sees.
         """
-        return self._cache.read_layer(self._layer_idx)[0] if self.is_initialized else None
+        return self._cache.read_layer(self._layer_idx)[0] if self._has_states else None
 
     @property
     def values(self) -> Tensor | None:
         """Like `keys`."""
-        return self._cache.read_layer(self._layer_idx)[1] if self.is_initialized else None
+        return self._cache.read_layer(self._layer_idx)[1] if self._has_states else None
+
+    @property
+    def _has_states(self) -> bool:
+        return self.is_initialized and self._cache.store.stores(self._layer_idx)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool exists."""
@@ -296,8 +301,8 @@ class PagedCache(Cache):
         return keys.repeat_interleave(self._fan_out, dim=0), values.repeat_interleave(self._fan_out, dim=0)
 
     def __iter__(self) -> Any:
-        for layer_idx in range(len(self.layers) if self.is_initialized else 0):
-            yield *self.read_layer(layer_idx), None
+        for layer in self.layers if self.is_initialized else ():
+            yield layer.keys, layer.values, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch stored so far, left padding included."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_paged.attention.backends.registry import Backend, PagedStep
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
-from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.core.cache_groups import NOWHERE, CacheGroups
 
 
 class WindowError(ValueError):
@@ -28,38 +28,53 @@ class WindowError(ValueError):
 
 
 class GroupedStep:
-    """Hands each layer's keys, values and queries to the step of its group."""
+    """Hands each layer's keys, values and queries to the step of its group.
+
+    A layer that stores nothing attends to another one's keys: to those of the layer that it gives again.
+    """
 
     def __init__(self, steps: Sequence[PagedStep], groups: CacheGroups) -> None:
         self._steps = steps
         self._windows, self._places = groups.windows, groups.places
+        self._shares = NOWHERE in groups.places
+        self._given: dict[int, tuple[int, int]] = {}  # where keys at this address are
+        self._borrowed: dict[int, tuple[int, int]] = {}
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        group, index = self._place(layer)
+        place = group, index = self._checked(layer)
+        if self._shares:
+            if place == NOWHERE:
+                if key.data_ptr() not in self._given:
+                    raise ValueError(f"layer {layer} stores nothing, and its keys are no other layer's")
+                self._borrowed[layer] = self._given[key.data_ptr()]
+                return
+            self._given[key.data_ptr()] = place
         self._steps[group].write(key, value, index)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
-        group, index = self._place(params.layer)
+        place = self._checked(params.layer)
+        group, index = self._borrowed[params.layer] if place == NOWHERE else place
         asked, kept = params.sliding_window, self._windows[group]
         if kept is not None and (asked is None or asked > kept):
             raise WindowError(params.layer, asked, kept)
         own = AttentionParams(index, params.scale, asked, params.softcap, params.sinks)
         return self._steps[group].attend(query, own)
 
-    def _place(self, layer: int) -> tuple[int, int]:
+    def _checked(self, layer: int) -> tuple[int, int]:
         if not 0 <= layer < len(self._places):
             raise ValueError(f"the pool has {len(self._places)} layers, and none of number {layer}")
         return self._places[layer]
 
 
-def paged_step(backend: Backend, metadata: Sequence[AttentionMetadata], groups: CacheGroups) -> PagedStep:
+def paged_step(backends: Sequence[Backend], metadata: Sequence[AttentionMetadata], groups: CacheGroups) -> PagedStep:
     """What every layer of a forward calls.
 
     Args:
-        backend: Of the pool.
+        backends: Of each group.
         metadata: Of each group.
         groups: The pool's.
     """
-    if groups.windows == (None,):  # one group that keeps everything: its layers are the pool's
-        return backend.step(metadata[0])
-    return GroupedStep([backend.step(own) for own in metadata], groups)
+    if groups.is_single:  # its layers are the pool's
+        return backends[0].step(metadata[0])
+    steps = [backend.step(own) for backend, own in zip(backends, metadata, strict=True)]
+    return GroupedStep(steps, groups)

@@ -25,3 +25,8 @@ class AttentionSpec:
     def elements_per_token(self) -> int:
         """Numbers that a token takes."""
         return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def row_elements(self) -> int:
+        """Numbers of a head that lie side by side: of its key, or where that is not as wide as its value, of both."""
+        return self.key_dim if self.key_dim == self.value_dim else self.key_dim + self.value_dim

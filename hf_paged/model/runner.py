@@ -25,7 +25,7 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
-from hf_paged.memory.kv_cache import KVCache, KVGeometry
+from hf_paged.memory.kv_cache import KVCache, KVGeometry, PageShape
 from hf_paged.memory.spec import AttentionSpec
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
@@ -41,7 +41,7 @@ class ModelTraits:
     """What the engine has to know about a model's architecture.
 
     Attributes:
-        layers: What each of its layers caches.
+        layers: What each of its layers caches; `None`: nothing of its own.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
@@ -51,7 +51,7 @@ class ModelTraits:
             made in inference mode would be refused.
     """
 
-    layers: tuple[AttentionSpec, ...]
+    layers: tuple[AttentionSpec | None, ...]
     runs_packed: bool
     rows_independent: bool
     allows_inference_mode: bool = False
@@ -65,13 +65,19 @@ class ModelTraits:
 
     @property
     def num_layers(self) -> int:
-        """Layers that store keys and values."""
+        """Its layers, those that store nothing included."""
         return len(self.layers)
 
     def geometry(self, groups: CacheGroups, dtype: torch.dtype) -> KVGeometry:
-        """Shape of one token's keys and values in a page, in a model of this dtype."""
-        layer = self.layers[0]  # they differ in their windows alone
-        return KVGeometry(groups.layers_per_page, layer.kv_heads, layer.key_dim, dtype)
+        """What the pages of these groups hold, in a pool of this dtype."""
+        kinds = {
+            group: layer for (group, _), layer in zip(groups.places, self.layers, strict=True) if layer is not None
+        }
+        pages = [
+            PageShape(size, kinds[group].kv_heads, kinds[group].key_dim, kinds[group].value_dim)
+            for group, size in enumerate(groups.sizes)
+        ]
+        return KVGeometry(tuple(pages), groups.elements, dtype)
 
 
 def is_stochastic(model: nn.Module) -> bool:
@@ -358,7 +364,7 @@ class ModelRunner:
             wanted = np.searchsorted(rows, sequence[mine]), from_end
             own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
             layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
-            cache = PaddedCache(layouts, paged_step(kv_cache.backend, own, kv_cache.groups), kv_cache)
+            cache = PaddedCache(layouts, paged_step(kv_cache.backends, own, kv_cache.groups), kv_cache)
             parts.append(self._run_rows(tokens, layouts[0], cache, wanted, may_infer))
             order.append(mine)
         if len(parts) == 1:
@@ -436,7 +442,7 @@ class ModelRunner:
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
-        step = paged_step(kv_cache.backend, metadata, kv_cache.groups)
+        step = paged_step(kv_cache.backends, metadata, kv_cache.groups)
         with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
                 self.model,
@@ -532,7 +538,8 @@ class ModelRunner:
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._vocab_size, device), to_device(positions, device))
         rows = to_device(np.cumsum(query_lens) - 1, device)
-        self._run_model(tokens, [metadata] * len(kv_cache.groups.windows), kv_cache, rows, self._may_infer())
+        others = (metadata.with_tables(metadata.host_tables) for _ in kv_cache.groups.windows[1:])
+        self._run_model(tokens, [metadata, *others], kv_cache, rows, self._may_infer())
 
     def _make_graphs(self, kv_cache: KVCache, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
         max_blocks = min(kv_cache.num_blocks, -(-self.max_context // kv_cache.block_size))
@@ -619,7 +626,7 @@ class ModelRunner:
         first = AttentionMetadata(tables[0], new, lengths, kv_cache.block_size, kv_cache.null_block, device)
         metadata = [first, *map(first.with_tables, tables[1:])]
         layouts = [PaddedLayout(own, first.host_start_loc[:-1], device, shape) for own in metadata]
-        cache = PaddedCache(layouts, paged_step(kv_cache.backend, metadata, kv_cache.groups), kv_cache)
+        cache = PaddedCache(layouts, paged_step(kv_cache.backends, metadata, kv_cache.groups), kv_cache)
         return self.run_unpatched(past_key_values=cache, use_cache=True, return_dict=True, **arguments)
 
     def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from hf_paged.api.shrinking import stated
 from hf_paged.memory.spec import AttentionSpec
 
 Layers = tuple[AttentionSpec | None, ...]
@@ -84,7 +85,7 @@ def specs(noted: Mapping[int, tuple[int, int, int, int]], config: PreTrainedConf
     """What was noted as one spec a layer (`None`: it stores nothing), or why that can't be."""
     if not noted:
         return "its layers store no keys and values"
-    num_layers = getattr(config, "num_hidden_layers", None) or 0
+    num_layers = stated(config, "num_hidden_layers") or 0
     layers: list[AttentionSpec | None] = [None] * max(num_layers, 1 + max(noted))
     for index, (heads, key_dim, value_heads, value_dim) in noted.items():
         if heads != value_heads:

@@ -510,7 +510,7 @@ class Replay:
                 "mean_use": round(samples.mean("allocated") / self.capacity, 4),
                 "peak_use": round(manager.pool.peak_in_use / manager.pool.num_blocks, 4),
                 "blocks_in_use_at_end": manager.pool.num_in_use,
-                "swapped_blocks_at_end": manager.num_swapped_blocks,
+                "swapped_blocks_at_end": manager.swap.num_in_use,
                 "copy_on_write": manager.num_cow_copies,
                 "evictions": manager.pool.num_evictions,
             },
@@ -523,7 +523,7 @@ class Replay:
                 "hit_rate": round(self.first_hit_tokens / max(1, self.first_query_tokens), 4),
                 "infinite_cache_hit_rate": round(token_rate, 4),
                 "infinite_cache_hit_rate_of_trace_blocks": round(trace_rate, 4),
-                "hit_rate_with_preempted": round(manager.prefix_hit_tokens / max(1, manager.prefix_query_tokens), 4),
+                "hit_rate_with_preempted": round(manager.prefix.hit_tokens / max(1, manager.prefix.query_tokens), 4),
             },
             "preemptions": {
                 "recompute": scheduler.num_preemptions - scheduler.num_swapped_out,

@@ -1018,7 +1018,7 @@ class Soak:
         gc.collect()
         stats, swap_pool = engine.stats(), engine.core.manager.swap_pool
         in_use = stats.num_blocks - stats.num_free_blocks
-        swapped = engine.core.manager.num_swapped_blocks
+        swapped = engine.core.manager.swap.num_in_use
         if in_use or swapped or (swap_pool is not None and swap_pool.num_free != swap_pool.num_blocks):
             self.violation(f"blocks leaked: {in_use} in the pool, {swapped} in CPU memory")
         if list(engine.core.scheduler.groups) or engine.core.manager.sequences():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import logging
 
+from hf_paged.attention.cache_rows import CacheRows, SequenceStore
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.sequence import Sequence
 from hf_paged.kernels.transfers import to_host
@@ -23,29 +23,6 @@ logger = logging.get_logger(__name__)
 
 # transformers before 5.18 reads a positive argument of `crop` as the length to keep; later versions refuse it.
 _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.dev0")
-
-
-class SequenceStore(Protocol):
-    """What a cache needs of the engine that owns the pool. Every method takes the engine's lock."""
-
-    @property
-    def num_layers(self) -> int: ...
-    def transaction(self) -> AbstractContextManager[None]: ...
-    def new_sequence(self) -> Sequence: ...
-    def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence: ...
-    def free_sequences(self, sequences: Iterable[Sequence]) -> None: ...
-    def abandon_sequences(self, sequences: Iterable[Sequence]) -> None: ...
-    def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None: ...
-    def keep_past(self, sequences: Iterable[Sequence]) -> None: ...
-    def windows(self) -> list[int | None]: ...
-    def stores(self, layer: int) -> bool: ...
-    def add_unknown_tokens(self, sequences: list[Sequence], num_tokens: int) -> None: ...
-    def write_tokens(
-        self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]
-    ) -> None: ...
-    def read_tokens(
-        self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
-    ) -> tuple[Tensor, Tensor]: ...
 
 
 class StepCache(Cache):
@@ -155,16 +132,13 @@ class PagedCache(Cache):
         # True once a forward stored tokens that may be padding or whose mask the pool does not know: from then on
         # forwards use the caller's mask over the gathered keys.
         self.is_padded = False
-        self._rows: list[Sequence | None] = []  # None: a finished row that gave its blocks back
-        self._padding: list[int] = []
-        self._fan_out = 1
+        self._rows = CacheRows(store)
         self._width = 0
         self._windows = store.windows()
         self._records_past = False
         self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
         super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
-        weakref.finalize(self, _abandon, store, self._rows).atexit = False
 
     def __repr__(self) -> str:
         return f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()})"
@@ -174,35 +148,33 @@ class PagedCache(Cache):
     @property
     def sequences(self) -> list[Sequence | None]:
         """The stored rows: `batch_size / fan_out` of them; `None` for a finished one."""
-        return self._rows
+        return self._rows.sequences
 
     @property
     def padding(self) -> list[int]:
         """Left columns of each stored row that hold no token."""
-        return self._padding
+        return self._rows.padding
 
     @property
     def fan_out(self) -> int:
         """Equal rows of the batch that each stored row stands for."""
-        return self._fan_out
+        return self._rows.fan_out
 
     def expect_fan_out(self, fan_out: int) -> None:
         """Tells a cache that holds nothing yet that its rows will come in runs of `fan_out` equal prompts."""
-        if not self._rows:
-            self._fan_out = fan_out
+        if not len(self._rows):
+            self._rows.fan_out = fan_out
 
     def open_rows(self, num_rows: int) -> None:
         """Makes the (empty) rows of a first forward."""
-        for _ in range(num_rows):
-            self._rows.append(self.store.new_sequence())
-            self._padding.append(0)
+        self._rows.open(num_rows)
         if self._records_past:
             self.activate_past_recording()
 
     def set_padding(self, padding: list[int], rows: list[int]) -> None:
         """Declares the left padding of some stored rows, from their first token on."""
         for row, columns in zip(rows, padding, strict=True):
-            self._padding[row] = columns
+            self.padding[row] = columns
 
     def advance(self, num_columns: int) -> None:
         """Books columns whose tokens a packed forward stored in all layers."""
@@ -216,7 +188,6 @@ class PagedCache(Cache):
         self._active = None
         if width == 0:
             self._rows.clear()
-            self._padding.clear()
             self.is_padded = False
 
     def select_active(self, rows: list[int] | None) -> None:
@@ -225,29 +196,13 @@ class PagedCache(Cache):
 
     @deferred_interrupt()
     def split_fan_out(self) -> None:
-        """Gives every row of the batch a sequence of its own, sharing all blocks, where one stood for several."""
-        if self._fan_out == 1:
-            return
-        with self.store.transaction():
-            rows: list[Sequence | None] = []
-            for row in self._rows:
-                rows.append(row)
-                rows += [None if row is None else self.store.fork_sequence(row) for _ in range(self._fan_out - 1)]
-            self._padding[:] = [padding for padding in self._padding for _ in range(self._fan_out)]
-            self._rows[:] = rows
-            self._fan_out = 1
+        """See `CacheRows.split`."""
+        self._rows.split()
 
     @deferred_interrupt()
     def retire(self, rows: Iterable[int]) -> None:
         """Frees rows of the batch that are finished; later forwards leave them out."""
-        live = [row for row in rows if self._fan_out > 1 or self._rows[row] is not None]
-        if not live:
-            return
-        with self.store.transaction():
-            self.split_fan_out()
-            self.store.free_sequences(sequence for row in live if (sequence := self._rows[row]) is not None)
-            for row in live:
-                self._rows[row] = None
+        self._rows.retire(rows)
 
     # The Cache interface
 
@@ -269,23 +224,25 @@ class PagedCache(Cache):
             logger.warning_once("hf_paged: no gradient flows through the keys and values of a PagedCache")
         batch, _, new, _ = key_states.shape
         start = self._lengths[layer_idx]
-        if not self._rows:
-            self._fan_out = 1
+        if not len(self._rows):
+            self._rows.fan_out = 1
             self.open_rows(batch)
-        active = self._active if self._active is not None else range(len(self._rows))
-        sequences = [sequence for row in active if (sequence := self._rows[row]) is not None]
+        rows = self.sequences
+        active = self._active if self._active is not None else range(len(rows))
+        sequences = [sequence for row in active if (sequence := rows[row]) is not None]
         if len(sequences) != batch:
             raise ValueError(
                 f"got keys of {batch} rows for a cache with {self.batch_size} rows (of tokens, or of position_ids?)"
             )
-        if start == self._width:  # the first layer of a forward
-            self.is_padded = True
-            self.store.add_unknown_tokens(sequences, new)
-            self._width += new
-        padding = [self._padding[row] for row in active]
-        self.store.write_tokens(layer_idx, sequences, key_states, value_states, [start - pad for pad in padding])
+        is_first_layer = start == self._width
+        self.is_padded |= is_first_layer
+        padding = [self.padding[row] for row in active]
+        states = self.store.store_tokens(
+            layer_idx, sequences, key_states, value_states, padding, start + new, is_first_layer
+        )
         self._lengths[layer_idx] = start + new
-        return self.store.read_tokens(layer_idx, list(sequences), padding, start + new)
+        self._width = max(self._width, start + new)
+        return states
 
     def read_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer for the whole batch, as its `keys` and `values`."""
@@ -293,12 +250,12 @@ class PagedCache(Cache):
         # Row by row: a batch larger than the pool is never in it as a whole.
         rows = [
             self.store.read_tokens(layer_idx, [row], [pad], width)
-            for row, pad in zip(self._rows, self._padding, strict=True)
+            for row, pad in zip(self.sequences, self.padding, strict=True)
         ]
         window = self._windows[layer_idx]
         first = 0 if window is None else max(0, width - window + 1)
         keys, values = (torch.cat(states)[:, :, first:] for states in zip(*rows, strict=True))
-        return keys.repeat_interleave(self._fan_out, dim=0), values.repeat_interleave(self._fan_out, dim=0)
+        return keys.repeat_interleave(self.fan_out, dim=0), values.repeat_interleave(self.fan_out, dim=0)
 
     def __iter__(self) -> Any:
         for layer in self.layers if self.is_initialized else ():
@@ -320,15 +277,13 @@ class PagedCache(Cache):
     @property
     def batch_size(self) -> int:
         """Rows of the batch, -1 before the first forward."""
-        return len(self._rows) * self._fan_out or -1
+        return len(self._rows) * self.fan_out or -1
 
     @deferred_interrupt()
     def reset(self) -> None:
         """Frees all blocks; the cache is as new."""
-        with self.store.transaction():
-            self.store.free_sequences(row for row in self._rows if row is not None)
-            self._fan_out = 1
-            self.rewind(0)
+        self._rows.fan_out = 1
+        self.rewind(0)
 
     @deferred_interrupt()
     def crop(self, tokens_to_remove: int) -> None:
@@ -347,20 +302,15 @@ class PagedCache(Cache):
                 )
             tokens_to_remove = min(tokens_to_remove - self._width, 0)
         width = max(self._width + tokens_to_remove, 0)
-        with self.store.transaction():
-            padding = [min(own, width) for own in self._padding]
-            self.store.crop_sequences(
-                [(row, width - pad) for row, pad in zip(self._rows, padding, strict=True) if row is not None]
-            )
-            self._padding[:] = padding
-            self._width = width
-            self._lengths = [width] * len(self._lengths)
+        self._rows.crop(self._width, width)
+        self._width = width
+        self._lengths = [width] * len(self._lengths)
 
     @deferred_interrupt()
     def activate_past_recording(self) -> None:
         """From now on layers with a sliding window keep what lies behind it, until a `crop`, which may go so far."""
         self._records_past = True
-        self.store.keep_past(row for row in self._rows if row is not None)
+        self._rows.keep_past(self._width)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, by sharing its blocks: no key or value is copied here."""
@@ -385,34 +335,20 @@ class PagedCache(Cache):
 
     @deferred_interrupt()
     def _select(self, indices: list[int]) -> None:
-        if not self._rows:
+        if not len(self._rows):
             return  # as over a `DynamicCache` that holds nothing
         bad = [index for index in indices if not 0 <= index < self.batch_size]
         if bad or not indices:
             raise ValueError(f"rows are numbers from 0 to {self.batch_size - 1}, one at least, got {bad or indices}")
-        with self.store.transaction():
-            self.split_fan_out()
-            selected: list[Sequence | None] = []
-            moved: set[int] = set()
-            for index in indices:
-                sequence = self._rows[index]
-                if sequence is not None and index in moved:
-                    sequence = self.store.fork_sequence(sequence)
-                moved.add(index)
-                selected.append(sequence)
-            self.store.free_sequences(row for i, row in enumerate(self._rows) if i not in moved and row is not None)
-            self._padding[:] = [self._padding[index] for index in indices]
-            self._rows[:] = selected
+        self._rows.select(indices)
 
     @deferred_interrupt()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A cache of the same content that shares all blocks until one of the two writes."""
         copy = type(self).__new__(type(self))
         copy._setup(self.store)
-        with self.store.transaction():
-            copy._rows += [None if row is None else self.store.fork_sequence(row, apart=True) for row in self._rows]
-        copy._padding += self._padding
-        copy._fan_out, copy.is_padded, copy._records_past = self._fan_out, self.is_padded, self._records_past
+        copy._rows.copy_from(self._rows)
+        copy.is_padded, copy._records_past = self.is_padded, self._records_past
         copy.advance(self._width)
         return copy
 
@@ -437,8 +373,3 @@ def _integers(name: str, values: Any) -> list[int]:
     if values.ndim != 1 or (len(values) and (values.dtype.is_floating_point or values.dtype in _NO_INTEGERS)):
         raise ValueError(f"{name} must be integers, [rows], got {values.dtype} of shape {tuple(values.shape)}")
     return [int(value) for value in values.tolist()]  # an empty list's tensor is of floats
-
-
-def _abandon(store: SequenceStore, rows: list[Sequence | None]) -> None:
-    # Runs wherever the garbage collector does: it only hands the blocks over, without any lock.
-    store.abandon_sequences([row for row in rows if row is not None])

@@ -55,10 +55,10 @@ class Admission(GroupRows):
         """Swaps a group in and runs it, if it fits with what it is about to add."""
         seq_ids = [sequence.seq_id for sequence in group.sequences]
         # No less than it may take: no group can be swapped out any more in the step that swaps it in.
-        need = self._manager.swap_in_need(seq_ids) + self._growth(step, group)
+        need = self._manager.swap.need(seq_ids) + self._growth(step, group)
         if not self._has_room(step, need + spare):
             return False
-        step.moves.swap_ins.extend(self._manager.swap_in(seq_ids))
+        step.moves.swap_ins.extend(self._manager.swap.move_in(seq_ids))
         group.status = SequenceStatus.RUNNING
         self._file(group)
         return self._run_group(step, group)
@@ -142,7 +142,7 @@ class Admission(GroupRows):
         if not computed or not sequence.is_recomputable or end > min(sequence.logits_from, sequence.num_tokens - 1):
             return False
         assert sequence.token_ids is not None
-        hashes = self._manager.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
+        hashes = self._manager.prefix.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
         return any(block_hash in computed for block_hash in hashes)
 
     def _force(self, step: Step) -> None:
@@ -190,7 +190,7 @@ class Admission(GroupRows):
                 else:
                     needed = self._growth(step, first)
                     if first.status is SequenceStatus.SWAPPED:
-                        needed += self._manager.swap_in_need([s.seq_id for s in first.sequences])
+                        needed += self._manager.swap.need([s.seq_id for s in first.sequences])
                 error = OutOfBlocksError(needed, self._manager.pool.num_free)
                 error.group = first
                 error.swap_outs = step.moves.swap_outs

@@ -38,13 +38,13 @@ class BlockTable:
         num_tokens: tokens that the sequence has slots for.
         num_read: the next query is this token's: what lies behind its window is never read again.
         keeps_from: until a `crop` goes by this query instead, so that the sequence can be cut back to it.
-        extra_key: what its K/V depends on beside its tokens; None until the first `commit` or `match_prefix`.
+        extra_key: what its K/V depends on beside its tokens; None until the first `PrefixCache.commit` or `match`.
         block_hashes: hashes of its leading full blocks, as far as they were asked for.
         num_committed: how many of them its blocks were registered under, or offered to be.
         num_settled: how many of these offers are answered.
         cache_epoch: the pool's `cache_epoch` when the sequence's first tokens came in; `NO_EPOCH`: its blocks don't
             hold what their hashes say.
-        matched: tokens asked for and found by the `match_prefix` it began with.
+        matched: tokens asked for and found by the `PrefixCache.match` it began with.
         is_swapped: the blocks are those of the CPU pool.
         borrowed_from: where an empty sequence got what it begins with: a sequence's id, or `PREFIX_CACHE`; None once
             the log says so. Until it grows the beginning may be taken back, as if nothing had been.
@@ -112,3 +112,8 @@ class BlockTable:
             matched=(0, 0),
             borrowed_from=None,
         )
+
+
+def group_key(block_hash: bytes, group: int) -> bytes:
+    """What a group's block of this content is found by."""
+    return block_hash if group == 0 else block_hash + group.to_bytes(2)

@@ -60,7 +60,7 @@ class GroupRows(Preemption):
             if num_tokens > 1 and sequence.is_recomputable and (self._waiting or self._swapped):
                 assert sequence.token_ids is not None
                 step.hashes.update(
-                    manager.prompt_hashes(
+                    manager.prefix.prompt_hashes(
                         sequence.seq_id,
                         sequence.token_ids,
                         sequence.extra_key,
@@ -196,7 +196,7 @@ class GroupRows(Preemption):
             sequence.num_computed_tokens = shared
             sequence.num_cached_tokens = min(best.num_cached_tokens, shared)
             return
-        sequence.num_computed_tokens = sequence.num_cached_tokens = manager.match_prefix(
+        sequence.num_computed_tokens = sequence.num_cached_tokens = manager.prefix.match(
             sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=limit
         )
 

@@ -55,9 +55,9 @@ class Preemption(Queues):
             OutOfBlocksError: It doesn't fit with everything else preempted.
         """
         seq_ids = [sequence.seq_id for sequence in group.sequences]
-        swap_outs = self.make_room(self._manager.swap_in_need(seq_ids), [group])
+        swap_outs = self.make_room(self._manager.swap.need(seq_ids), [group])
         try:
-            swap_ins = self._manager.swap_in(seq_ids)
+            swap_ins = self._manager.swap.move_in(seq_ids)
         except OutOfBlocksError as error:
             error.group, error.swap_outs = group, swap_outs
             raise
@@ -120,7 +120,7 @@ class Preemption(Queues):
         return self._policy.victim(candidates)
 
     def _can_swap(self, group: SequenceGroup) -> bool:
-        return self._manager.can_swap_out([sequence.seq_id for sequence in group.sequences])
+        return self._manager.swap.has_room([sequence.seq_id for sequence in group.sequences])
 
     def preempt(self, group: SequenceGroup, allow_swap: bool = True) -> list[tuple[int, int]]:
         """Takes a group's blocks, all of them: to CPU memory, or dropped so that its tokens have to be computed again.
@@ -135,7 +135,7 @@ class Preemption(Queues):
             self.num_swapped_out += len(group.sequences)
             group.status = SequenceStatus.SWAPPED
             self._log.add_for_group("preempted", group, "swap", len(group.sequences))
-            swap_outs = self._manager.swap_out([sequence.seq_id for sequence in group.sequences])
+            swap_outs = self._manager.swap.move_out([sequence.seq_id for sequence in group.sequences])
             self._file(group)
             return swap_outs
         self._log.add_for_group("preempted", group, "recompute", len(group.sequences))

@@ -56,7 +56,7 @@ class Queues:
         """Sequences with keys and values in CPU memory."""
         return (
             sum(len(group.sequences) for group in self._groups.values() if group.status is SequenceStatus.SWAPPED)
-            if self._manager.num_swapped_blocks
+            if self._manager.swap.num_in_use
             else 0
         )
 

@@ -106,7 +106,7 @@ class RecordingScheduler(Scheduler):
                 "header": WARNING,
                 "num_blocks": manager.pool.num_blocks,
                 "block_size": manager.block_size,
-                "enable_prefix_caching": manager.enable_prefix_caching,
+                "enable_prefix_caching": manager.prefix.is_enabled,
                 "num_swap_blocks": swap_pool.num_blocks if swap_pool is not None else 0,
                 "windows": manager.windows,
                 "max_num_batched_tokens": max_num_batched_tokens,

@@ -173,7 +173,7 @@ class Scheduler(Admission):
 
     def reset_prefix_cache(self) -> int:
         """See `BlockManager`."""
-        return self._manager.reset_prefix_cache()
+        return self._manager.prefix.reset()
 
     def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Books tokens that were stored from outside in slots appended to the sequence's table."""
@@ -196,7 +196,7 @@ class Scheduler(Admission):
             self._file(sequence.group)
             if end // self._manager.block_size > start // self._manager.block_size and sequence.is_recomputable:
                 assert sequence.token_ids is not None
-                offers += self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+                offers += self._manager.prefix.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
             if sequence.is_recomputable:
                 self.slide(sequence)
         self._offered.update(offer.block_hash for offer in offers)
@@ -221,7 +221,7 @@ class Scheduler(Admission):
         num_known = len(sequence.token_ids)
         is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
         if is_full and sequence.is_recomputable:
-            self._manager.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
+            self._manager.prefix.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
 
     # A step
 
@@ -358,9 +358,9 @@ class Scheduler(Admission):
             # A block whose last token is still expected follows when that is known.
             if end % block_size < num_tokens and not sequence.has_placeholders and sequence.is_recomputable:
                 assert sequence.token_ids is not None
-                own = self._manager.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+                own = self._manager.prefix.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
                 if is_checked or num_tokens == 1:
-                    self._manager.publish(own)
+                    self._manager.prefix.publish(own)
                 else:
                     offers += own
         if slides_at:
@@ -375,9 +375,9 @@ class Scheduler(Admission):
         """Shares blocks of a step, now that they are checked; no block of a sequence one of whose is not finite."""
         spoiled = {offer.seq_id for offer, is_sound in zip(offers, is_finite, strict=True) if not is_sound}
         self._offered.difference_update(offer.block_hash for offer in offers)
-        self._manager.publish(offer for offer in offers if offer.seq_id not in spoiled)
+        self._manager.prefix.publish(offer for offer in offers if offer.seq_id not in spoiled)
         if spoiled:
-            self._manager.withdraw([offer for offer in offers if offer.seq_id in spoiled])
+            self._manager.prefix.withdraw([offer for offer in offers if offer.seq_id in spoiled])
 
     def undo(self, batch: Batch) -> None:
         """Takes back the slots of a step that failed. Its copies must have been executed."""

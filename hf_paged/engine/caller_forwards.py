@@ -97,8 +97,6 @@ class CallerForwards:
             with self._core.transaction():
                 for mark in before:
                     mark.restore(self._core)
-                if width == 0:
-                    self._store.free_sequences(sequence for sequence in cache.sequences if sequence is not None)
                 cache.rewind(width)
             raise
         finally:

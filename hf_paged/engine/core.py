@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_paged.attention.cache_rows import CacheRows
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
@@ -50,6 +52,7 @@ class EngineCore:
         worker: Finds a thread for them.
         stop_strings: Tables of vocabularies.
         abandoned: Sequences of caches that are gone, filled by finalizers, without the lock.
+        unsettled: Rows of caches with changes that wait.
         runs: Calls whose rows the engine samples.
         num_generated_tokens: Of calls that are over.
     """
@@ -97,6 +100,7 @@ class EngineCore:
         self.worker = StepWorker(self.pool, self.executor, self.collect_abandoned)
         self.stop_strings = StopStringTables()
         self.abandoned: deque[Sequence] = deque()
+        self.unsettled: deque[weakref.ref[CacheRows]] = deque()
         self.runs: set[SampledRequest] = set()
         self.num_generated_tokens = 0
 
@@ -161,9 +165,13 @@ class EngineCore:
         self.scheduler.free(sequence)
 
     def collect_abandoned(self) -> None:
-        """Frees what finalizers left behind. The pool's lock is held."""
+        """Frees what finalizers left behind, and makes the changes that wait of caches. The pool's lock is held."""
         while self.abandoned:
             self.free(self.abandoned.popleft())
+        while self.unsettled:
+            rows = self.unsettled.popleft()()
+            if rows is not None:
+                rows.settle()
 
     def batch_key(self) -> Hashable:
         """What the rows of a step have in common: this thread's autocast state."""
@@ -172,7 +180,8 @@ class EngineCore:
     @property
     def num_running(self) -> int:
         """Sequences with keys and values in the pool."""
-        with self.pool.lock:
+        with self.transaction():
+            self.collect_abandoned()
             return self.scheduler.num_running if self.pool.is_made else 0
 
     def count_generated(self, num_tokens: int) -> None:
@@ -198,8 +207,8 @@ class EngineCore:
             num_swapped_out=scheduler.num_swapped_out,
             num_admission_stalls=scheduler.num_admission_stalls,
             num_cow_copies=manager.num_cow_copies,
-            prefix_cache_hit_tokens=manager.prefix_hit_tokens,
-            prefix_cache_query_tokens=manager.prefix_query_tokens,
+            prefix_cache_hit_tokens=manager.prefix.hit_tokens,
+            prefix_cache_query_tokens=manager.prefix.query_tokens,
             peak_blocks_in_use=blocks.peak_in_use,
             kv_tokens_stored=manager.num_stored_tokens,
             kv_slots_allocated=manager.num_allocated_slots,
@@ -215,6 +224,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> int:
         """See `Engine.reset_prefix_cache`."""
         with self.transaction():
+            self.collect_abandoned()
             self.weights_version.forget()
             return self.scheduler.reset_prefix_cache() if self.pool.is_made else 0
 

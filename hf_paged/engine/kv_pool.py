@@ -144,7 +144,7 @@ class KVPool:
         if self.config.preemption != "auto":
             return self.config.preemption == "swap"
         num_tokens = max((sequence.num_computed_tokens for sequence in group.sequences), default=0)
-        num_blocks = self.manager.swap_in_need([sequence.seq_id for sequence in group.sequences])
+        num_blocks = self.manager.swap.need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
     def execute_moves(self, moves: BlockMoves) -> KVCache:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 from torch import Tensor
 
+from hf_paged.attention.cache_rows import CacheRows
 from hf_paged.core.block_table import GONE
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import deferred_interrupt
@@ -40,12 +42,10 @@ class RowStore:
     # Rows
 
     def new_sequence(self) -> Sequence:
-        """An empty sequence with an empty block table, in a group of its own."""
-        loop = self._core.current_loop
-        with self.transaction():
-            scheduler = self._core.scheduler
-            group = scheduler.new_group(loop.priority, request_id=loop.request_id) if loop else None
-            return scheduler.new_sequence(group)
+        """An empty sequence in a group of its own. The pool's lock is held, as in the next two."""
+        loop, scheduler = self._core.current_loop, self._core.scheduler
+        group = scheduler.new_group(loop.priority, request_id=loop.request_id) if loop else None
+        return scheduler.new_sequence(group)
 
     def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
         """A sequence equal to this one that shares all its blocks.
@@ -54,43 +54,44 @@ class RowStore:
             sequence: The parent.
             apart: Scheduled and preempted by itself, not together with its parent.
         """
-        with self.transaction():
-            scheduler = self._core.scheduler
-            is_apart = apart and sequence.group.status != "swapped"
-            return scheduler.fork(sequence, scheduler.new_group() if is_apart else None)
+        scheduler = self._core.scheduler
+        is_apart = apart and sequence.group.status != "swapped"
+        return scheduler.fork(sequence, scheduler.new_group() if is_apart else None)
 
     def free_sequences(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences and releases their blocks."""
-        with self.transaction():
-            for sequence in sequences:
-                self._core.free(sequence)
+        for sequence in sequences:
+            self._core.free(sequence)
 
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
         self._core.abandoned.extend(sequences)
 
-    def crop_sequences(self, cuts: list[tuple[Sequence, int]]) -> None:
-        """Cuts sequences to so many of their first tokens, all or none.
+    def settle_later(self, rows: weakref.ref[CacheRows]) -> None:
+        """Has the loop make the changes that wait of these rows. Takes no lock."""
+        self._core.unsettled.append(rows)
+
+    def can_crop(self, start: int, end: int) -> bool:
+        """Whether a sequence of `start` tokens surely has what lies behind its first `end` ones. Takes no lock."""
+        return self._core.manager.keeps_windows(start, end)
+
+    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cuts a sequence to so many of its first tokens. The pool's lock is held, as in the next.
 
         Raises:
-            RuntimeError: What is behind the windows of so few tokens has been given back.
+            RuntimeError: It began with what the prefix cache had of it, the rest was given back, and it can't be
+                computed again.
         """
-        with self.transaction():
-            manager = self._core.manager
-            for sequence, num_tokens in cuts:
-                if sequence.num_computed_tokens > num_tokens and not manager.can_crop(sequence.seq_id, num_tokens):
-                    raise RuntimeError(
-                        f"the cache can't be cropped to {num_tokens} tokens: layers with a sliding window have given "
-                        "back what lies behind it; call activate_past_recording() before the forwards to be undone"
-                    )
-            for sequence, num_tokens in cuts:
-                self._core.scheduler.crop(sequence, num_tokens)
+        if not self._core.scheduler.can_crop(sequence, num_tokens):
+            raise RuntimeError(
+                f"a row was cropped to {num_tokens} tokens, behind which layers with a sliding window had nothing from "
+                "the beginning, and it can't be computed again: reset() the cache"
+            )
+        self._core.scheduler.crop(sequence, num_tokens)
 
-    def keep_past(self, sequences: Iterable[Sequence]) -> None:
+    def keep_past(self, sequence: Sequence) -> None:
         """From now on layers with a window keep what lies behind it, until the next crop."""
-        with self.transaction():
-            for sequence in sequences:
-                self._core.scheduler.keep_past(sequence)
+        self._core.scheduler.keep_past(sequence)
 
     def windows(self) -> list[int | None]:
         """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
@@ -111,23 +112,60 @@ class RowStore:
                     self._core.scheduler.renew(group)
                 group.is_idle = is_idle
 
-    # Keys and values
+    # Keys and values, from outside of a step
 
     @deferred_interrupt()
-    def add_unknown_tokens(self, sequences: list[Sequence], num_tokens: int) -> None:
-        """Gives each sequence slots for tokens whose ids are not known.
+    def store_tokens(
+        self,
+        layer: int,
+        sequences: list[Sequence],
+        key: Tensor,
+        value: Tensor,
+        padding: list[int],
+        width: int,
+        is_first_layer: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Stores keys and values of one layer that no step has computed, behind what there is; returns all of them.
+
+        No step runs meanwhile, and all of it is in the pool.
+
+        Args:
+            layer: The layer.
+            sequences: Of each row.
+            key: `[B, num_kv_heads, q, head_dim]`.
+            value: The same.
+            padding: Left columns of each row that hold no token.
+            width: Columns, the new ones included.
+            is_first_layer: The tokens get their slots here, and are unknown.
+
+        Returns:
+            See `read_tokens`.
 
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
-        core = self._core
-        if core.current_loop is not None:
-            core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
-        with self.resident(sequences), self.transaction():
+        if is_first_layer and self._core.current_loop is not None:
+            self._core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
+        num_tokens = key.shape[2]
+        with self.resident(sequences):
+            if is_first_layer:
+                self._add_unknown(sequences, num_tokens)
+            try:
+                self._write(layer, sequences, key, value, [width - num_tokens - pad for pad in padding])
+                return self.read_tokens(layer, list(sequences), padding, width)
+            except BaseException:
+                if is_first_layer:
+                    with self.transaction():
+                        for sequence in sequences:
+                            self._core.scheduler.crop(sequence, sequence.num_tokens - num_tokens)
+                raise
+
+    def _add_unknown(self, sequences: list[Sequence], num_tokens: int) -> None:
+        with self.transaction():
             self.append(sequences, [num_tokens] * len(sequences))
             for sequence in sequences:
                 sequence.token_ids = None
-                core.scheduler.extend_computed(sequence, num_tokens)
+                self._core.scheduler.extend_computed(sequence, num_tokens)
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
 
@@ -153,9 +191,7 @@ class RowStore:
             raise self._pool.out_of_blocks(error) from None
         self._pool.execute_moves(moves)
 
-    @deferred_interrupt()
-    def write_tokens(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
-        """Stores `[B, num_kv_heads, q, head_dim]` keys and values of one layer, from token `start[i]` on."""
+    def _write(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         with among_steps(key.device), self.transaction():
             length = key.shape[2]
             group, index = self._place(layer)

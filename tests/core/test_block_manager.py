@@ -11,6 +11,7 @@ import pytest
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import as_dicts
+from hf_paged.core.prefix_cache import PrefixCache
 
 
 def manager_of(num_blocks: int = 16, block_size: int = 4, **kwargs: int) -> BlockManager:
@@ -28,13 +29,13 @@ def grown(manager: BlockManager, seq_id: int, n: int) -> list[int]:
 def written(manager: BlockManager, seq_id: int, token_ids: list[int], extra_key: tuple[object, ...] = ()) -> list[int]:
     """As `grown`, with its full blocks committed."""
     table = grown(manager, seq_id, len(token_ids))
-    manager.commit(seq_id, token_ids, extra_key)
+    manager.prefix.commit(seq_id, token_ids, extra_key)
     return table
 
 
 def matched(manager: BlockManager, seq_id: int, token_ids: list[int], **kwargs: object) -> int:
     manager.add(seq_id)
-    return manager.match_prefix(seq_id, token_ids, **kwargs)  # type: ignore[arg-type]
+    return manager.prefix.match(seq_id, token_ids, **kwargs)  # type: ignore[arg-type]
 
 
 # Growing
@@ -198,9 +199,9 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="append -1 tokens"):
         manager.blocks_needed(3, -1)
     with pytest.raises(ValueError, match="cannot commit 3 tokens of sequence 3, it has 2"):
-        manager.commit(3, [1, 2, 3])
+        manager.prefix.commit(3, [1, 2, 3])
     with pytest.raises(ValueError, match="sequence 3 has 2 tokens"):
-        manager.match_prefix(3, [1, 2, 3])
+        manager.prefix.match(3, [1, 2, 3])
     with pytest.raises(ValueError, match="got 0"):
         BlockManager(4, 0)
     with pytest.raises(ValueError, match="got 0"):
@@ -216,7 +217,7 @@ def test_a_committed_prefix_is_shared_with_a_live_sequence() -> None:
     table = written(manager, 0, list(range(11)))
     assert matched(manager, 1, [*range(8), 99, 98, 97, 96, 95]) == 8
     assert manager.block_table(1) == table[:2]
-    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (13, 8)
+    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (13, 8)
     assert manager.append([(1, 5)]) == []
     manager.check_invariants()
 
@@ -265,28 +266,28 @@ def test_extra_keys_keep_prefixes_apart_and_are_fixed_for_life() -> None:
     assert matched(manager, 2, tokens, extra_key=("adapter", "1")) == 0
     assert matched(manager, 3, tokens, extra_key=("adapter", 1)) == 8
     with pytest.raises(ValueError, match=r"\('adapter', 1\), not \(\)"):
-        manager.commit(0, tokens)
+        manager.prefix.commit(0, tokens)
     manager.fork(0, 4)
     with pytest.raises(ValueError, match="sequence 4 has the extra key"):
-        manager.commit(4, tokens, ("other",))
+        manager.prefix.commit(4, tokens, ("other",))
     with pytest.raises(ValueError, match="sequence 1 has the extra key"):
-        manager.match_prefix(1, tokens, ("other",))
+        manager.prefix.match(1, tokens, ("other",))
     manager.check_invariants()
 
 
 def test_commit_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = manager_of(num_blocks=64)
     hashed: list[int] = []
-    original = BlockManager._next_hash
+    original = PrefixCache._next_hash
 
     def counting(self, chain, token_ids, extra_key):  # type: ignore[no-untyped-def]
         hashed.append(len(chain))
         return original(self, chain, token_ids, extra_key)
 
-    monkeypatch.setattr(BlockManager, "_next_hash", counting)
+    monkeypatch.setattr(PrefixCache, "_next_hash", counting)
     tokens = list(range(100))
     grown(manager, 0, 100)
-    registered = [manager.commit(0, tokens[:n]) for n in range(101)]
+    registered = [manager.prefix.commit(0, tokens[:n]) for n in range(101)]
     assert sum(registered) == 25 and set(registered) == {0, 1}
     assert hashed == list(range(25))
 
@@ -294,7 +295,7 @@ def test_commit_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_uncommitted_tokens_are_not_found() -> None:
     manager = manager_of()
     grown(manager, 0, 8)
-    assert manager.commit(0, list(range(7))) == 1
+    assert manager.prefix.commit(0, list(range(7))) == 1
     assert matched(manager, 1, list(range(9))) == 4
 
 
@@ -302,7 +303,7 @@ def test_duplicate_content_is_registered_once_and_its_chain_goes_on() -> None:
     manager = manager_of()
     tokens = list(range(12))
     first, second = grown(manager, 0, 8), grown(manager, 1, 12)
-    assert (manager.commit(0, tokens[:8]), manager.commit(1, tokens)) == (2, 1)
+    assert (manager.prefix.commit(0, tokens[:8]), manager.prefix.commit(1, tokens)) == (2, 1)
     assert matched(manager, 2, [*tokens, 0]) == 12
     assert manager.block_table(2) == [*first, second[2]]
     manager.check_invariants()
@@ -314,9 +315,9 @@ def test_a_fork_inherits_the_chain() -> None:
     written(manager, 0, tokens)
     manager.fork(0, 1)
     manager.append([(1, 4)])
-    assert manager.commit(1, [*tokens, 9, 9, 9, 9]) == 1
+    assert manager.prefix.commit(1, [*tokens, 9, 9, 9, 9]) == 1
     manager.append([(0, 4)])
-    assert manager.commit(0, [*tokens, 8, 8, 8, 8]) == 1
+    assert manager.prefix.commit(0, [*tokens, 8, 8, 8, 8]) == 1
     assert matched(manager, 2, [*tokens, 9, 9, 9, 9, 0]) == 12
     assert matched(manager, 3, [*tokens, 8, 8, 8, 8, 0]) == 12
     manager.check_invariants()
@@ -326,7 +327,7 @@ def test_a_fork_made_before_the_commit_may_commit_too() -> None:
     manager = manager_of()
     grown(manager, 0, 8)
     manager.fork(0, 1)
-    assert (manager.commit(0, list(range(8))), manager.commit(1, list(range(8)))) == (2, 2)
+    assert (manager.prefix.commit(0, list(range(8))), manager.prefix.commit(1, list(range(8)))) == (2, 2)
     assert manager.pool.block_hash(manager.block_table(0)[0]) is not None
     manager.check_invariants()
 
@@ -340,7 +341,7 @@ def test_a_cropped_block_is_unhashed_when_it_is_written_not_before() -> None:
     assert manager.append([(0, 2)]) == []
     assert manager.pool.block_hash(table[1]) is None
     assert matched(manager, 2, list(range(9))) == 4
-    assert manager.commit(0, [0, 1, 2, 3, 4, 5, 60, 70]) == 1
+    assert manager.prefix.commit(0, [0, 1, 2, 3, 4, 5, 60, 70]) == 1
     assert matched(manager, 3, [0, 1, 2, 3, 4, 5, 60, 70, 0]) == 8
     manager.check_invariants()
 
@@ -372,10 +373,10 @@ def test_what_is_offered_is_found_when_it_is_published() -> None:
     manager = manager_of()
     grown(manager, 0, 9)
     tokens = list(range(9))
-    offers = manager.offer(0, tokens)
+    offers = manager.prefix.offer(0, tokens)
     assert [offer.block_id for offer in offers] == manager.block_table(0)[:2]
-    assert manager.offer(0, tokens) == [] and matched(manager, 1, tokens) == 0
-    assert manager.publish(offers) == 2
+    assert manager.prefix.offer(0, tokens) == [] and matched(manager, 1, tokens) == 0
+    assert manager.prefix.publish(offers) == 2
     assert matched(manager, 2, tokens) == 8
     manager.check_invariants()
 
@@ -383,7 +384,7 @@ def test_what_is_offered_is_found_when_it_is_published() -> None:
 def cut_and_grow(manager: BlockManager) -> None:
     manager.crop(0, 6)
     manager.append([(0, 3)])
-    manager.offer(0, list(range(9)))  # the same tokens, computed again: that offer is another
+    manager.prefix.offer(0, list(range(9)))  # the same tokens, computed again: that offer is another
 
 
 def hand_over(manager: BlockManager) -> None:
@@ -398,7 +399,7 @@ def evict(manager: BlockManager) -> None:
 
 
 def swap(manager: BlockManager) -> None:
-    manager.swap_out([0])
+    manager.swap.move_out([0])
 
 
 @pytest.mark.parametrize(("happens", "expected"), [(cut_and_grow, 4), (hand_over, 0), (evict, 0), (swap, 0)])
@@ -407,9 +408,9 @@ def test_what_has_changed_since_it_was_offered_is_not_published(
 ) -> None:
     manager = manager_of(num_swap_blocks=16)
     grown(manager, 0, 9)
-    offers = manager.offer(0, list(range(9)))
+    offers = manager.prefix.offer(0, list(range(9)))
     happens(manager)
-    manager.publish(offers)
+    manager.prefix.publish(offers)
     assert matched(manager, 4, list(range(9))) == expected
     manager.check_invariants()
 
@@ -419,22 +420,22 @@ def test_what_is_withdrawn_is_never_found() -> None:
     manager = manager_of(32, num_swap_blocks=16)
     tokens = list(range(9))
     grown(manager, 0, 9)
-    offers = manager.offer(0, tokens)
+    offers = manager.prefix.offer(0, tokens)
     manager.fork(0, 1)
-    manager.swap_out([0, 1])
+    manager.swap.move_out([0, 1])
     manager.fork(0, 2)
-    manager.withdraw(offers)
-    manager.swap_in([0, 1, 2])
+    manager.prefix.withdraw(offers)
+    manager.swap.move_in([0, 1, 2])
     for seq_id in range(3):
         manager.append([(seq_id, 3)])
-        assert manager.commit(seq_id, list(range(12))) == 0
+        assert manager.prefix.commit(seq_id, list(range(12))) == 0
     assert matched(manager, 3, tokens) == 0
     manager.append([(3, 9)])
-    assert manager.commit(3, tokens) == 2
+    assert manager.prefix.commit(3, tokens) == 2
     manager.evict(0)
-    assert manager.match_prefix(0, tokens) == 8
+    assert manager.prefix.match(0, tokens) == 8
     manager.append([(0, 4)])
-    assert manager.commit(0, list(range(12))) == 1
+    assert manager.prefix.commit(0, list(range(12))) == 1
     manager.check_invariants()
 
 
@@ -453,26 +454,31 @@ def test_a_sequence_from_before_a_reset_is_never_cached_again() -> None:
     tokens = list(range(12))
     written(manager, 0, tokens[:8])
     grown(manager, 1, 2)  # nothing hashed yet, but two tokens are written
-    assert manager.reset_prefix_cache() == 2
+    assert manager.prefix.reset() == 2
     manager.append([(0, 4), (1, 2)])
     manager.fork(0, 2)
-    assert manager.commit(0, tokens) == manager.commit(1, tokens[:4]) == manager.commit(2, tokens) == 0
+    assert (
+        manager.prefix.commit(0, tokens)
+        == manager.prefix.commit(1, tokens[:4])
+        == manager.prefix.commit(2, tokens)
+        == 0
+    )
     assert matched(manager, 3, [*tokens, 0]) == 0
     manager.append([(3, 13)])
-    assert manager.commit(3, [*tokens, 0]) == 3
+    assert manager.prefix.commit(3, [*tokens, 0]) == 3
     assert matched(manager, 4, [*tokens, 0]) == 12
     manager.crop(0, 0)  # begins anew
     manager.append([(0, 4)])
-    assert manager.commit(0, [5, 5, 5, 5]) == 1
+    assert manager.prefix.commit(0, [5, 5, 5, 5]) == 1
     manager.check_invariants()
 
 
 def test_disabled_prefix_caching() -> None:
     manager = manager_of(enable_prefix_caching=False)
     grown(manager, 0, 8)
-    assert manager.commit(0, list(range(8))) == 0
+    assert manager.prefix.commit(0, list(range(8))) == 0
     assert matched(manager, 1, list(range(9))) == 0
-    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (0, 0)
+    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (0, 0)
     manager.free(0)
     assert manager.pool.num_cached_free == 0
 
@@ -481,34 +487,34 @@ def test_hashes_follow_the_tokens_of_a_sequence(monkeypatch: pytest.MonkeyPatch)
     manager = manager_of()
     manager.add(0)
     prompt = list(range(12))
-    hashes = manager.prompt_hashes(0, prompt, (), 0, 12)
-    assert len(set(hashes)) == 3 and manager.prompt_hashes(0, prompt, (), 4, 11) == hashes[1:2]
-    assert manager.match_prefix(0, prompt) == 0
+    hashes = manager.prefix.prompt_hashes(0, prompt, (), 0, 12)
+    assert len(set(hashes)) == 3 and manager.prefix.prompt_hashes(0, prompt, (), 4, 11) == hashes[1:2]
+    assert manager.prefix.match(0, prompt) == 0
     manager.append([(0, 12)])
     manager.forget_hashes(0, 6)  # from here on it became another sequence
     changed = [*prompt[:6], *range(60, 66)]
-    assert manager.commit(0, changed) == 3
-    assert manager.prompt_hashes(0, changed, (), 0, 12)[:1] == hashes[:1]
+    assert manager.prefix.commit(0, changed) == 3
+    assert manager.prefix.prompt_hashes(0, changed, (), 0, 12)[:1] == hashes[:1]
     assert matched(manager, 1, [*prompt, 0]) == 4
     assert matched(manager, 2, [*changed, 0]) == 12
     manager.crop(0, 9)
-    monkeypatch.setattr(BlockManager, "_next_hash", lambda *_: pytest.fail("hashed again"))
-    assert len(manager.prompt_hashes(0, changed, (), 0, 11)) == 2
+    monkeypatch.setattr(PrefixCache, "_next_hash", lambda *_: pytest.fail("hashed again"))
+    assert len(manager.prefix.prompt_hashes(0, changed, (), 0, 11)) == 2
 
 
 def test_hashes_without_a_prefix_cache() -> None:
     manager = manager_of(enable_prefix_caching=False)
     manager.add(0)
-    assert manager.prompt_hashes(0, list(range(12)), (), 0, 12) == []
+    assert manager.prefix.prompt_hashes(0, list(range(12)), (), 0, 12) == []
 
 
 def test_commit_of_the_first_tokens_only() -> None:
     manager = manager_of()
     tokens = list(range(12))
     grown(manager, 0, 9)
-    assert manager.commit(0, tokens, num_tokens=9) == 2, "the tokens after them have no slots yet"
+    assert manager.prefix.commit(0, tokens, num_tokens=9) == 2, "the tokens after them have no slots yet"
     with pytest.raises(ValueError, match="cannot commit 10 tokens"):
-        manager.commit(0, tokens, num_tokens=10)
+        manager.prefix.commit(0, tokens, num_tokens=10)
     assert matched(manager, 1, [*tokens, 0]) == 8
 
 
@@ -518,8 +524,8 @@ def test_an_evicted_sequence_begins_anew_without_hashing_again(monkeypatch: pyte
     table = list(written(manager, 0, tokens))
     manager.evict(0)
     assert (manager.block_table(0), manager.num_tokens(0), manager.pool.num_in_use) == ([], 0, 0)
-    monkeypatch.setattr(BlockManager, "_next_hash", lambda *_: pytest.fail("hashed again"))
-    assert manager.match_prefix(0, tokens) == 8
+    monkeypatch.setattr(PrefixCache, "_next_hash", lambda *_: pytest.fail("hashed again"))
+    assert manager.prefix.match(0, tokens) == 8
     assert manager.block_table(0) == table[:2]
     manager.check_invariants()
 
@@ -529,17 +535,17 @@ def test_unmatch_takes_back_one_match() -> None:
     tokens = list(range(9))
     written(manager, 0, tokens)
     assert matched(manager, 1, tokens) == 8
-    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8)
+    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (9, 8)
     manager.fork(1, 2)
     manager.unmatch(2)
-    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8), "a fork has asked for nothing"
+    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (9, 8), "a fork has asked for nothing"
     manager.unmatch(1)
     manager.unmatch(1)
-    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (0, 0)
-    assert manager.match_prefix(1, tokens) == 8
+    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (0, 0)
+    assert manager.prefix.match(1, tokens) == 8
     manager.evict(1)
     manager.unmatch(1)
-    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (9, 8), "it was computed with, and lost later"
+    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (9, 8), "it was computed with, and lost later"
     manager.check_invariants()
 
 
@@ -555,8 +561,8 @@ def test_append_in_place() -> None:
     manager.fork(0, 1)
     assert not manager.append_in_place(0), "the last block is shared"
     manager.free(1)
-    assert manager.commit(0, list(range(7))) == 0 and manager.append_in_place(0)
-    manager.commit(0, list(range(8)))
+    assert manager.prefix.commit(0, list(range(7))) == 0 and manager.append_in_place(0)
+    manager.prefix.commit(0, list(range(8)))
     manager.crop(0, 6)
     assert not manager.append_in_place(0), "the last block can still be found by what it held"
     manager.add(2)
@@ -587,17 +593,17 @@ def test_swapped_sequences_keep_their_sharing() -> None:
     manager.fork(0, 1)
     manager.append([(1, 1)])
     tables = [list(manager.block_table(s)) for s in (0, 1)]
-    assert manager.can_swap_out([0, 1])
-    pairs = dict(manager.swap_out([0, 1]))
+    assert manager.swap.has_room([0, 1])
+    pairs = dict(manager.swap.move_out([0, 1]))
     assert set(pairs) == {*tables[0], *tables[1]} and len(pairs) == 3
     assert [manager.block_table(s) for s in (0, 1)] == [[pairs[block] for block in table] for table in tables]
-    assert (manager.pool.num_in_use, manager.num_swapped_blocks, manager.num_stored_tokens) == (0, 3, 0)
+    assert (manager.pool.num_in_use, manager.swap.num_in_use, manager.num_stored_tokens) == (0, 3, 0)
     manager.check_invariants()
-    assert manager.swap_in_need([0, 1]) == 3 and manager.append_need([(0, 3), (1, 1)]) == 1
-    back = dict(manager.swap_in([0, 1]))
+    assert manager.swap.need([0, 1]) == 3 and manager.append_need([(0, 3), (1, 1)]) == 1
+    back = dict(manager.swap.move_in([0, 1]))
     assert set(back) == set(pairs.values())
     assert manager.block_table(0)[0] == manager.block_table(1)[0] == back[pairs[tables[0][0]]]
-    assert (manager.pool.num_in_use, manager.num_swapped_blocks, manager.num_stored_tokens) == (3, 0, 9)
+    assert (manager.pool.num_in_use, manager.swap.num_in_use, manager.num_stored_tokens) == (3, 0, 9)
     manager.check_invariants()
 
 
@@ -605,8 +611,8 @@ def test_a_block_shared_with_others_stays_with_them() -> None:
     manager = manager_of(num_swap_blocks=4)
     table = list(written(manager, 0, list(range(8))))
     assert matched(manager, 1, list(range(9))) == 8
-    assert len(manager.swap_out([1])) == 2 and manager.block_table(0) == table
-    assert manager.swap_in([1]) == [] and manager.block_table(1) == table, "its content is still there"
+    assert len(manager.swap.move_out([1])) == 2 and manager.block_table(0) == table
+    assert manager.swap.move_in([1]) == [] and manager.block_table(1) == table, "its content is still there"
     assert [manager.pool.ref_count(block) for block in table] == [2, 2]
     manager.check_invariants()
 
@@ -614,10 +620,10 @@ def test_a_block_shared_with_others_stays_with_them() -> None:
 def test_a_swapped_block_is_findable_again_when_it_is_back() -> None:
     manager = manager_of(num_blocks=4, num_swap_blocks=4)
     written(manager, 0, list(range(9)))
-    manager.swap_out([0])
+    manager.swap.move_out([0])
     grown(manager, 1, 16)  # overwrites all that was cached
     manager.free(1)
-    assert len(manager.swap_in([0])) == 3
+    assert len(manager.swap.move_in([0])) == 3
     assert matched(manager, 2, list(range(9))) == 8 and manager.block_table(2) == manager.block_table(0)[:2]
     manager.check_invariants()
 
@@ -625,9 +631,9 @@ def test_a_swapped_block_is_findable_again_when_it_is_back() -> None:
 def test_a_block_from_before_a_reset_is_not_findable_when_it_is_back() -> None:
     manager = manager_of(num_swap_blocks=4)
     written(manager, 0, list(range(9)))
-    manager.swap_out([0])
-    manager.reset_prefix_cache()
-    assert len(manager.swap_in([0])) == 3
+    manager.swap.move_out([0])
+    manager.prefix.reset()
+    assert len(manager.swap.move_in([0])) == 3
     assert matched(manager, 1, list(range(9))) == 0
 
 
@@ -635,18 +641,18 @@ def test_a_failed_swap_changes_nothing() -> None:
     manager = manager_of(num_blocks=4, num_swap_blocks=2)
     grown(manager, 0, 8)
     grown(manager, 1, 8)
-    assert manager.can_swap_out([0]) and not manager.can_swap_out([0, 1])
+    assert manager.swap.has_room([0]) and not manager.swap.has_room([0, 1])
     with pytest.raises(OutOfBlocksError) as caught:
-        manager.swap_out([0, 1])
+        manager.swap.move_out([0, 1])
     assert (caught.value.needed, caught.value.free) == (4, 2)
-    assert (manager.pool.num_in_use, manager.num_swapped_blocks) == (4, 0)
-    manager.swap_out([0])
+    assert (manager.pool.num_in_use, manager.swap.num_in_use) == (4, 0)
+    manager.swap.move_out([0])
     grown(manager, 2, 4)
     swapped = list(manager.block_table(0))
     with pytest.raises(OutOfBlocksError) as caught:
-        manager.swap_in([0])
+        manager.swap.move_in([0])
     assert (caught.value.needed, caught.value.free) == (2, 1)
-    assert manager.block_table(0) == swapped and (manager.pool.num_in_use, manager.num_swapped_blocks) == (3, 2)
+    assert manager.block_table(0) == swapped and (manager.pool.num_in_use, manager.swap.num_in_use) == (3, 2)
     manager.check_invariants()
 
 
@@ -655,36 +661,36 @@ def test_bad_swaps() -> None:
     grown(manager, 0, 5)
     grown(manager, 1, 5)
     with pytest.raises(ValueError, match=r"not all of the sequences \[0\] are swapped out"):
-        manager.swap_in([0])
-    manager.swap_out([0])
+        manager.swap.move_in([0])
+    manager.swap.move_out([0])
     with pytest.raises(ValueError, match="swapped out already"):
-        manager.swap_out([1, 0])
+        manager.swap.move_out([1, 0])
     with pytest.raises(ValueError, match="sequence 0 is swapped out"):
         manager.append([(1, 1), (0, 1)])
     assert manager.num_tokens(1) == 5
     without = manager_of()
     grown(without, 0, 5)
-    assert not without.can_swap_out([0]) and without.num_swapped_blocks == 0
+    assert not without.swap.has_room([0]) and without.swap.num_in_use == 0
     with pytest.raises(ValueError, match="no swap space"):
-        without.swap_out([0])
+        without.swap.move_out([0])
     manager.check_invariants()
 
 
 def test_swapped_sequences_are_forked_cropped_evicted_and_freed() -> None:
     manager = manager_of(num_swap_blocks=8)
     grown(manager, 0, 10)
-    manager.swap_out([0])
+    manager.swap.move_out([0])
     manager.fork(0, 1)
     manager.fork(0, 2)
     manager.fork(0, 3)
     manager.crop(1, 5)
     manager.crop(2, 0)
     manager.evict(3)
-    assert [len(manager.block_table(s)) for s in range(4)] == [3, 2, 0, 0] and manager.num_swapped_blocks == 3
+    assert [len(manager.block_table(s)) for s in range(4)] == [3, 2, 0, 0] and manager.swap.num_in_use == 3
     manager.append([(2, 1), (3, 5)])  # with nothing left in CPU memory they begin anew
     manager.free(0)
-    assert manager.num_swapped_blocks == 2
-    assert len(manager.swap_in([1])) == 2 and manager.num_swapped_blocks == 0
+    assert manager.swap.num_in_use == 2
+    assert len(manager.swap.move_in([1])) == 2 and manager.swap.num_in_use == 0
     manager.check_invariants()
 
 
@@ -692,10 +698,10 @@ def test_a_sequence_without_blocks_goes_along() -> None:
     manager = manager_of(num_swap_blocks=8)
     grown(manager, 0, 5)
     manager.add(1)
-    manager.swap_out([0, 1])
+    manager.swap.move_out([0, 1])
     manager.append([(1, 1)])
     manager.crop(1, 0)
-    assert len(manager.swap_in([0, 1])) == 2
+    assert len(manager.swap.move_in([0, 1])) == 2
     manager.append([(0, 1), (1, 1)])
     manager.check_invariants()
 
@@ -730,10 +736,10 @@ def test_check_invariants_notices() -> None:
         lambda m: m.blocks(0).reverse(),
         lambda m: m.blocks(0).__setitem__(1, m.blocks(0)[0]),
         lambda m: m.pool.incref(0),
-        lambda m: m._tables[1].block_hashes.reverse(),
-        lambda m: m._tables[1].__setattr__("num_committed", 3),
+        lambda m: m.by_id[1].block_hashes.reverse(),
+        lambda m: m.by_id[1].__setattr__("num_committed", 3),
         lambda m: m.pool.__setattr__("_num_free", 3),
-        lambda m: m._tables[0].__setattr__("is_swapped", True),
+        lambda m: m.by_id[0].__setattr__("is_swapped", True),
         lambda m: m.swap_pool.allocate(1),
         lambda m: m.swap_pool.__setattr__("_num_free", 3),
     ):
@@ -761,7 +767,7 @@ def test_the_log_says_who_takes_and_gives_which_blocks() -> None:
     manager.fork(1, 2)
     manager.append([(2, 6)])
     manager.crop(2, 4)
-    manager.swap_out([2])
+    manager.swap.move_out([2])
     manager.free(2)
     manager.evict(1)
     manager.append([(1, 1)])
@@ -784,9 +790,9 @@ def test_the_log_says_what_comes_back_by_a_swap() -> None:
     written(manager, 1, list(range(8)))
     manager.fork(1, 2)
     manager.append([(2, 1)])
-    manager.swap_out([1, 2])
+    manager.swap.move_out([1, 2])
     grown(manager, 3, 1)
-    manager.swap_in([1, 2])
+    manager.swap.move_in([1, 2])
     blocks = manager.block_table(1) + manager.block_table(2)
     assert told(manager)[-3:] == [
         ("swapped_out", None, 3, [0, 1, 0, 1, 2]),
@@ -815,7 +821,7 @@ def test_a_beginning_that_is_taken_back_is_no_event() -> None:
     manager.unmatch(2)
     manager.check_invariants()
     assert told(manager) == before and manager.pool.num_in_use == 3
-    manager.match_prefix(2, tokens)
+    manager.prefix.match(2, tokens)
     manager.append([(2, 1)])
     manager.add(3)
     manager.share_prefix(3, 2, 6)
@@ -834,7 +840,7 @@ def test_a_beginning_that_is_built_upon_is_an_event() -> None:
         lambda m: m.crop(2, 4),
         lambda m: m.free(2),
         lambda m: m.evict(2),
-        lambda m: m.swap_out([2]),
+        lambda m: m.swap.move_out([2]),
         lambda m: (m.add(3), m.share_prefix(3, 2, 4), m.append([(3, 1)])),
     ):
         manager = manager_of(num_swap_blocks=8)
@@ -860,7 +866,7 @@ def test_sharing_a_prefix() -> None:
         manager.free(5)
     with pytest.raises(ValueError, match="only an empty one"):
         manager.share_prefix(2, 1, 4)
-    manager.swap_out([1])
+    manager.swap.move_out([1])
     manager.add(5)
     with pytest.raises(ValueError, match="in the pool"):
         manager.share_prefix(5, 1, 4)

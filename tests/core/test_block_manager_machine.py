@@ -199,8 +199,11 @@ class World:
     def keep_past(self, pick: int) -> None:
         self.num_operations += 1
         seq_id = self._pick(pick)
+        model, held = self.models[seq_id], self._held(seq_id)
         self.manager.keep_past(seq_id)
-        self.models[seq_id].keeps_from = len(self.models[seq_id].tokens)
+        model.keeps_from = len(model.tokens)
+        if not model.swapped:
+            self._slid(seq_id, held)
 
     def _slid(self, seq_id: int, held: list[int]) -> None:
         model = self.models[seq_id]
@@ -247,10 +250,10 @@ class World:
                 model.num_hashed = position + 1
         self.events["commit of a stale sequence"] += model.stale
         if behind % 2:
-            assert self.manager.commit(seq_id, model.tokens, (model.key,), num_tokens) == expected
+            assert self.manager.prefix.commit(seq_id, model.tokens, (model.key,), num_tokens) == expected
         else:
-            assert self.manager.commit(seq_id, model.tokens[:num_tokens], (model.key,)) == expected
-        hashes = self.manager.prompt_hashes(seq_id, model.tokens, (model.key,), 0, num_tokens)
+            assert self.manager.prefix.commit(seq_id, model.tokens[:num_tokens], (model.key,)) == expected
+        hashes = self.manager.prefix.prompt_hashes(seq_id, model.tokens, (model.key,), 0, num_tokens)
         assert len(hashes) == (num_tokens // self.block_size if self.caching else 0)
         if not model.stale and self.caching:
             sizes = range(self.block_size, len(hashes) * self.block_size + 1, self.block_size)
@@ -297,22 +300,22 @@ class World:
         seq_ids = [s for s in dict.fromkeys(self._pick(pick) for pick in picks) if not self.models[s].swapped]
         blocks = {block for seq_id in seq_ids for block in self._held(seq_id)}
         if self.swap_pool is None:
-            assert not self.manager.can_swap_out(seq_ids)
+            assert not self.manager.swap.has_room(seq_ids)
             with self._nothing_changes(), pytest.raises(ValueError):
-                self.manager.swap_out(seq_ids)
+                self.manager.swap.move_out(seq_ids)
             return
         fits = len(blocks) <= self.swap_pool.num_free
-        assert self.manager.can_swap_out(seq_ids) == fits
+        assert self.manager.swap.has_room(seq_ids) == fits
         if not fits:
             self.events["out of CPU blocks"] += 1
             with self._nothing_changes(), pytest.raises(OutOfBlocksError):
-                self.manager.swap_out(seq_ids)
+                self.manager.swap.move_out(seq_ids)
             return
         tables = [self._held(seq_id) for seq_id in seq_ids]
         num_swapped = self.swap_pool.num_in_use
-        pairs = self.manager.swap_out(seq_ids)
+        pairs = self.manager.swap.move_out(seq_ids)
         assert {source for source, _ in pairs} == blocks and len(pairs) == len(blocks), "sharing is lost"
-        assert self.swap_pool.num_in_use == self.manager.num_swapped_blocks == num_swapped + len(blocks)
+        assert self.swap_pool.num_in_use == self.manager.swap.num_in_use == num_swapped + len(blocks)
         for source, destination in pairs:
             self.cpu_slots[destination] = self.slots[source].copy()
         self._old_tables = dict(zip(seq_ids, tables))
@@ -332,11 +335,11 @@ class World:
         blocks = {block for table in tables.values() for block in table}
         if self.swap_pool is None or not blocks:
             return
-        assert self.manager.swap_in_need(seq_ids) == len(blocks)
+        assert self.manager.swap.need(seq_ids) == len(blocks)
         if len(blocks) > self.pool.num_free:
             self.events["out of blocks for a swap-in"] += 1
             with self._nothing_changes(), pytest.raises(OutOfBlocksError):
-                self.manager.swap_in(seq_ids)
+                self.manager.swap.move_in(seq_ids)
             return
         contents: dict[int, Content] = {}
         for seq_id in tables:
@@ -348,7 +351,7 @@ class World:
         found = {block: self.cached[content] for block, content in contents.items() if content in self.cached}
         in_use, shared = self._in_use(), Counter(block for block in blocks for t in tables.values() if block in t)
         self.lru = [block_id for block_id in self.lru if block_id not in found.values()]
-        copies = self.manager.swap_in(seq_ids)
+        copies = self.manager.swap.move_in(seq_ids)
         assert {source for source, _ in copies} == blocks - set(found), "what is cached need not be copied"
         for source, destination in copies:
             self._overwritten(destination, in_use)
@@ -398,7 +401,7 @@ class World:
         blocks = [block for group in groups for block in group if block >= 0]
         revived = set(blocks) & set(self.lru)
         self.lru = [block_id for block_id in self.lru if block_id not in revived]
-        num_matched = self.manager.match_prefix(seq_id, prompt, (key,), max_tokens)
+        num_matched = self.manager.prefix.match(seq_id, prompt, (key,), max_tokens)
         self.manager.forget_hashes(seq_id, num_matched)  # other tokens than the prompt's may follow
 
         assert self.manager.block_tables(seq_id) == groups
@@ -432,7 +435,7 @@ class World:
     def reset(self) -> None:
         self.num_operations += 1
         self.events["reset of a filled cache"] += bool(self.cached)
-        assert self.manager.reset_prefix_cache() == len(self.cached)
+        assert self.manager.prefix.reset() == len(self.cached)
         self.cached.clear()
         self.content.clear()
         self.lru.clear()
@@ -454,12 +457,12 @@ class World:
             lambda: manager.free(1),
             lambda: manager.crop(seq_id, num_tokens + 1),
             lambda: manager.crop(seq_id, -1),
-            lambda: manager.commit(seq_id, [0] * (num_tokens + 1)),
-            lambda: manager.match_prefix(seq_id, [0], max_tokens=-1),
-            lambda: manager.swap_out([seq_id, 1]),
+            lambda: manager.prefix.commit(seq_id, [0] * (num_tokens + 1)),
+            lambda: manager.prefix.match(seq_id, [0], max_tokens=-1),
+            lambda: manager.swap.move_out([seq_id, 1]),
             lambda: manager.append([(seq_id, 1)] if self.models[seq_id].swapped else [(1, 1)]),
-            lambda: manager.swap_out([seq_id] if self.models[seq_id].swapped else [1]),
-            lambda: manager.swap_in([seq_id] if num_tokens and not self.models[seq_id].swapped else [1]),
+            lambda: manager.swap.move_out([seq_id] if self.models[seq_id].swapped else [1]),
+            lambda: manager.swap.move_in([seq_id] if num_tokens and not self.models[seq_id].swapped else [1]),
             lambda: self.pool.allocate(-1),
             lambda: self.pool.decref(self.pool.num_blocks),
         ]
@@ -488,7 +491,7 @@ class World:
                     swapped.update(table[model.gone[group] :])
                 else:
                     stored.update(places)
-        assert manager.num_swapped_blocks == len(swapped)
+        assert manager.swap.num_in_use == len(swapped)
         assert manager.num_stored_tokens == len(stored)
         in_use = {block_id for block_id, _ in stored}
         assert manager.num_allocated_slots == len(in_use) * size
@@ -498,14 +501,14 @@ class World:
         assert self.pool.num_cached_free == len(self.lru) and set(self.lru) == hashed - in_use
         assert self.pool.num_evictions == self.events["eviction"]
         assert manager.num_cow_copies == self.events["copy-on-write"]
-        assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (self.query_tokens, self.hit_tokens)
+        assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (self.query_tokens, self.hit_tokens)
 
     def drain(self) -> None:
         """Ends every sequence: nothing may stay in use, and every block can be had."""
         for seq_id in list(self.models):
             self._free(seq_id)
         self.check()
-        assert self.pool.num_in_use == self.manager.num_swapped_blocks == 0
+        assert self.pool.num_in_use == self.manager.swap.num_in_use == 0
         assert sorted(self.pool.allocate(self.pool.num_blocks)) == list(range(self.pool.num_blocks))
 
     # Helpers

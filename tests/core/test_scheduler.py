@@ -354,7 +354,7 @@ def test_full_blocks_are_shared_once_computed_and_cost_no_budget() -> None:
     step = setup.step()
     assert step.chunks == [(2, 4, 3)]
     assert setup.table(second)[:2] == setup.table(first)[:2] and step.new_blocks == setup.table(second)[2:]
-    assert (setup.manager.prefix_hit_tokens, setup.manager.prefix_query_tokens) == (4, 12)
+    assert (setup.manager.prefix.hit_tokens, setup.manager.prefix.query_tokens) == (4, 12)
 
 
 def test_the_extra_key_is_part_of_what_is_shared() -> None:
@@ -386,7 +386,7 @@ def test_a_prompt_waits_for_the_first_block_that_this_step_computes() -> None:
     assert [step.chunks for step in setup.run()] == [[(1, 0, 4)], [(2, 2, 2), (3, 0, 3)]]
     assert setup.table(b)[0] == setup.table(a)[0] and c.num_uncomputed_tokens == 0
     assert setup.scheduler.num_admission_stalls == 0
-    assert (setup.manager.prefix_hit_tokens, setup.manager.prefix_query_tokens) == (2, 11), "each prompt counts once"
+    assert (setup.manager.prefix.hit_tokens, setup.manager.prefix.query_tokens) == (2, 11), "each prompt counts once"
 
 
 def test_a_prompt_does_not_wait_for_what_it_could_not_share() -> None:
@@ -406,7 +406,7 @@ def test_a_stalled_prompt_counts_one_query() -> None:
     for _ in range(3):
         assert setup.step().chunks == []
     setup.scheduler.free(first)
-    assert (setup.manager.prefix_query_tokens, setup.manager.prefix_hit_tokens) == (13, 0)
+    assert (setup.manager.prefix.query_tokens, setup.manager.prefix.hit_tokens) == (13, 0)
     assert setup.table(big) == [] and big.num_computed_tokens == 0
 
 
@@ -451,7 +451,7 @@ def test_a_fork_into_a_group_of_its_own_is_where_its_parent_is(where: SequenceSt
     setup.run()
     assert status(parent, child) == [where, RUNNING] and child.num_uncomputed_tokens == 0
     setup.scheduler.free(parent), setup.scheduler.free(child)
-    assert setup.pool.num_in_use == setup.manager.num_swapped_blocks == 0
+    assert setup.pool.num_in_use == setup.manager.swap.num_in_use == 0
 
 
 # Preemption
@@ -594,16 +594,16 @@ def test_swap_moves_a_group_with_its_sharing() -> None:
     before = [setup.table(s) for s in beams]
     assert setup.pool.num_in_use == 2 + 3
     swap_outs = setup.scheduler.preempt(beams[0].group)
-    assert len(swap_outs) == 5 and setup.manager.num_swapped_blocks == 5, "a shared block is swapped once"
+    assert len(swap_outs) == 5 and setup.manager.swap.num_in_use == 5, "a shared block is swapped once"
     assert status(beams[0]) == [SWAPPED] and setup.scheduler.num_swapped == 3 and setup.scheduler.num_running == 0
     assert [s.num_computed_tokens for s in beams] == [6, 6, 6], "nothing has to be computed again"
     to_cpu = dict(swap_outs)
     assert [setup.table(s) for s in beams] == [[to_cpu[block] for block in table] for table in before]
-    setup.manager.reset_prefix_cache()
+    setup.manager.prefix.reset()
     setup.extend(*beams)
     step = setup.step()
     assert len(step.swap_ins) == 5 and step.chunks == [(s.seq_id, 6, 1) for s in beams]
-    assert setup.pool.num_in_use == 2 + 3 + 3 and setup.manager.num_swapped_blocks == 0
+    assert setup.pool.num_in_use == 2 + 3 + 3 and setup.manager.swap.num_in_use == 0
     assert setup.scheduler.num_swapped_out == setup.scheduler.num_preemptions == 3
 
 
@@ -715,7 +715,7 @@ def test_a_swapped_group_left_with_nothing_computed_is_a_waiting_one() -> None:
     setup.scheduler.preempt(group)
     assert group.status is SWAPPED
     setup.scheduler.free(first)
-    assert group.status is WAITING and setup.manager.num_swapped_blocks == 0
+    assert group.status is WAITING and setup.manager.swap.num_in_use == 0
     assert setup.step().chunks == [(second.seq_id, 0, 3)]
 
 
@@ -846,7 +846,7 @@ def test_crop_in_every_state() -> None:
     assert [s.num_tokens for s in (waiting, running, swapped)] == [3, 3, 3]
     assert [s.num_computed_tokens for s in (waiting, running, swapped)] == [0, 3, 3]
     assert [len(setup.table(s)) for s in (waiting, running, swapped)] == [0, 2, 2]
-    assert setup.manager.num_swapped_blocks == 2
+    assert setup.manager.swap.num_in_use == 2
     setup.extend(waiting, running, swapped, num_tokens=3)
     setup.run()
     assert [s.token_ids for s in (waiting, running, swapped)] == [[i] * 3 + [500, 501, 502] for i in (1, 2, 3)]
@@ -864,7 +864,7 @@ def test_crop_to_nothing_and_free(where: SequenceStatus) -> None:
         setup.scheduler.preempt(a.group)
     setup.scheduler.crop(a, 0)
     assert (a.num_tokens, a.num_computed_tokens, a.token_ids, a.group.status) == (0, 0, [], WAITING)
-    assert setup.pool.num_in_use == setup.manager.num_swapped_blocks == 0
+    assert setup.pool.num_in_use == setup.manager.swap.num_in_use == 0
     setup.extend(a, num_tokens=2)
     assert setup.step().chunks == [(a.seq_id, 0, 2)]
     setup.scheduler.free(a)

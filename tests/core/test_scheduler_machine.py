@@ -408,9 +408,9 @@ class World:
         self.settle()
         holders = [group for group in self.scheduler.groups if group.status is not WAITING]
         fixed = [g for g in holders if g.num_pins or self.scheduler.is_in_flight(g) or not g.is_recomputable]
-        before = (self.pool.num_in_use, self.manager.num_swapped_blocks)
+        before = (self.pool.num_in_use, self.manager.swap.num_in_use)
         assert self.scheduler.preempt_all() == sum(len(group.sequences) for group in fixed)
-        assert (self.pool.num_in_use, self.manager.num_swapped_blocks) == (before if fixed else (0, 0))
+        assert (self.pool.num_in_use, self.manager.swap.num_in_use) == (before if fixed else (0, 0))
         if not fixed:
             self.events["release of a filled pool"] += bool(holders)
             self.scheduler.reset_prefix_cache()
@@ -687,7 +687,7 @@ class World:
         resident = 0
         for group in self.scheduler.groups:
             computed = [s for s in group.sequences if s.num_computed_tokens]
-            is_swapped = {self.manager._tables[s.seq_id].is_swapped for s in computed}
+            is_swapped = {self.manager.by_id[s.seq_id].is_swapped for s in computed}
             match group.status:
                 case SequenceStatus.WAITING:
                     assert not computed, "a waiting group holds blocks"
@@ -700,8 +700,8 @@ class World:
         assert self.scheduler.num_waiting + self.scheduler.num_swapped <= len(self.rows)
         assert self.scheduler._in_flight == {row.sequence.group.arrival for row in self.in_flight}
         assert {s for group in self.scheduler.groups for s in group.sequences} == set(self.rows)
-        assert self.manager.num_swapped_blocks <= self.pool.num_blocks
-        assert 0 <= self.manager.prefix_hit_tokens <= self.manager.prefix_query_tokens
+        assert self.manager.swap.num_in_use <= self.pool.num_blocks
+        assert 0 <= self.manager.prefix.hit_tokens <= self.manager.prefix.query_tokens
 
     def _before(self) -> Before:
         status = {group: group.status for group in self.scheduler.groups}
@@ -818,13 +818,13 @@ class World:
             assert self._table(row) == table, "a group to keep was preempted"
         assert not self._preemptible([group]), "something could have been preempted"
         assert error.needed > error.free == self.pool.num_free
-        is_cut = any(self.manager._tables[s.seq_id].keeps_from is not None for s in group.sequences)
+        is_cut = any(self.manager.by_id[s.seq_id].keeps_from is not None for s in group.sequences)
         if group.is_recomputable and not group.num_pins and not is_cut:
             # Not even its first row fits, by itself, beside what can't be preempted.
             blocks = {
                 block
                 for row in self.rows.values()
-                if row.sequence.group is not group and not self.manager._tables[row.sequence.seq_id].is_swapped
+                if row.sequence.group is not group and not self.manager.by_id[row.sequence.seq_id].is_swapped
                 for block in self._table(row)
             }
             first = next(s for s in group.sequences if s.num_wanted_tokens)
@@ -879,7 +879,7 @@ class World:
         self.settle()
         assert not self.scheduler.has_work and not self.step()
         assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.num_swapped == 0
-        assert self.pool.num_in_use == self.manager.num_swapped_blocks == 0
+        assert self.pool.num_in_use == self.manager.swap.num_in_use == 0
 
     # Helpers
 
@@ -957,7 +957,7 @@ class World:
 
     def _stored(self, row: Row, num_tokens: int) -> list[int | None]:
         """What the blocks of the first group hold that is wrong, or of the last; behind the windows it was right."""
-        table = self.manager._tables[row.sequence.seq_id]
+        table = self.manager.by_id[row.sequence.seq_id]
         slots = self.cpu_slots if table.is_swapped else self.slots
         content: list[int | None] = []
         for blocks, num_gone in zip(table.groups, table.num_gone, strict=True):

@@ -166,6 +166,27 @@ def test_user_code_that_raises(pair: Pair, code: str, mode: str) -> None:
         assert held > 0
 
 
+@pytest.mark.parametrize("end", ["fails", "cancelled"])
+def test_a_request_that_ended_badly_is_freed(pair: Pair, end: str) -> None:
+    """Would break: an error, its traceback and all that its frames hold, kept by the handle's own finalizer."""
+    arguments = USERS["processor"]() if end == "fails" else ENDLESS
+    request = pair.engine.submit(prompt(5), **({"max_new_tokens": 12} | arguments))
+    if end == "fails":
+        with pytest.raises(Boom, match=r"^burnt$"):
+            request.result(PATIENCE)
+    else:
+        request.cancel()
+        request.result(PATIENCE)
+    state = weakref.ref(request._state)
+    del request
+
+    def is_freed() -> bool:
+        gc.collect()
+        return state() is None
+
+    eventually(is_freed, "the request is still there")
+
+
 @pytest.mark.parametrize("arguments", [{}, SAMPLE, {"prompt_lookup_num_tokens": 3}], ids=name_of)
 def test_a_reader_that_vanishes(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     """Would break: a web client that closes its tab and blocks, or leaks, the call that wrote for it."""

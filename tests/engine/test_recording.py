@@ -37,7 +37,7 @@ def test_what_ran_can_be_replayed(settings: dict[str, object], tmp_path: Path, m
     for request in requests:
         request.result(30)
     stats = engine.stats()
-    assert stats.num_preemptions and engine.core.manager.prefix_hit_tokens
+    assert stats.num_preemptions and engine.core.manager.prefix.hit_tokens
     hf_paged.unpatch(model)
     lines = (tmp_path / "recording").read_text().splitlines()
     assert "prompts" in json.loads(lines[0])["header"]

@@ -1,0 +1,147 @@
+"""Rows of a `PagedCache`: operations that wait until something reads them, and keys stored from outside of a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair
+from models import random_ids
+from torch import Tensor
+from transformers import DynamicCache
+
+import hf_paged
+from hf_paged import PagedCache
+from hf_paged.engine.row_store import RowStore
+
+MakePair = Callable[..., Pair]
+
+READERS: dict[str, Callable[[Pair, PagedCache], Any]] = {
+    "forward": lambda pair, cache: None,
+    "stats": lambda pair, cache: pair.engine.stats(),
+    "snapshot": lambda pair, cache: pair.engine.snapshot(),
+    "num_running": lambda pair, cache: pair.engine.num_running,
+    "rows": lambda pair, cache: cache.sequences,
+    "keys": lambda pair, cache: cache.layers[0].keys,
+    "copy": lambda pair, cache: copy.deepcopy(cache),
+    "release": lambda pair, cache: pair.engine.release(),
+    "another's step": lambda pair, cache: pair.engine.submit([5, 6], max_new_tokens=1).result(20),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("reader", READERS)
+def test_operations_become_one_change(pair: Pair, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: rows that are forked only to be freed; or a reader that finds the rows of before."""
+    ids, more = random_ids(4, 6), random_ids(5, 1, seed=2)
+    num_forks = 0
+    fork = RowStore.fork_sequence
+
+    def counted(store: RowStore, sequence: Any, apart: bool = False) -> Any:
+        nonlocal num_forks
+        num_forks += not apart
+        return fork(store, sequence, apart)
+
+    def choose(model: Any, cache: Any) -> Any:
+        model(ids, past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        cache.crop(-1)
+        cache.reorder_cache(torch.tensor([3, 3, 3, 0, 1, 2, 6, 6, 6, 9, 10, 11]))
+        cache.crop(-1)
+        cache.batch_select_indices(torch.tensor([0, 3, 6, 7, 9]))
+        return cache
+
+    monkeypatch.setattr(RowStore, "fork_sequence", counted)
+    with torch.no_grad():
+        expected = pair.stock(more, past_key_values=choose(pair.stock, DynamicCache())).logits
+        cache = choose(pair.paged, PagedCache(pair.paged))
+        assert (cache.batch_size, cache.get_seq_length(), num_forks) == (5, 4, 0), "nothing has read it yet"
+        with pytest.raises(ValueError, match="numbers from 0 to 4"):
+            cache.reorder_cache(torch.tensor([5]))
+        cache.retire([4])
+        READERS[reader](pair, cache)
+        assert num_forks == (reader != "forward"), "rows 2 and 3 are equal"
+        found = pair.paged(more, past_key_values=cache).logits
+    torch.testing.assert_close(found[:4], expected[:4])
+    assert not found[4].any() and num_forks == 1 and pair.engine.stats().num_running == 4
+    del cache
+
+
+def states(model: Any, num_rows: int, num_tokens: int) -> Tensor:
+    """Random keys and values of one layer, `[2, rows, num_kv_heads, tokens, head_dim]`."""
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    return torch.randn(2, num_rows, config.num_key_value_heads, num_tokens, head_dim)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "give_back",
+    [lambda cache: cache.crop(-10), lambda cache: cache.batch_select_indices(torch.tensor([1])), PagedCache.reset],
+    ids=["crop", "select", "reset"],
+)
+def test_what_an_operation_gives_back_is_free_for_the_next_step(
+    make_pair: MakePair, give_back: Callable[[PagedCache], None]
+) -> None:
+    """Would break: a request that finds no room beside blocks whose cache has given them up."""
+    pair = make_pair(block_size=2, num_blocks=16, preemption="recompute")
+    cache = PagedCache(pair.paged)
+    cache.update(*states(pair.stock, 2, 14), 0)
+    with pytest.raises(hf_paged.OutOfBlocksError):
+        pair.engine.submit(random_ids(1, 6), max_new_tokens=3).result(20)
+    give_back(cache)
+    assert len(pair.engine.submit(random_ids(1, 6), max_new_tokens=3).result(20).token_ids) == 3
+    del cache
+
+
+@pytest.mark.core
+def test_layers_that_are_stored_one_by_one(make_pair: MakePair) -> None:
+    """Would break: a later layer's keys written to blocks that the row gave up for another request."""
+    pair = make_pair(block_size=2, num_blocks=15, preemption="swap")
+    cache = PagedCache(pair.paged)
+    layers = [states(pair.stock, 1, 6) for _ in cache.layers]
+    for layer, (keys, values) in enumerate(layers):
+        cache.update(keys, values, layer)
+        pair.both(lambda model: model.generate(random_ids(1, 20), max_new_tokens=8, eos_token_id=None))
+    assert pair.engine.stats().num_swapped_out == len(layers)
+    for stored, (keys, values) in zip(cache.layers, layers, strict=True):
+        assert torch.equal(stored.keys, keys) and torch.equal(stored.values, values)
+    del cache
+
+
+@pytest.mark.core
+def test_keys_of_another_shape_change_nothing(pair: Pair) -> None:
+    """Would break: a cache with slots for tokens that were refused, behind which the next ones are put."""
+    cache = PagedCache(pair.paged)
+    first, second = states(pair.stock, 2, 6), states(pair.stock, 2, 3)
+    cache.update(*first, 0)
+    with pytest.raises((ValueError, RuntimeError)):
+        cache.update(*second[..., :-1], 0)
+    assert cache.get_seq_length() == 6 and pair.engine.stats().kv_tokens_stored == 12
+    cache.update(*second, 0)
+    assert torch.equal(cache.layers[0].keys, torch.cat([first[0], second[0]], dim=2))
+    del cache
+
+
+def test_a_crop_that_turns_out_to_be_impossible_is_told_by_the_cache_alone(make_pair: MakePair) -> None:
+    """Would break: keys behind a window that were never there, in silence; or an error that ends all other requests."""
+    pair, ids = make_pair("mistral", block_size=2), random_ids(1, 40)
+    with torch.no_grad():
+        first = PagedCache(pair.paged)
+        pair.paged(ids[:, :30], past_key_values=first)
+        cache = PagedCache(pair.paged)
+        cache.activate_past_recording()
+        pair.paged(ids[:, :31], past_key_values=cache, logits_to_keep=1)
+        assert pair.engine.stats().prefix_cache_hit_tokens > 20
+        next(pair.paged.parameters()).mul_(1.5)  # older weights: it can't be computed again
+        pair.paged(ids[:, 31:33], past_key_values=cache)
+        cache.crop(-28)
+        assert len(pair.engine.submit([5, 6], max_new_tokens=2).result(20).token_ids) == 2
+        with pytest.raises(RuntimeError, match=r"reset\(\) the cache"):
+            pair.paged(ids[:, 5:], past_key_values=cache)
+        cache.reset()
+        pair.paged(ids, past_key_values=cache)
+    del first, cache

@@ -178,6 +178,13 @@ MODELS: dict[str, TinyModel] = {
         lambda: hf.DeepseekV2Config(**_LATENTS, **_ROUTED, topk_method="greedy"), runs_packed=False
     ),
     "deepseek_v3": TinyModel(lambda: hf.DeepseekV3Config(**_LATENTS, **_ROUTED), runs_packed=False),
+    # A layer's indexer, whose keys are cached too, chooses eight of the tokens.
+    "deepseek_v32": TinyModel(
+        lambda: hf.DeepseekV32Config(
+            **_LATENTS, **_ROUTED, index_topk=8, index_n_heads=16, index_head_dim=16, num_nextn_predict_layers=0
+        ),
+        runs_packed=False,
+    ),
     "glm4_moe_lite": TinyModel(
         lambda: hf.Glm4MoeLiteConfig(**_LATENTS, **_ROUTED, mlp_layer_types=["dense", "sparse"]), runs_packed=False
     ),
@@ -332,7 +339,7 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
 
 def least_blocks(name: str, num_tokens: int, block_size: int, chunk: int) -> int:
     """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
-    windows = CacheGroups.of(hf_paged.is_supported(build(name)).traits.layers).windows
+    windows = CacheGroups.of(hf_paged.is_supported(build(name)).traits.stored).windows
     return BlockManager(1, block_size, windows=windows).most_blocks(num_tokens, chunk)
 
 

@@ -44,41 +44,45 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
     tried = _tiny(base, config)
     if isinstance(tried, str):
         return tried
-    tiny, expected, tiny_layers = tried
+    tiny, expected, tiny_stored = tried
     whole = on_meta(base, config)
     try:
-        layers = specs(noted_on_meta(whole), whole.config)
+        found = specs(noted_on_meta(whole))
     except Exception as error:  # its forward needs numbers
-        found = _as_wide(base, config)
-        if found is None:
-            return f"what its layers store could not be found out ({type(error).__name__}: {error!s:.200})"
-        layers = found
-    if isinstance(layers, str) or isinstance(tiny_layers, str):
-        return str(layers if isinstance(layers, str) else tiny_layers)
+        found = _as_wide(base, config) or f"what its layers store could not be found out ({_text(error)})"
+    if isinstance(found, str) or isinstance(tiny_stored, str):
+        return found if isinstance(found, str) else str(tiny_stored)
+    layers, indexers = found
     failure = ""
-    for traits, has_windows in _ways(base, config, tiny, tiny_layers):
+    for traits, has_windows in _ways(base, config, tiny, *tiny_stored):
         failure = _difference(tiny, traits, expected)
         if not failure:
-            return replace(traits, layers=_windowed(layers, whole) if has_windows else layers)
+            return replace(traits, layers=_windowed(layers, whole) if has_windows else layers, indexers=indexers)
         if _keeps_inference_tensors(tiny):
             tiny = _build(base, tiny.config)
     return f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})"
 
 
-def _tiny(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, Tensor, Layers | str] | str:
+def _tiny(
+    base: type[PreTrainedModel], config: PreTrainedConfig
+) -> tuple[PreTrainedModel, Tensor, tuple[Layers, Layers] | str] | str:
     """A tiny model, its logits over a stock cache, and what its layers stored there; or why there is none."""
     failure = ""
     for heads in (2, 4, None):  # CodeGen's come in fours
         try:
             tiny = _build(base, shrink(config, heads))
             stock = NotingCache(tiny.config)
-            return tiny, _logits(tiny, stock), specs(stock.noted, tiny.config)
+            return tiny, _logits(tiny, stock), specs(stock)
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = _text(error)
     return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
 
 
-def _as_wide(base: type[PreTrainedModel], config: PreTrainedConfig) -> Layers | None:
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error!s:.200}"
+
+
+def _as_wide(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Layers, Layers] | None:
     """What each layer stores, from a copy with few layers of full width; `None` where these don't store alike."""
     try:
         few = _build(base, shrink(config, None))
@@ -86,10 +90,10 @@ def _as_wide(base: type[PreTrainedModel], config: PreTrainedConfig) -> Layers | 
         _logits(few, cache)
     except Exception:
         return None
-    layers = specs(cache.noted, few.config)
-    if isinstance(layers, str) or len(set(layers)) > 1:
+    found = specs(cache)
+    if isinstance(found, str) or len(set(found[0])) > 1 or found[1]:
         return None
-    return layers[:1] * config.num_hidden_layers
+    return found[0][:1] * config.num_hidden_layers, ()
 
 
 def _ways(
@@ -97,10 +101,11 @@ def _ways(
     config: PreTrainedConfig,
     tiny: PreTrainedModel,
     layers: Layers,
+    indexers: Layers,
 ) -> Iterator[tuple[ModelTraits, bool]]:
     """What may be tried, the best first, and whether it is with the windows that the config states."""
     rows_independent = not any(map(is_batch_dependent, _rope_types(getattr(config, "rope_parameters", None))))
-    own = ModelTraits(layers, runs_packed=False, rows_independent=rows_independent)
+    own = ModelTraits(layers, runs_packed=False, rows_independent=rows_independent, indexers=indexers)
     # Without position_ids a model places tokens by their column, which a packed batch doesn't have.
     if rows_independent and "position_ids" in inspect.signature(base.forward).parameters:
         # The windows that the config states, unless a layer turns out to attend to more than that.
@@ -133,7 +138,7 @@ def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) ->
             return ""
         return f"logits differ by {error_size:.1%}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return _text(error)
     finally:
         detach(tiny)
 

@@ -25,7 +25,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"n_group|topk_group|num_expert_groups?|first_k_dense_replace", 1),
     (r"q_lora_rank", 24),
     (r"index_topk", 4),
-    (r"index_n_heads", 2),
+    (r"index_n_heads", 16),  # their scores are often 0, and where all are, ties decide
     (r"(num_)?(n_)?(encoder|decoder)_layers|num_hidden_layers|n_layers?|num_layers|num_blocks", 2),
 )
 _LATENT_WIDTH = 64  # of the hidden states where heads have widths of their own

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from hf_paged.api.shrinking import stated
 from hf_paged.memory.spec import AttentionSpec
 
 Layers = tuple[AttentionSpec | None, ...]
+Noted = dict[int, tuple[int, int, int, int]]
 
 
 class NotingCache(DynamicCache):
@@ -26,17 +26,27 @@ class NotingCache(DynamicCache):
 
     Attributes:
         noted: Of each layer that stored something: heads and width of its keys, heads and width of its values.
+        indexed: Of each layer whose indexer stored something: one head, the width of its keys, one head, nothing.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        self.noted: dict[int, tuple[int, int, int, int]] = {}
+        self.config = config
+        self.noted: Noted = {}
+        self.indexed: Noted = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.noted[layer_idx] = (*key_states.shape[1::2], *value_states.shape[1::2])
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        if indexer_key_states.ndim != 3:
+            raise ValueError(f"an indexer's keys are of {indexer_key_states.ndim} dimensions, not 3")
+        self.indexed[layer_idx] = (1, indexer_key_states.shape[-1], 1, 0)
+        states: Tensor = super().update_indexer(indexer_key_states, layer_idx)
         return states
 
 
@@ -61,8 +71,8 @@ class _Zeros(TorchDispatchMode):
 
 
 @torch.no_grad()
-def noted_on_meta(model: PreTrainedModel) -> Mapping[int, tuple[int, int, int, int]]:
-    """What a model without numbers stores of two tokens; see `NotingCache.noted`.
+def noted_on_meta(model: PreTrainedModel) -> NotingCache:
+    """What a model without numbers stores of two tokens.
 
     Raises:
         Exception: Whatever its forward raises.
@@ -75,23 +85,26 @@ def noted_on_meta(model: PreTrainedModel) -> Mapping[int, tuple[int, int, int, i
         try:
             with torch.device("meta"), looking:
                 model(**inputs, past_key_values=cache, use_cache=True)
-            return cache.noted
+            return cache
         except Exception as error:
             failure = error
     raise failure
 
 
-def specs(noted: Mapping[int, tuple[int, int, int, int]], config: PreTrainedConfig) -> Layers | str:
-    """What was noted as one spec a layer (`None`: it stores nothing), or why that can't be."""
-    if not noted:
+def specs(cache: NotingCache) -> tuple[Layers, Layers] | str:
+    """What was noted as one spec a layer (`None`: it stores nothing), and one for its indexer; or why that can't be."""
+    num_layers = max(stated(cache.config, "num_hidden_layers") or 0, 1 + max(cache.noted, default=0))
+    if not cache.noted:
         return "its layers store no keys and values"
-    num_layers = stated(config, "num_hidden_layers") or 0
-    layers: list[AttentionSpec | None] = [None] * max(num_layers, 1 + max(noted))
-    for index, (heads, key_dim, value_heads, value_dim) in noted.items():
+    for index, (heads, _, value_heads, _) in cache.noted.items():
         if heads != value_heads:
             return f"layer {index} stores {heads} heads of keys and {value_heads} of values"
-        layers[index] = AttentionSpec(heads, key_dim, value_dim)
-    return tuple(layers)
+    return _listed(cache.noted, num_layers), _listed(cache.indexed, num_layers) if cache.indexed else ()
+
+
+def _listed(noted: Noted, num_layers: int) -> Layers:
+    found = {index: AttentionSpec(heads, key_dim, value_dim) for index, (heads, key_dim, _, value_dim) in noted.items()}
+    return tuple(found.get(index) for index in range(num_layers))
 
 
 def with_windows(layers: Layers, config: PreTrainedConfig) -> Layers:

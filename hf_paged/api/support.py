@@ -16,7 +16,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import why_not_whole
 
-_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class SupportReport:
     @property
     def padding(self) -> float:
         """What of the pool's pages stays empty because layers are grouped, as a share of what they fill."""
-        return 0.0 if self.traits is None else CacheGroups.of(self.traits.layers).padding(self.traits.layers)
+        return 0.0 if self.traits is None else CacheGroups.of(self.traits.stored).padding(self.traits.stored)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Keys and values of one token in all layers, in a pool of this dtype; 0 if not supported."""
-        layers = () if self.traits is None else self.traits.layers
+        layers = () if self.traits is None else self.traits.stored
         return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 

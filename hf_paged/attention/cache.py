@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,6 +41,18 @@ class StepCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
+
+
+def as_indexer(update: Callable[..., tuple[Tensor, Tensor]], key_states: Tensor, place: int) -> Tensor:
+    """An indexer's keys are those of one head, without values.
+
+    Args:
+        update: Of a cache.
+        key_states: `[batch, new, width]`.
+        place: Theirs among all that is stored.
+    """
+    own = key_states[:, None]
+    return update(own, own[..., :0], place)[0][:, 0]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -136,7 +148,7 @@ class PagedCache(Cache):
         self._width = 0
         self._windows = store.windows()
         self._records_past = False
-        self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
+        self._lengths = [0] * len(self._windows)  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
         super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
 
@@ -243,6 +255,10 @@ class PagedCache(Cache):
         self._lengths[layer_idx] = start + new
         self._width = max(self._width, start + new)
         return states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Stores new keys of a layer's indexer, `[batch, new, index_head_dim]`, and returns all of them."""
+        return as_indexer(self.update, indexer_key_states, self.store.num_layers + layer_idx)
 
     def read_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer for the whole batch, as its `keys` and `values`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_paged.attention.backends.registry import PagedStep
+from hf_paged.attention.cache import as_indexer
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
@@ -94,6 +95,10 @@ class PaddedCache(Cache):
             return key_states, value_states
         key, value = reference.gather_slots(pool, index, self._slots[group], self._kv_cache.key_dims[group])
         return key.to(key_states.dtype), value.to(value_states.dtype)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Stores `[B, Q, width]` keys of a layer's indexer; returns `[B, W, width]`."""
+        return as_indexer(self.update, indexer_key_states, layer_idx + len(self._places) // 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._lengths[layer_idx]

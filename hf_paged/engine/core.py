@@ -88,7 +88,7 @@ class EngineCore:
             num_moves=lambda: state.num_moves,
             config=config,
         )
-        runner, groups = self.runner, CacheGroups.of(traits.layers)
+        runner, groups = self.runner, CacheGroups.of(traits.stored)
         self.pool = KVPool(
             config,
             groups,

@@ -95,11 +95,12 @@ class RowStore:
 
     def windows(self) -> list[int | None]:
         """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
-        return [None if layer is None else layer.window for layer in self._core.traits.layers]
+        return [None if layer is None else layer.window for layer in self._core.traits.stored]
 
     def stores(self, layer: int) -> bool:
-        """Whether a layer has keys and values of its own."""
-        return self._core.traits.layers[layer] is not None
+        """Whether a layer has keys and values of its own; `num_layers + layer`: its indexer."""
+        stored = self._core.traits.stored
+        return 0 <= layer < len(stored) and stored[layer] is not None
 
     def hold(self, sequences: Iterable[Sequence], is_idle: bool) -> None:
         """Notes whether a call is generating with these sequences, or only a `PagedCache` holds them.

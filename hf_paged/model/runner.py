@@ -42,6 +42,7 @@ class ModelTraits:
 
     Attributes:
         layers: What each of its layers caches; `None`: nothing of its own.
+        indexers: Beside that: the keys of what chooses the tokens that a layer attends to. Empty if there is no such.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
@@ -57,6 +58,12 @@ class ModelTraits:
     allows_inference_mode: bool = False
     runs_padded: bool = False
     regime_length: int | None = None
+    indexers: tuple[AttentionSpec | None, ...] = ()
+
+    @property
+    def stored(self) -> tuple[AttentionSpec | None, ...]:
+        """All that is cached of a token: of each layer, then of each layer's indexer."""
+        return (*self.layers, *self.indexers)
 
     @property
     def is_batched(self) -> bool:
@@ -71,7 +78,7 @@ class ModelTraits:
     def geometry(self, groups: CacheGroups, dtype: torch.dtype) -> KVGeometry:
         """What the pages of these groups hold, in a pool of this dtype."""
         kinds = {
-            group: layer for (group, _), layer in zip(groups.places, self.layers, strict=True) if layer is not None
+            group: layer for (group, _), layer in zip(groups.places, self.stored, strict=True) if layer is not None
         }
         pages = [
             PageShape(size, kinds[group].kv_heads, kinds[group].key_dim, kinds[group].value_dim)

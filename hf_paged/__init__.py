@@ -11,6 +11,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestMetrics, RequestOutput
 from hf_paged.engine.warm_up import WarmUp
 from hf_paged.model.hooks import packed_hook
+from hf_paged.sampling.logprobs import TokenLogprobs
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SupportReport",
+    "TokenLogprobs",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "WarmUp",

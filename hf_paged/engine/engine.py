@@ -25,6 +25,7 @@ from hf_paged.engine.snapshot import Snapshot
 from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
 from hf_paged.model.runner import ModelTraits
+from hf_paged.sampling.logprobs import LogprobsWanted
 
 
 class Engine:
@@ -82,6 +83,8 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | int | bytes | None = None,
+        logprobs: int | None = None,
+        logprobs_mode: str = "raw",
         **generate_kwargs: Any,
     ) -> Request:
         """Queues one prompt and returns at once.
@@ -94,6 +97,9 @@ class Engine:
             cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt,
                 in an assistant model's pool as well. `None`: none, or inside another request (a processor that
                 submits) that one's.
+            logprobs: Say of each token how likely it was, and so many of the likeliest in its place (0: none of those).
+            logprobs_mode: `"raw"`: log-softmax, in float32, of the model's logits; `"processed"`: of what sampling drew
+                from, behind all processors (not of beams, assisted decoding and processors of your own).
             **generate_kwargs: Everything else that `generate()` takes, but `streamer` (iterate the request instead),
                 `inputs_embeds`, and per-step outputs.
 
@@ -104,7 +110,10 @@ class Engine:
             ValueError: What `generate()` would raise for these arguments; a batch; a prompt that could never fit.
             QueueFullError: `max_waiting` requests are waiting.
         """
-        return self._submissions.submit(input_ids, generation_config, request_id, priority, cache_salt, generate_kwargs)
+        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
+        return self._submissions.submit(
+            input_ids, generation_config, request_id, priority, cache_salt, wanted, generate_kwargs
+        )
 
     @deferred_interrupt()
     def generate(
@@ -113,6 +122,8 @@ class Engine:
         generation_config: Any = None,
         *,
         progress_bar: bool = False,
+        logprobs: int | None = None,
+        logprobs_mode: str = "raw",
         **generate_kwargs: Any,
     ) -> list[RequestOutput]:
         """Generates for many prompts of any lengths, in one continuous batch.
@@ -121,6 +132,8 @@ class Engine:
             prompts: As `input_ids` of `submit`, any number of them.
             generation_config: For all of them.
             progress_bar: Show a tqdm bar.
+            logprobs: As in `submit`.
+            logprobs_mode: As in `submit`.
             **generate_kwargs: As in `submit`, for all of them.
 
         Returns:
@@ -130,7 +143,12 @@ class Engine:
             Exception: What the first failing request raised; the others are cancelled.
         """
         self.core.worker.pause.warn()
-        return self._submissions.generate(prompts, generation_config, progress_bar, generate_kwargs)
+        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
+        return self._submissions.generate(prompts, generation_config, progress_bar, wanted, generate_kwargs)
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.core.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
     # What there is
 

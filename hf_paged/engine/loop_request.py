@@ -13,6 +13,8 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop, salted
 from hf_paged.engine.prepared_call import LoopResult, PreparedCall
 from hf_paged.engine.request import RequestState
+from hf_paged.engine.scoring import token_logprobs
+from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
 
 
 class LoopRequest:
@@ -26,6 +28,7 @@ class LoopRequest:
         loop: DecodingLoop,
         cache_salt: Hashable,
         on_end: Callable[[], None],
+        logprobs: LogprobsWanted | None = None,
     ) -> None:
         """Serves one engine.
 
@@ -36,6 +39,7 @@ class LoopRequest:
             loop: What it counts as.
             cache_salt: Of what it generates.
             on_end: Called when it is over.
+            logprobs: What is to be said of each token, of the model's own logits.
         """
         self._core = core
         self._state = state
@@ -43,6 +47,7 @@ class LoopRequest:
         self._loop = loop
         self._cache_salt = cache_salt
         self._on_end = on_end
+        self._logprobs = logprobs
 
     def run(self) -> None:
         """Runs it to its end."""
@@ -51,18 +56,25 @@ class LoopRequest:
             with self._core.running_request(self._loop), torch.no_grad(), salted(self._cache_salt):
                 self._loop.check_cancelled()
                 result: LoopResult = call.work(_TokenStreamer(state) if call.is_streamable else None)  # type: ignore[operator]
+                width = call.prompt.shape[1]
+                limit = call.generation_config.max_length - width
+                rows = [_read_row(row, call.generation_config, limit) for row in result.sequences[:, width:].tolist()]
+                logprobs = None if self._logprobs is None else self._score([tokens for tokens, _ in rows])
         except CallCancelledError:
             state.finish([list(state.tokens)], ["cancelled"])
         except BaseException as error:
             state.fail(error)
         else:
-            width = call.prompt.shape[1]
-            limit = call.generation_config.max_length - width
-            rows = [_read_row(row, call.generation_config, limit) for row in result.sequences[:, width:].tolist()]
             scores = None if result.scores is None else result.scores.tolist()
-            state.finish([tokens for tokens, _ in rows], [reason for _, reason in rows], scores)
+            state.finish([tokens for tokens, _ in rows], [reason for _, reason in rows], scores, logprobs)
         finally:
             self._on_end()
+
+    def _score(self, rows: list[list[int]]) -> list[list[TokenLogprobs]]:
+        """Afterwards: which of a beam search's forwards led to a token is known at its end, and beams share prompts."""
+        assert self._logprobs is not None
+        prompt, num_top = self._state.prompt_token_ids, self._logprobs.num_top
+        return [token_logprobs(self._core.model, prompt, tokens, num_top) for tokens in rows]
 
 
 class _TokenStreamer(BaseStreamer):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_paged.core.interrupts import deferred_interrupt, wait_interruptibly
+from hf_paged.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class RequestOutput:
         finish_reasons: Of each sequence.
         scores: Beam search only: the score of each sequence, as transformers' `sequences_scores`.
         metrics: Times.
+        logprobs: Of each sequence how likely its tokens were, if `submit(logprobs=...)` asked for it.
     """
 
     request_id: str
@@ -62,6 +64,7 @@ class RequestOutput:
     finish_reasons: list[str] = field(default_factory=list)
     scores: list[float] | None = None
     metrics: RequestMetrics | None = None
+    logprobs: list[list[TokenLogprobs]] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -96,7 +99,13 @@ class RequestState:
             self.tokens.append(token)
             self.announce()
 
-    def finish(self, sequences: list[list[int]], reasons: list[str], scores: list[float] | None = None) -> None:
+    def finish(
+        self,
+        sequences: list[list[int]],
+        reasons: list[str],
+        scores: list[float] | None = None,
+        logprobs: list[list[TokenLogprobs]] | None = None,
+    ) -> None:
         """The end, with a result."""
         with self.condition:
             if self.is_done:
@@ -104,7 +113,7 @@ class RequestState:
             metrics = RequestMetrics(self.arrival_time, self.first_token_time, time.monotonic())
             reason = reasons[0] if reasons else "cancelled"
             self.output = RequestOutput(
-                self.request_id, self.prompt_token_ids, sequences, reason, reasons, scores, metrics
+                self.request_id, self.prompt_token_ids, sequences, reason, reasons, scores, metrics, logprobs
             )
             self.announce()
 

@@ -19,6 +19,7 @@ from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
+from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import Outcome, RowSampler, SamplingBatch
@@ -44,6 +45,7 @@ class SampleCall:
         generator: Where draws come from; owned by the run.
         priority: Of its sequences.
         request_id: The request that it is.
+        logprobs: What is to be said of each token.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
         ends: What ends a row.
@@ -60,6 +62,7 @@ class SampleCall:
     generator: torch.Generator | None = None
     priority: int = 0
     request_id: str | None = None
+    logprobs: LogprobsWanted | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
     ends: RowEnds = field(init=False)
@@ -77,12 +80,14 @@ class _Row:
     Attributes:
         sequence: Its keys and values; `None` before its prompt is computed and after its end.
         tokens: Generated so far.
+        logprobs: How likely they were, if that was asked for.
         num_chosen: The same, and those that the device knows already and the host doesn't.
         finish_reason: Why it ended.
     """
 
     sequence: Sequence | None = None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_chosen: int = 0
     finish_reason: str | None = None
 
@@ -150,6 +155,7 @@ class SampledRequest:
             table_rows=self._table_rows,
             width=self._width,
             device=None if stays else call.device,
+            logprobs=call.logprobs,
         )
         uncomputed: list[tuple[int, Sequence]] = []
         salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
@@ -236,8 +242,12 @@ class SampledRequest:
             return
         if isinstance(outcome, Exception):
             raise outcome
-        for row, token, stops in compress(zip(rows, *outcome, strict=True), is_open):
-            self._append(row, token, stops)
+        tokens, stops, logprobs = outcome
+        if logprobs is not None:
+            for row, said in compress(zip(rows, logprobs, strict=True), is_open):
+                self.rows[row].logprobs.append(said)
+        for row, token, stop in compress(zip(rows, tokens, stops, strict=True), is_open):
+            self._append(row, token, stop)
 
     def _by_index(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
         """Rows whose result has the same length, and where their logits are: usually all rows."""

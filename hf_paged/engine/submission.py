@@ -28,6 +28,7 @@ from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.sampling.logprobs import LogprobsWanted
 from hf_paged.sampling.random import default_generator
 
 
@@ -81,6 +82,7 @@ class Submissions:
         request_id: Any,
         priority: Any,
         cache_salt: Any,
+        logprobs: LogprobsWanted | None,
         arguments: dict[str, Any],
     ) -> Request:
         """See `Engine.submit`."""
@@ -104,7 +106,7 @@ class Submissions:
             state = RequestState(request_id, prompt[0].tolist(), call.is_streamable)
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
-                abandon, wake = start(state, call, priority)
+                abandon, wake = start(state, call, priority, logprobs)
         except BaseException:
             self._active.pop(request_id, None)
             raise
@@ -127,10 +129,10 @@ class Submissions:
         raise ValueError("submit() does not take custom_generate: it has a decoding loop of its own")
 
     def _start_run(
-        self, state: RequestState, call: PreparedCall, priority: int
+        self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         assert isinstance(call.work, SampleCall)
-        call.work.priority, call.work.request_id = priority, state.request_id
+        call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
         runs: list[SampledRequest] = []
 
         def end(run: SampledRequest) -> None:
@@ -139,7 +141,9 @@ class Submissions:
             if run.error is not None:
                 state.fail(run.error)
             else:
-                state.finish([row.tokens for row in run.rows], [row.finish_reason or "" for row in run.rows])
+                reasons = [row.finish_reason or "" for row in run.rows]
+                said = None if logprobs is None else [row.logprobs for row in run.rows]
+                state.finish([row.tokens for row in run.rows], reasons, logprobs=said)
 
         # The handle's finalizer holds this as long as the handle lives. It must not lead to an ended run, whose error's
         # traceback leads to the caller of `result()`, and so to the handle.
@@ -156,14 +160,20 @@ class Submissions:
         return abandon, self._calls.wake
 
     def _start_loop(
-        self, state: RequestState, call: PreparedCall, priority: int
+        self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
     ) -> tuple[Callable[[], None], Callable[[], None]]:
+        if logprobs is not None and logprobs.is_processed:
+            raise ValueError(
+                "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
+                "and processors of your own have logprobs_mode='raw'"
+            )
+
         def end() -> None:
             self._active.pop(state.request_id, None)
             self._calls.wake()
 
         loop = DecodingLoop(priority, state.request_id)
-        request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end)
+        request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end, logprobs)
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
         job = self._threads.add(loop, request.run)
 
@@ -180,6 +190,7 @@ class Submissions:
         prompts: Iterable[Sequence[int] | Tensor],
         generation_config: Any,
         progress_bar: bool,
+        logprobs: LogprobsWanted | None,
         arguments: dict[str, Any],
     ) -> list[RequestOutput]:
         """See `Engine.generate`."""
@@ -200,7 +211,7 @@ class Submissions:
                     while remaining and len(running) < ahead and self._room.is_free:
                         index, prompt = remaining[0]
                         try:
-                            request = self.submit(prompt, generation_config, None, 0, None, dict(arguments))
+                            request = self.submit(prompt, generation_config, None, 0, None, logprobs, dict(arguments))
                         except QueueFullError:
                             break  # another caller was faster
                         remaining.popleft()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import merged_processor, needs_ids
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
@@ -29,6 +30,7 @@ class RowSampler:
         table_rows: The rows of `table` that are the call's.
         width: Tokens of each row before the first that is generated.
         device: Where scores are processed, as in transformers' loop: the prompt's; `None`: where they are.
+        logprobs: What is to be said of each token; `None`: nothing.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class RowSampler:
         table_rows: Sequence[int] = (),
         width: int = 0,
         device: torch.device | None = None,
+        logprobs: LogprobsWanted | None = None,
     ) -> None:
         """A call's; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
         self.processors = list(processors)
@@ -50,8 +53,9 @@ class RowSampler:
         self.table_rows = table_rows
         self.width = width
         self.device = device
+        self.logprobs = logprobs
         self.reads_ids = needs_ids(processors)
-        self.kind: Hashable = None if None in kinds else (noise is None, device, *kinds)
+        self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, *kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,15 @@ class SamplingBatch:
         return [self.sampler.width + self.token_index] * len(self.rows)
 
 
-Outcome = tuple[list[int], list[bool]] | Exception  # tokens of a batch's rows, and whether they meet criteria
+class Chosen(NamedTuple):
+    """Tokens of a batch's rows, whether they meet criteria, and how likely they were, if that was asked for."""
+
+    tokens: list[int]
+    stops: list[bool]
+    logprobs: list[TokenLogprobs] | None
+
+
+Outcome = Chosen | Exception
 
 
 class SampledTokens:
@@ -95,7 +107,12 @@ class SampledTokens:
     """
 
     def __init__(
-        self, tokens: Tensor, places: list[int | Exception], lengths: list[int], stops: dict[int, Tensor]
+        self,
+        tokens: Tensor,
+        places: list[int | Exception],
+        lengths: list[int],
+        stops: dict[int, Tensor],
+        logprobs: list[tuple[int, Logprobs]],
     ) -> None:
         """Queues the transfer.
 
@@ -104,11 +121,13 @@ class SampledTokens:
             places: See the class.
             lengths: Rows of the batches.
             stops: By number of the batch, `[rows]` bool: which of them meet the call's criteria.
+            logprobs: Of tokens from a place in `tokens` on.
         """
         self.tokens = tokens
         self.places = places
         self._lengths = lengths
         self._stops = list(stops)
+        self._logprobs = logprobs
         flags = [own.to(tokens.device, tokens.dtype) for own in stops.values()]
         self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
@@ -121,10 +140,17 @@ class SampledTokens:
         for number in self._stops:
             stops[number] = [bool(stop) for stop in found[start : start + self._lengths[number]]]
             start += self._lengths[number]
+        said: dict[int, TokenLogprobs] = {}
+        for first, logprobs in self._logprobs:
+            said.update(enumerate(logprobs.read(), first))
         return [
             place
             if isinstance(place, Exception)
-            else (found[place : place + length], stops.get(number, [False] * length))
+            else Chosen(
+                found[place : place + length],
+                stops.get(number, [False] * length),
+                [said[token] for token in range(place, place + length)] if place in said else None,
+            )
             for number, (place, length) in enumerate(zip(self.places, self._lengths, strict=True))
         ]
 
@@ -144,11 +170,14 @@ def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTo
     places: list[int | Exception] = [0] * len(batches)
     stops: dict[int, Tensor] = {}
     chosen: list[Tensor] = []
+    logprobs: list[tuple[int, Logprobs]] = []
     num_tokens = 0
 
     def choose(members: list[int]) -> None:
         nonlocal num_tokens
-        tokens = _choose([batches[number] for number in members], logits)
+        tokens, said = _choose([batches[number] for number in members], logits)
+        if said is not None:
+            logprobs.append((num_tokens, said))
         chosen.append(tokens if tokens.device == logits.device else tokens.to(logits.device))
         for number in members:
             places[number] = num_tokens
@@ -177,17 +206,17 @@ def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTo
                 places[number] = error
     # The usual step chooses once.
     tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen or [logits.new_empty(0, dtype=torch.int64)])
-    return SampledTokens(tokens, places, [len(batch.rows) for batch in batches], stops)
+    return SampledTokens(tokens, places, [len(batch.rows) for batch in batches], stops, logprobs)
 
 
-def _choose(batches: list[SamplingBatch], logits: Tensor) -> Tensor:
-    """`[rows]` tokens of batches of one kind."""
+def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logprobs | None]:
+    """`[rows]` tokens of batches of one kind, and how likely they were, if they ask for it."""
     sources = [source for batch in batches for source in batch.sources]
     if sources != list(range(logits.shape[0])):
         logits = logits[to_device(sources, logits.device)]
     samplers = [batch.sampler for batch in batches]
     first = samplers[0]
-    scores = logits.to(first.device or logits.device, torch.float32)
+    scores = raw = logits.to(first.device or logits.device, torch.float32)
     lengths = [len(batch.rows) for batch in batches]
     ids: Any = None
     if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
@@ -209,7 +238,10 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> Tensor:
         tokens = torch.where(is_number, tokens, -1)
     if any(sampler.table is not None for sampler in samplers):
         _note(batches, lengths, tokens.clamp(min=0))
-    return tokens
+    wanted = first.logprobs
+    if wanted is None:
+        return tokens, None
+    return tokens, Logprobs(scores if wanted.is_processed else raw, tokens, wanted.num_top)
 
 
 def _note(batches: list[SamplingBatch], lengths: list[int], tokens: Tensor) -> None:

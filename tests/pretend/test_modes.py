@@ -85,8 +85,13 @@ def _submit(model: Any) -> Any:
     given = [prompts(1, 5 + index) for index in range(3)]
     if not hasattr(model, "paged"):
         return [model.generate(ids, max_new_tokens=NEW)[0, ids.shape[1] :].tolist() for ids in given]
-    requests = [model.paged.submit(ids[0], max_new_tokens=NEW) for ids in given]
-    return [request.result(100).token_ids for request in requests]
+    asked = zip(given, (None, 0, 3), strict=True)
+    requests = [model.paged.submit(ids[0], max_new_tokens=NEW, logprobs=num_top) for ids, num_top in asked]
+    outputs = [request.result(100) for request in requests]
+    for output in outputs[1:]:  # greedy: the likeliest of all
+        assert [each.token_id for each in output.logprobs[0]] == output.token_ids
+    assert all(each.top[0] == (each.token_id, each.logprob) for each in outputs[2].logprobs[0])
+    return [output.token_ids for output in outputs]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hf_paged.kernels.transfers import ToHost
+
+MODES = ("raw", "processed")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its log-probability.
+        top: The likeliest tokens in its place and theirs, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsWanted:
+    """What is asked of each token.
+
+    Attributes:
+        num_top: Likeliest tokens beside the chosen one.
+        is_processed: Of what sampling drew from, not of the model's own logits.
+    """
+
+    num_top: int
+    is_processed: bool = False
+
+    @classmethod
+    def of(cls, logprobs: Any, mode: Any, vocab_size: int) -> LogprobsWanted | None:
+        """From the arguments of a request.
+
+        Raises:
+            ValueError: No number of the vocabulary's tokens, or no mode.
+        """
+        if mode not in MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(map(repr, MODES))}, got {mode!r:.80}")
+        if logprobs is None:
+            return None
+        if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= vocab_size:
+            raise ValueError(
+                f"logprobs must be a number of likeliest tokens from 0 to {vocab_size} (0: of the chosen one only), "
+                f"got {logprobs!r:.80}"
+            )
+        return cls(logprobs, mode == "processed")
+
+
+class Logprobs:
+    """Of some rows' tokens, on the device and on their way to the host."""
+
+    def __init__(self, scores: Tensor, tokens: Tensor, num_top: int) -> None:
+        """Queues the transfer; waits for nothing.
+
+        Args:
+            scores: `[rows, vocab_size]` float32, of any scale: `log_softmax` is of these.
+            tokens: `[rows]` int64, what was chosen; below 0 where nothing was.
+            num_top: Likeliest tokens beside them.
+        """
+        log_probs = scores.log_softmax(dim=-1)
+        top, ids = log_probs.topk(num_top, dim=-1)
+        self._own = ToHost(log_probs.gather(1, tokens.clamp(min=0)[:, None])[:, 0])
+        self._tokens, self._top, self._ids = ToHost(tokens), ToHost(top), ToHost(ids)
+
+    def read(self) -> list[TokenLogprobs]:
+        """One a row. Waits for the device."""
+        own, tokens, top, ids = (each.wait().tolist() for each in (self._own, self._tokens, self._top, self._ids))
+        return [
+            TokenLogprobs(token, logprob, list(zip(top_ids, values, strict=True)))
+            for token, logprob, top_ids, values in zip(tokens, own, ids, top, strict=True)
+        ]

@@ -1,0 +1,115 @@
+"""How likely tokens were, beside stock's own logits and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair
+from models import build
+from test_engine import ENDLESS, PATIENCE, SAMPLE, settle
+from test_faults import prompt
+from test_generate_modes import NextToken
+
+import hf_paged
+
+MakePair = Callable[..., Pair]
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "samples": SAMPLE | {"num_return_sequences": 2, "top_k": 20, "temperature": 0.7},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "own_processor": {"logits_processor": [NextToken()]},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+def check(said: list[hf_paged.TokenLogprobs], tokens: list[int], expected: torch.Tensor, num_top: int) -> None:
+    """`expected` is `[tokens, vocab_size]`."""
+    assert [each.token_id for each in said] == tokens
+    for each, row in zip(said, expected, strict=True):
+        assert each.logprob == pytest.approx(float(row[each.token_id]), abs=1e-4)
+        top = row.topk(num_top)
+        assert [token for token, _ in each.top] == top.indices.tolist()
+        assert [value for _, value in each.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("num_top", [0, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_raw(pair: Pair, mode: str, num_top: int) -> None:
+    """Would break: log-probabilities of another token, of another beam's path, or behind processors."""
+    given = {"max_new_tokens": 9} | ENDLESS | MODES[mode]
+    torch.manual_seed(3)
+    expected = pair.stock.generate(prompt(5), **given)[:, prompt(5).shape[1] :].tolist()
+    torch.manual_seed(3)
+    output = pair.engine.submit(prompt(5), **given, logprobs=num_top).result(PATIENCE)
+    assert output.sequences == expected and output.logprobs is not None
+    for tokens, said in zip(output.sequences, output.logprobs, strict=True):
+        ids = torch.cat([prompt(5), torch.tensor([tokens])], dim=1)
+        logits = pair.stock(ids).logits.detach()[0, prompt(5).shape[1] - 1 : -1]
+        check(said, tokens, logits.log_softmax(-1), num_top)
+    settle(pair)
+
+
+def test_processed(pair: Pair) -> None:
+    """Would break: probabilities that the draw was not made from."""
+    given = {"max_new_tokens": 9, "repetition_penalty": 1.3} | ENDLESS | MODES["samples"]
+    torch.manual_seed(3)
+    stock = pair.stock.generate(prompt(5), **given, output_scores=True, return_dict_in_generate=True)
+    torch.manual_seed(3)
+    output = pair.engine.submit(prompt(5), **given, logprobs=3, logprobs_mode="processed").result(PATIENCE)
+    assert output.logprobs is not None
+    for row, (tokens, said) in enumerate(zip(output.sequences, output.logprobs, strict=True)):
+        check(said, tokens, torch.stack([scores[row] for scores in stock.scores]).log_softmax(-1), 3)
+
+
+def test_beside_others(make_pair: MakePair) -> None:
+    """Would break: requests that ask for different things and meet in a step, or are preempted."""
+    pair = make_pair(num_blocks=24)
+    requests = [
+        pair.engine.submit(prompt(seed), max_new_tokens=20, **ENDLESS, logprobs=(None, 0, 2, 5)[seed % 4])
+        for seed in range(12)
+    ]
+    for seed, request in enumerate(requests):
+        output, num_top = request.result(PATIENCE), (None, 0, 2, 5)[seed % 4]
+        logits = pair.stock(torch.cat([prompt(seed), torch.tensor([output.token_ids])], dim=1)).logits.detach()[0]
+        if num_top is None:
+            assert output.logprobs is None
+        else:
+            assert output.logprobs is not None
+            expected = logits[prompt(seed).shape[1] - 1 : -1].log_softmax(-1)
+            check(output.logprobs[0], output.token_ids, expected, num_top)
+    assert pair.engine.stats().num_preemptions > 0
+    settle(pair)
+
+
+def test_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: an edge between slices of logits."""
+    monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 4)
+    stock = build("llama")
+    model = hf_paged.patch(build("llama"), block_size=4, num_blocks=64)
+    ids = prompt(7, 30)
+    expected = stock(ids).logits.detach()[0].log_softmax(-1)
+    for num_prompt, num_tokens in ((1, 1), (1, 4), (5, 9), (12, 18)):
+        tokens = ids[0, num_prompt : num_prompt + num_tokens].tolist()
+        said = hf_paged.engine.scoring.token_logprobs(model, ids[0, :num_prompt].tolist(), tokens, 2)
+        check(said, tokens, expected[num_prompt - 1 : num_prompt + num_tokens - 1], 2)
+    assert model.paged.stats().num_free_blocks == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"logprobs": -1}, "logprobs must be a number of likeliest tokens from 0 to 97"),
+        ({"logprobs": 98}, "got 98"),
+        ({"logprobs": True}, "got True"),
+        ({"logprobs": 1, "logprobs_mode": "cooked"}, "logprobs_mode must be one of 'raw', 'processed', got 'cooked'"),
+        ({"logprobs": 1, "logprobs_mode": "processed", "num_beams": 2}, "beams, assisted decoding and processors"),
+    ],
+)
+def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pair.engine.submit(prompt(5), max_new_tokens=3, **arguments)
+    settle(pair)

@@ -274,7 +274,7 @@ def _built(name: str, layers: int | None, seed: int | None, attention: str | Non
     config = row.config()
     if layers is not None:
         config.num_hidden_layers = layers
-        for kind in ("layer_types", "no_rope_layers"):
+        for kind in ("layer_types", "mlp_layer_types", "no_rope_layers"):
             if getattr(config, kind, None):
                 setattr(config, kind, (getattr(config, kind) * layers)[:layers])
     with torch.random.fork_rng(devices=[]):

@@ -178,6 +178,18 @@ MODELS: dict[str, TinyModel] = {
         lambda: hf.DeepseekV2Config(**_LATENTS, **_ROUTED, topk_method="greedy"), runs_packed=False
     ),
     "deepseek_v3": TinyModel(lambda: hf.DeepseekV3Config(**_LATENTS, **_ROUTED), runs_packed=False),
+    # A sequence cut into chunks of 12 tokens; layers without rotary positions are scaled by the position.
+    "llama4": TinyModel(
+        lambda: hf.Llama4TextConfig(
+            **(_GQA | {"num_hidden_layers": 4, "intermediate_size": 48}),
+            intermediate_size_mlp=96,
+            head_dim=16,
+            attention_chunk_size=12,
+            no_rope_layers=[1, 0, 1, 0],
+            num_local_experts=4,
+            interleave_moe_layer_step=2,
+        ),
+    ),
     # A layer's indexer, whose keys are cached too, chooses eight of the tokens.
     "deepseek_v32": TinyModel(
         lambda: hf.DeepseekV32Config(

@@ -44,7 +44,8 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
     tried = _tiny(base, config)
     if isinstance(tried, str):
         return tried
-    tiny, expected, tiny_stored = tried
+    tiny, expected, stock = tried
+    tiny_stored = specs(stock)
     whole = on_meta(base, config)
     try:
         found = specs(noted_on_meta(whole))
@@ -53,9 +54,12 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
     if isinstance(found, str) or isinstance(tiny_stored, str):
         return found if isinstance(found, str) else str(tiny_stored)
     layers, indexers = found
-    failure = ""
-    for traits, has_windows in _ways(base, config, tiny, *tiny_stored):
-        failure = _difference(tiny, traits, expected)
+    failure, alone = "", None
+    for traits, has_windows in _ways(base, config, tiny, *tiny_stored, stock.is_asked):
+        if traits.tells_positions and alone is None:  # stock tells a padded row's layers its columns
+            rows = range(len(_LENGTHS))
+            alone = torch.cat([_logits(tiny, NotingCache(tiny.config), row) for row in rows])
+        failure = _difference(tiny, traits, expected if alone is None or not traits.tells_positions else alone)
         if not failure:
             return replace(traits, layers=_windowed(layers, whole) if has_windows else layers, indexers=indexers)
         if _keeps_inference_tensors(tiny):
@@ -63,16 +67,14 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
     return f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})"
 
 
-def _tiny(
-    base: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[PreTrainedModel, Tensor, tuple[Layers, Layers] | str] | str:
-    """A tiny model, its logits over a stock cache, and what its layers stored there; or why there is none."""
+def _tiny(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, Tensor, NotingCache] | str:
+    """A tiny model, its logits over a stock cache, and that; or why there is none."""
     failure = ""
     for heads in (2, 4, None):  # CodeGen's come in fours
         try:
             tiny = _build(base, shrink(config, heads))
             stock = NotingCache(tiny.config)
-            return tiny, _logits(tiny, stock), specs(stock)
+            return tiny, _logits(tiny, stock), stock
         except Exception as error:
             failure = _text(error)
     return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
@@ -102,6 +104,7 @@ def _ways(
     tiny: PreTrainedModel,
     layers: Layers,
     indexers: Layers,
+    is_asked: bool,
 ) -> Iterator[tuple[ModelTraits, bool]]:
     """What may be tried, the best first, and whether it is with the windows that the config states."""
     rows_independent = not any(map(is_batch_dependent, _rope_types(getattr(config, "rope_parameters", None))))
@@ -112,8 +115,8 @@ def _ways(
         windowed = _windowed(layers, tiny)
         for has_windows in (True, False) if windowed != layers else (False,):
             packed = replace(own, layers=windowed if has_windows else layers, runs_packed=True)
-            for may_infer in (True, False):
-                yield replace(packed, allows_inference_mode=may_infer), has_windows
+            for is_told, may_infer in itertools.product((False, True) if is_asked else (False,), (True, False)):
+                yield replace(packed, allows_inference_mode=may_infer, tells_positions=is_told), has_windows
     if rows_independent:
         for may_infer in (True, False):
             yield replace(own, runs_padded=True, allows_inference_mode=may_infer), False
@@ -207,14 +210,23 @@ def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedM
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, past: Cache) -> Tensor:
-    """Last logits of a ragged left-padded prefill, a chunk of two tokens and two decode steps: `[rows, 4, vocab]`."""
+def _logits(model: PreTrainedModel, past: Cache, row: int | None = None) -> Tensor:
+    """Last logits of a ragged left-padded prefill, a chunk of two tokens and two decode steps: `[rows, 4, vocab]`.
+
+    Args:
+        model: Any.
+        past: An empty cache.
+        row: One row alone, without its padding; `None`: all.
+    """
     with torch.device("cpu"):
         longest, rows = max(_LENGTHS), len(_LENGTHS)
         ids = torch.randint(0, SPECIAL, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)
-        for row, length in enumerate(_LENGTHS):
-            mask[row, : longest - length] = 0
+        for index, length in enumerate(_LENGTHS):
+            mask[index, : longest - length] = 0
+        if row is not None:
+            ids, mask = (each[row : row + 1, longest - _LENGTHS[row] :] for each in (ids, mask))
+            longest = _LENGTHS[row]
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
         edges = [0, longest, longest + 2, longest + 3, longest + 4]
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters

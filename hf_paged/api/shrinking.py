@@ -20,6 +20,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*intermediate_size.*|(.*_)?ffn_dim|n_inner|ffn_hidden_size|inner_dim|d_ff|d_inner", 48),
     (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 64),
     (r"sliding_window|attention_window", 5),
+    (r"attention_chunk_size", 6),
+    (r"floor_scale", 4),
     (r"(n|num)_(routed_|local_|moe_)?experts|(moe_)?num_(local_)?experts|n_experts", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_selected_experts|moe_k|experts_top_k", 2),
     (r"n_group|topk_group|num_expert_groups?|first_k_dense_replace", 1),

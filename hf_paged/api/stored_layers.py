@@ -26,6 +26,7 @@ class NotingCache(DynamicCache):
 
     Attributes:
         noted: Of each layer that stored something: heads and width of its keys, heads and width of its values.
+        is_asked: Whether a layer has asked how much is cached.
         indexed: Of each layer whose indexer stored something: one head, the width of its keys, one head, nothing.
     """
 
@@ -34,6 +35,7 @@ class NotingCache(DynamicCache):
         self.config = config
         self.noted: Noted = {}
         self.indexed: Noted = {}
+        self.is_asked = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -41,6 +43,14 @@ class NotingCache(DynamicCache):
         self.noted[layer_idx] = (*key_states.shape[1::2], *value_states.shape[1::2])
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        self.is_asked |= layer_idx is not None
+        length: int = super().get_seq_length(layer_idx or 0)
+        return length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(layer_idx)  # not for a layer, but for its mask
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         if indexer_key_states.ndim != 3:
@@ -108,15 +118,17 @@ def _listed(noted: Noted, num_layers: int) -> Layers:
 
 
 def with_windows(layers: Layers, config: PreTrainedConfig) -> Layers:
-    """The layers with the windows that the config states."""
-    window, context = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    """The layers with the windows and chunks that the config states."""
+    context = stated(config, "max_position_embeddings") or math.inf
+    window, chunk = (stated(config, name) or math.inf for name in ("sliding_window", "attention_chunk_size"))
     kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers))
-    if not isinstance(window, int) or not 0 < window < (context or math.inf) or len(kinds) < len(layers):
-        return layers
-    return tuple(
-        replace(layer, window=window) if layer is not None and kind == "sliding_attention" else layer
-        for layer, kind in zip(layers, kinds, strict=False)
-    )
+    found = list(layers)
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
+        if layer is not None and kind == "sliding_attention" and window < context:
+            found[index] = replace(layer, window=int(window))
+        if layer is not None and kind == "chunked_attention" and chunk < context:
+            found[index] = replace(layer, window=int(chunk), chunk=int(chunk))
+    return tuple(found)
 
 
 def as_their_modules_say(layers: Layers, model: PreTrainedModel) -> Layers:
@@ -128,5 +140,5 @@ def as_their_modules_say(layers: Layers, model: PreTrainedModel) -> Layers:
             continue
         layer = found[index]
         if layer is not None and getattr(module, "sliding_window", layer.window) != layer.window:
-            found[index] = replace(layer, window=None)
+            found[index] = replace(layer, window=None, chunk=None)
     return tuple(found)

@@ -16,7 +16,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import why_not_whole
 
-_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
+_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 
 
 @dataclass(frozen=True, slots=True)

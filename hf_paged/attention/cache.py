@@ -26,18 +26,26 @@ _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.d
 
 
 class StepCache(Cache):
-    """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them."""
+    """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them.
 
-    def __init__(self) -> None:
+    Args:
+        positions: `[T]`, for layers that reckon with the length of what is cached: they are told, for each token, what
+            makes its place in the forward its position. `None`: no layer asks.
+    """
+
+    def __init__(self, positions: Tensor | None = None) -> None:
         super().__init__(layers=[])
+        self._past: Any = 0
+        if positions is not None:
+            self._past = positions - torch.arange(len(positions), device=positions.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        return 0 if layer_idx is None else self._past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0

@@ -35,7 +35,10 @@ class GroupedStep:
 
     def __init__(self, steps: Sequence[PagedStep], groups: CacheGroups) -> None:
         self._steps = steps
-        self._windows, self._places = groups.windows, groups.places
+        # A sequence that is cut into chunks comes as several, of which a layer sees all.
+        kept = zip(groups.windows, groups.chunks, strict=True)
+        self._windows = [window if chunk is None else None for window, chunk in kept]
+        self._places = groups.places
         self._shares = NOWHERE in groups.places
         self._given: dict[int, tuple[int, int]] = {}  # where keys at this address are
         self._borrowed: dict[int, tuple[int, int]] = {}

@@ -26,6 +26,10 @@ class LayerKind(Hashable, Protocol):
         """Tokens that a query sees, itself included; `None`: all before it."""
 
     @property
+    def chunk(self) -> int | None:
+        """Pieces that a sequence is cut into, of which a query sees its own; `None`: it is not."""
+
+    @property
     def elements_per_token(self) -> int:
         """Numbers that a token takes."""
 
@@ -42,6 +46,7 @@ class CacheGroups:
         elements: Numbers that a token takes in a page, the same for all groups.
         sizes: Of each group, for how many layers a page has places.
         windows: Of each group, the tokens that its layers see; `None`: all.
+        chunks: Of each group, the pieces that its layers cut a sequence into; `None`: they don't.
         places: Of each layer, its group and its index within that group's pages; `NOWHERE` if it stores nothing. A
             group's last place is never empty.
         is_single: Whether there is one group that sees all tokens, with each layer at its own index.
@@ -50,6 +55,7 @@ class CacheGroups:
     elements: int
     sizes: tuple[int, ...]
     windows: tuple[int | None, ...]
+    chunks: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
     is_single: bool
 
@@ -57,7 +63,7 @@ class CacheGroups:
     def single(cls, num_layers: int, elements: int = 0) -> CacheGroups:
         """All layers in one group that sees all tokens."""
         places = tuple((0, index) for index in range(num_layers))
-        return cls(elements, (num_layers,), (None,), places, True)
+        return cls(elements, (num_layers,), (None,), (None,), places, True)
 
     @classmethod
     def of(cls, layers: Sequence[LayerKind | None]) -> CacheGroups:
@@ -80,6 +86,7 @@ class CacheGroups:
         elements = _elements_per_page({kind: len(members) for kind, members in kinds.items()})
         sizes: list[int] = []
         windows: list[int | None] = []
+        chunks: list[int | None] = []
         places = [NOWHERE] * len(layers)
         for kind, members in sorted(kinds.items(), key=lambda item: item[0].window is not None):
             size = elements // kind.elements_per_token
@@ -89,8 +96,9 @@ class CacheGroups:
                     places[layer] = len(windows), index
                 sizes.append(size)
                 windows.append(kind.window)
+                chunks.append(kind.chunk)
         is_single = windows == [None] and NOWHERE not in places
-        return cls(elements, tuple(sizes), tuple(windows), tuple(places), is_single)
+        return cls(elements, tuple(sizes), tuple(windows), tuple(chunks), tuple(places), is_single)
 
     def padding(self, layers: Sequence[LayerKind | None]) -> float:
         """What of the pages of one token stays empty, as a share of what these layers fill."""

@@ -13,13 +13,15 @@ class AttentionSpec:
         kv_heads: Key/value heads.
         key_dim: Elements of a head's key.
         value_dim: Elements of a head's value.
-        window: Tokens that a query sees, itself included; `None`: all before it.
+        window: Tokens that a query sees at most, itself included; `None`: all before it.
+        chunk: The sequence is cut into pieces of so many tokens, and a query sees those of its own; `None`: it is not.
     """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    chunk: int | None = None
 
     @property
     def elements_per_token(self) -> int:

@@ -42,6 +42,7 @@ class ModelTraits:
 
     Attributes:
         layers: What each of its layers caches; `None`: nothing of its own.
+        tells_positions: Whether its layers reckon with how much is cached before each token.
         indexers: Beside that: the keys of what chooses the tokens that a layer attends to. Empty if there is no such.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
@@ -59,6 +60,7 @@ class ModelTraits:
     runs_padded: bool = False
     regime_length: int | None = None
     indexers: tuple[AttentionSpec | None, ...] = ()
+    tells_positions: bool = False
 
     @property
     def stored(self) -> tuple[AttentionSpec | None, ...]:
@@ -338,6 +340,9 @@ class ModelRunner:
             tables[0], query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
         )
         metadata = [first, *map(first.with_tables, tables[1:])]
+        for group, chunk in enumerate(kv_cache.groups.chunks):
+            if chunk is not None:
+                metadata[group] = first.in_chunks(tables[group], chunk)
         # A model that can choose rows still computes at least one.
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._traits.runs_packed:
@@ -455,7 +460,7 @@ class ModelRunner:
                 self.model,
                 position_ids=tokens.position_ids[None],
                 attention_mask=sentinel,
-                past_key_values=StepCache(),
+                past_key_values=StepCache(tokens.position_ids if self._traits.tells_positions else None),
                 use_cache=True,
                 return_dict=True,
                 **inputs,

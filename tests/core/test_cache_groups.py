@@ -17,6 +17,7 @@ class Kind:
     window: int | None
     elements_per_token: int = 64
     row_elements: int = 8
+    chunk: int | None = None
 
 
 FULL, NEAR, FAR = Kind(None), Kind(512), Kind(4096)

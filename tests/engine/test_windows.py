@@ -17,7 +17,8 @@ from hf_paged.api import probe
 
 MakePair = Callable[..., Pair]
 
-SLIDING = [name for name in MODELS if any(hf_paged.is_supported(build(name)).windows)]
+CHUNKED = ["llama4"]  # whose blocks must divide a chunk
+SLIDING = [name for name in MODELS if name not in CHUNKED and any(hf_paged.is_supported(build(name)).windows)]
 every_model = pytest.mark.parametrize("name", SLIDING)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/threads.py --out benchmarks/results
     python benchmarks/threads.py --mode beam --threads 1,4,16 --reps 5
+    PYTHONPATH=CHECKOUT python benchmarks/threads.py --threads 16 --ways hf_paged --reps 5 --out /tmp/CHECKOUT
 
 The pattern is Hugging Face's own, untouched: a thread a user, and a reader of its streamer. Three ways to serve it:
 
@@ -13,7 +14,8 @@ Modes: `plain` (greedy), `processor` (greedy with a logits processor of the user
 on the user's thread and only the forwards are shared), `beam` (4 beams; no streamer, which transformers refuses there).
 Prompts are ragged and all different, and each run begins with an empty prefix cache. The ways of a row alternate,
 repetition by repetition; figures are medians. Tokens per second count what was generated, and `first token` is how long
-the median user waits for it from the common start. Every result is compared with stock, token by token.
+the median user waits for it from the common start. Every result is compared with stock, token by token (without
+`stock, one by one` among `--ways`: with the first repetition).
 """
 
 from __future__ import annotations
@@ -136,21 +138,21 @@ def serve(model: Any, tokenizer: Any, prompts: list[Tensor], mode: str, new_toke
 
 
 def measure(
-    stock: Any, paged: Any, tokenizer: Any, mode: str, num_threads: int, new_tokens: int, reps: int, bar: Any = None
+    models: dict[str, Any], tokenizer: Any, mode: str, num_threads: int, new_tokens: int, reps: int, bar: Any = None
 ) -> dict[str, Any]:
-    """One row: all ways, `reps` times each, alternating; medians."""
+    """One row: the ways of `models`, `reps` times each, alternating; medians."""
+    ways = list(models)
     prompts = make_prompts(tokenizer, num_threads)
     runs: dict[str, list[Run]] = defaultdict(list)
     for rep in range(reps):
         # The order moves on, so that no way always follows the same other.
-        for way in WAYS[rep % len(WAYS) :] + WAYS[: rep % len(WAYS)]:
-            model = paged if way == "hf_paged" else stock
-            runs[way].append(serve(model, tokenizer, prompts, mode, new_tokens, way != "stock, one by one"))
+        for way in ways[rep % len(ways) :] + ways[: rep % len(ways)]:
+            runs[way].append(serve(models[way], tokenizer, prompts, mode, new_tokens, way != "stock, one by one"))
             if bar is not None:
                 bar.update()
-    expected = runs["stock, one by one"][0]
+    expected = runs.get("stock, one by one", runs[ways[0]])[0]
     row: dict[str, Any] = {"mode": mode, "threads": num_threads, "prompt_tokens": sum(p.shape[1] for p in prompts)}
-    for way in WAYS:
+    for way in ways:
         seconds = statistics.median(run.seconds for run in runs[way])
         same = [
             torch.equal(run.outputs[index], expected.outputs[index])
@@ -166,9 +168,11 @@ def measure(
             "first_token_seconds": round(statistics.median(first), 4) if first else None,
             "tokens_identical": all(same),
         }
-    row["hf_paged"]["model_steps"] = statistics.median(run.num_steps for run in runs["hf_paged"])
-    row["speedup_over_one_by_one"] = round(row["stock, one by one"]["seconds"] / row["hf_paged"]["seconds"], 2)
-    row["speedup_over_threads"] = round(row["stock, threads"]["seconds"] / row["hf_paged"]["seconds"], 2)
+    if "hf_paged" in row:
+        row["hf_paged"]["model_steps"] = statistics.median(run.num_steps for run in runs["hf_paged"])
+        for way, name in (("stock, one by one", "speedup_over_one_by_one"), ("stock, threads", "speedup_over_threads")):
+            if way in row:
+                row[name] = round(row[way]["seconds"] / row["hf_paged"]["seconds"], 2)
     return row
 
 
@@ -177,11 +181,12 @@ def print_table(rows: list[dict[str, Any]], new_tokens: int) -> None:
     for name in ("mode", "users", "way", "seconds", "tokens/s", "first token", "steps", "tokens"):
         table.add_column(name, justify="left" if name in ("mode", "way", "tokens") else "right")
     for row in rows:
-        for way in WAYS:
+        ways = [way for way in WAYS if way in row]
+        for way in ways:
             figures, first = row[way], row[way]["first_token_seconds"]
             table.add_row(
-                row["mode"] if way == WAYS[0] else "",
-                str(row["threads"]) if way == WAYS[0] else "",
+                row["mode"] if way == ways[0] else "",
+                str(row["threads"]) if way == ways[0] else "",
                 way,
                 f"{figures['seconds']:.2f}",
                 f"{figures['tokens_per_second']:,.0f}",
@@ -205,7 +210,7 @@ def plot(rows: list[dict[str, Any]], path: Path, new_tokens: int) -> bool:
     figure, axes = plt.subplots(1, len(modes), figsize=(4.5 * len(modes), 3.6), squeeze=False)
     for axis, mode in zip(axes[0], modes):
         own = [row for row in rows if row["mode"] == mode]
-        for way, marker in zip(WAYS, "os^"):
+        for way, marker in ((way, marker) for way, marker in zip(WAYS, "os^") if way in own[0]):
             rates = [row[way]["tokens_per_second"] for row in own]
             axis.plot([row["threads"] for row in own], rates, marker=marker, label=way)
         axis.set(title=mode, xlabel="users (threads)", ylabel="tokens/s", xscale="log")
@@ -227,22 +232,24 @@ def main() -> None:
     parser.add_argument("--threads", default="1,4,16,64", help="numbers of users")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens each user generates")
     parser.add_argument("--reps", type=int, default=3, help="repetitions of each way")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--num-blocks", type=int, default=2048, help="KV blocks of 16 tokens")
     args = parser.parse_args()
 
     command.quiet()
     tokenizer, stock = command.embedded_model()
     paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=args.num_blocks)
+    models = {way: paged if way == "hf_paged" else stock for way in args.ways}
     modes = MODES if args.mode == "all" else (args.mode,)
     counts = [int(count) for count in args.threads.split(",")]
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(modes) * len(counts) * args.reps * len(WAYS), unit="run") as bar:
+    with tqdm(total=len(modes) * len(counts) * args.reps * len(models), unit="run") as bar:
         for mode in modes:
-            for model in (stock, paged):  # what only the first call pays
+            for model in dict.fromkeys(models.values()):  # what only the first call pays
                 serve(model, tokenizer, make_prompts(tokenizer, 2), mode, 4, True)
             for count in counts:
                 bar.set_description(f"{mode}, {count} users")
-                rows.append(measure(stock, paged, tokenizer, mode, count, args.new_tokens, args.reps, bar))
+                rows.append(measure(models, tokenizer, mode, count, args.new_tokens, args.reps, bar))
     print_table(rows, args.new_tokens)
     about = {
         "what": "N users on threads, each one generate() with a streamer; medians of alternating repetitions",

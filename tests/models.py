@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import hf_paged
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.model.wrapper import inner_path
 
 VOCAB = 97
 PAD, BOS, EOS = 0, 1, 2
@@ -349,9 +350,10 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def least_blocks(name: str, num_tokens: int, block_size: int, chunk: int) -> int:
+def least_blocks(model: str | PreTrainedModel, num_tokens: int, block_size: int, chunk: int) -> int:
     """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
-    windows = CacheGroups.of(hf_paged.is_supported(build(name)).traits.stored).windows
+    traits = hf_paged.is_supported(build(model) if isinstance(model, str) else model).traits
+    windows = CacheGroups.of(traits.stored).windows
     return BlockManager(1, block_size, windows=windows).most_blocks(num_tokens, chunk)
 
 
@@ -367,7 +369,8 @@ def name_of(arguments: dict[str, Any]) -> str:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's list of decoder layers, wherever it keeps it."""
-    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    inner = model.get_submodule(inner_path(model) or "")
+    return next(module for module in inner.modules() if isinstance(module, nn.ModuleList))
 
 
 def watch_tokens(model: nn.Module) -> list[int]:

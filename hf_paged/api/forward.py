@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hf_paged.api.routing import ENGINE, IGNORED_BY_FORWARD
+from hf_paged.api.given_call import forward_call
+from hf_paged.api.routing import ENGINE
 from hf_paged.attention.cache import PagedCache
-from hf_paged.model.forward_call import ForwardCall
 
 
 def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,22 +43,10 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
     return_dict = given.pop("return_dict", None)
-    call = ForwardCall(
-        input_ids=given.pop("input_ids", None),
-        inputs_embeds=given.pop("inputs_embeds", None),
-        attention_mask=given.pop("attention_mask", None),
-        position_ids=given.pop("position_ids", None),
-        logits_to_keep=given.pop("logits_to_keep", 0),
-    )
-    for name in ("past_key_values", "use_cache", *IGNORED_BY_FORWARD):
-        given.pop(name, None)
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if given.get(name) is None and getattr(self.config, name, False):
-            given[name] = True  # asked for by the config
-    # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
-    call.others = {name: value for name, value in given.items() if value is not None and value is not False}
-    call.on_host()  # before anything is locked
+    call = forward_call(self, cache, given)
     output = self.paged.forwards.forward(cache, call)
+    if call.twin is not None:
+        cache.state = call.twin.state()
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
 

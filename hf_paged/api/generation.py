@@ -86,13 +86,17 @@ class PagedGenerationMixin:
         if reason is not None:
             fall_back(engine.config, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        call = CALL.get()
+        state = {} if call is None or call.twin is None else call.twin.state()
         engine.forwards.look_at_hooks()
         if (reason is None or isinstance(given, PagedCache)) and engine.forwards.check_hooks():
             fan_out = 1  # they are shown every row
         if isinstance(given, PagedCache):
+            given.state = state
             given.expect_fan_out(fan_out)
         elif reason is None:
-            model_kwargs["past_key_values"] = PagedCache.for_call(engine.store, fan_out)
+            model_kwargs["past_key_values"] = cache = PagedCache.for_call(engine.store, fan_out)
+            cache.state = state
             return None
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
         return stock(generation_config, model_kwargs, *args, **kwargs)
@@ -148,8 +152,16 @@ class PagedGenerationMixin:
                 args, kwargs = (), host.arguments
             elif is_submitted:
                 args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
-            with preparing(CallState(is_submitted, host)):
-                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            given, wrapper = kwargs.get("past_key_values"), self.paged.core.runner.wrapper
+            if wrapper is None or not isinstance(given, PagedCache | None):
+                with preparing(CallState(is_submitted, host)):
+                    return super().generate(*args, **kwargs)  # type: ignore[misc]
+            twin = wrapper.twin(self, {} if given is None else given.state)
+            with preparing(CallState(is_submitted, host, twin=twin)):
+                result = super(PagedGenerationMixin, twin.model).generate(*args, **kwargs)  # type: ignore[misc]
+            if not isinstance(getattr(result, "past_key_values", None), PagedCache | None):
+                twin.write_back(self, wrapper.path)  # of stock, which looks at the model when it is continued
+            return result
 
     @functools.wraps(GenerationMixin._sample)
     def _sample(

@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,8 @@ def run_loop(
             if cache.owned_by_call and isinstance(result, Tensor):
                 cache.reset()
             sequences = result if isinstance(result, Tensor) else result.sequences
-            engine.core.count_generated(_num_generated(sequences, input_ids, generation_config))
+            num_generated = _num_generated(sequences, input_ids, generation_config)
+            engine.core.post(partial(engine.core.count_generated, num_generated))
             cache.owned_by_call = False  # if it is returned to the caller, it is now theirs
         return result
 

@@ -55,7 +55,7 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
         return found if isinstance(found, str) else str(tiny_stored)
     layers, indexers = found
     failure, alone = "", None
-    for traits, has_windows in _ways(base, config, tiny, *tiny_stored, stock.is_asked):
+    for traits, has_windows in _ways(base, config.get_text_config(decoder=True), tiny, *tiny_stored, stock.is_asked):
         if traits.tells_positions and alone is None:  # stock tells a padded row's layers its columns
             rows = range(len(_LENGTHS))
             alone = torch.cat([_logits(tiny, NotingCache(tiny.config), row) for row in rows])
@@ -95,7 +95,7 @@ def _as_wide(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Lay
     found = specs(cache)
     if isinstance(found, str) or len(set(found[0])) > 1 or found[1]:
         return None
-    return found[0][:1] * config.num_hidden_layers, ()
+    return found[0][:1] * config.get_text_config(decoder=True).num_hidden_layers, ()
 
 
 def _ways(
@@ -126,7 +126,7 @@ def _ways(
 
 
 def _windowed(layers: Layers, model: PreTrainedModel) -> Layers:
-    return as_their_modules_say(with_windows(layers, model.config), model)
+    return as_their_modules_say(with_windows(layers, model.config.get_text_config(decoder=True)), model)
 
 
 def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> str:

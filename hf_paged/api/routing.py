@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging
 
+from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
+from hf_paged.model.packed_forward import PackedForward
 from hf_paged.model.runner import is_stochastic
+from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
 
 logger = logging.get_logger(__name__)
-
-# What `generate()` needs for stop strings and hands on to every forward, where no model looks at it.
-IGNORED_BY_FORWARD = {"tokenizer"}
-
 
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
 BASE = "_hf_paged_base"  # of a patched class, the class that it was made from
@@ -117,7 +117,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     """
     engine: Engine = model.paged
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
-    generation_config, kwargs = call.generation_config, call.others
+    kwargs = call.others
     if call.cache is None or not (
         engine.forwards.is_batched()
         and rows_may_leave(engine, call)
@@ -130,14 +130,21 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         return None
     known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer"}
     known |= IGNORED_BY_FORWARD
-    if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
+    wrapper = engine.core.runner.wrapper
+    is_plain = not any(is_given(value) for name, value in kwargs.items() if name not in known)
+    if not is_plain and wrapper is None:
         return None
     rows, width = input_ids.shape
     if kwargs.get("streamer") is not None and rows > 1:
         return None  # a streamer is given the tokens of all rows step by step
+    if wrapper is not None and not (is_plain and wrapper.is_causal):
+        prompts = _given_prompts(model, call)
+        return None if prompts is None else _sample_call(call, device, [0] * rows, prompts)
     padding = [0] * rows
     mask: Tensor | None = kwargs.get("attention_mask")
     positions: Tensor | None = kwargs.get("position_ids")
+    if positions is not None and engine.core.runner.wrapper is not None:
+        positions = token_positions(positions)
     if positions is not None and (positions.shape != input_ids.shape or positions.is_floating_point()):
         return None
     if mask is not None and mask.shape != input_ids.shape:
@@ -156,13 +163,34 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         expected = torch.arange(width, device="cpu") - torch.tensor(padding, device="cpu")[:, None]
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
+    call.input_ids = input_ids
+    return _sample_call(call, device, padding, None)
+
+
+def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
+    """The prompts of a call to a multimodal model, if the engine can go on with its rows by itself."""
+    assert call.cache is not None
+    inputs = model.prepare_inputs_for_generation(call.input_ids, is_first_iteration=True, **call.others)
+    forward = forward_call(model, call.cache, dict(inputs))
+    if forward.others or not forward.is_known:
+        return None
+    forward = forward.select(slice(None, None, call.generation_config.num_return_sequences or 1))
+    return PackedForward.prompts(forward, model.paged.core.runner.takes_positions)
+
+
+def _sample_call(
+    call: LoopCall, device: torch.device, padding: list[int], given: list[GivenPrompt] | None
+) -> SampleCall:
+    """The call as the engine samples it."""
+    generation_config, processors, criteria = call.generation_config, call.processors, call.criteria
     generator = None
     if generation_config.do_sample:
         generator = torch.Generator(device)
         generator.set_state(DRAWS.entry[torch.device(generator.device)])
     pad = generation_config._pad_token_tensor
     return SampleCall(
-        input_ids=input_ids,
+        input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
+        given=given,
         padding=padding,
         num_samples=generation_config.num_return_sequences or 1,
         processors=processors,

@@ -34,6 +34,30 @@ _LATENT_WIDTH = 64  # of the hidden states where heads have widths of their own
 
 
 def shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+    """A model in small: its language model shrunken, its towers, which are not tried, of one layer.
+
+    Args:
+        config: Of the model.
+        heads: See `_shrink_text`.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    if text is small:
+        return _shrink_text(config, heads)
+    for name, part in list(vars(small).items()):
+        if part is text:
+            put(small, name, _shrink_text(text, heads))
+        elif isinstance(part, PreTrainedConfig):
+            for size in ("num_hidden_layers", "num_blocks", "depth", "encoder_layers", "n_layer"):
+                if isinstance(getattr(part, size, None), int):
+                    put(part, size, 1)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"):
+        if getattr(small, name, None) is not None:
+            put(small, name, None)
+    return small
+
+
+def _shrink_text(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
     """The same kinds of layers, few of them, a tiny vocabulary.
 
     Args:

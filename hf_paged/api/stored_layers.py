@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.shrinking import stated
 from hf_paged.memory.spec import AttentionSpec
+from hf_paged.model.wrapper import inner_path
 
 Layers = tuple[AttentionSpec | None, ...]
 Noted = dict[int, tuple[int, int, int, int]]
@@ -32,7 +33,7 @@ class NotingCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        self.config = config
+        self.config = config.get_text_config(decoder=True)
         self.noted: Noted = {}
         self.indexed: Noted = {}
         self.is_asked = False
@@ -134,7 +135,7 @@ def with_windows(layers: Layers, config: PreTrainedConfig) -> Layers:
 def as_their_modules_say(layers: Layers, model: PreTrainedModel) -> Layers:
     """The layers without those windows that their modules gainsay."""
     found = list(layers)
-    for module in model.modules():
+    for module in model.get_submodule(inner_path(model) or "").modules():
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or not 0 <= index < len(found):
             continue

@@ -15,6 +15,7 @@ from hf_paged.api.stored_layers import as_their_modules_say, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import why_not_whole
+from hf_paged.model.wrapper import inner_path
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 
@@ -164,8 +165,8 @@ def _architecture_reasons(model: PreTrainedModel) -> list[str]:
     if getattr(model, "_is_stateful", False):
         reasons.append("it keeps a recurrent state (Mamba, linear attention), which is not made of keys and values")
     text = config.get_text_config(decoder=True)
-    if text is not config and not config.is_encoder_decoder:
-        reasons.append("it is multimodal; only models of text alone can be paged")
+    if text is not config and not config.is_encoder_decoder and inner_path(model) is None:
+        reasons.append("it is multimodal, and no language model of its text config was found in it")
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
     if unpaged:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")

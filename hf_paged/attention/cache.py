@@ -152,6 +152,7 @@ class PagedCache(Cache):
         # True once a forward stored tokens that may be padding or whose mask the pool does not know: from then on
         # forwards use the caller's mask over the gathered keys.
         self.is_padded = False
+        self.state: dict[Any, Any] = {}  # what a multimodal model's forwards leave for those behind them
         self._rows = CacheRows(store)
         self._width = 0
         self._windows = store.windows()
@@ -209,6 +210,7 @@ class PagedCache(Cache):
         if width == 0:
             self._rows.clear()
             self.is_padded = False
+            self.state = {}
 
     def select_active(self, rows: list[int] | None) -> None:
         """Rows that the forward about to run is about; `None`: all."""
@@ -373,6 +375,7 @@ class PagedCache(Cache):
         copy._setup(self.store)
         copy._rows.copy_from(self._rows)
         copy.is_padded, copy._records_past = self.is_padded, self._records_past
+        copy.state = dict(self.state)
         copy.advance(self._width)
         return copy
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,13 +22,13 @@ class SequenceStore(Protocol):
     def windows(self) -> list[int | None]: ...
     def stores(self, layer: int) -> bool: ...
     def transaction(self) -> AbstractContextManager[None]: ...
+    def post(self, change: Callable[[], None]) -> None: ...
     def new_sequence(self) -> Sequence: ...
     def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence: ...
     def free_sequences(self, sequences: Iterable[Sequence]) -> None: ...
     def can_crop(self, start: int, end: int) -> bool: ...
     def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
     def keep_past(self, sequence: Sequence) -> None: ...
-    def settle_later(self, rows: weakref.ref[CacheRows]) -> None: ...
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None: ...
     def store_tokens(
         self,
@@ -65,9 +66,9 @@ Change = Callable[[list[_Row]], list[_Row]]
 class CacheRows:
     """A batch of rows, each a sequence or finished, its blocks given back.
 
-    What its caller does to rows between two forwards is queued here, and becomes one change of the tables: carried out
-    by the engine's loop before its next step, or before that by what reads the sequences. Errors are raised at the
-    operation, from the counts of this object.
+    What its caller does to rows between two forwards is queued here, and becomes one change of the tables: made by the
+    engine's loop before its next step, or before that by what reads the sequences. Errors are raised at the operation,
+    from the counts of this object.
 
     Attributes:
         padding: Left columns of each row that hold no token.
@@ -95,7 +96,7 @@ class CacheRows:
         """All of them, as they are now. Raises the error of a change that could not be made."""
         if self._changes:
             with self._store.transaction():
-                self.settle()
+                pass  # it begins with what was posted
         if self._error is not None:
             raise self._error
         return self._stored
@@ -140,12 +141,11 @@ class CacheRows:
 
     def _post(self, change: Change) -> None:
         self._changes.append(change)
-        self._store.settle_later(weakref.ref(self))
+        self._store.post(partial(_settle, weakref.ref(self)))
 
     def open(self, num_rows: int) -> None:
         """Makes the (empty) rows of a first forward."""
         with self._store.transaction():
-            self.settle()
             self._stored += [self._store.new_sequence() for _ in range(num_rows)]
             self.padding += [0] * num_rows
             self._is_live += [True] * num_rows
@@ -213,6 +213,12 @@ class CacheRows:
             self._stored += forks
         self.padding += other.padding
         self.fan_out, self._is_live, self._keeps_from = other.fan_out, other._is_live.copy(), other._keeps_from
+
+
+def _settle(reference: weakref.ref[CacheRows]) -> None:
+    rows = reference()
+    if rows is not None:
+        rows.settle()
 
 
 def _abandon(store: Any, rows: list[Sequence | None]) -> None:

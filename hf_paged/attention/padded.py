@@ -24,6 +24,7 @@ class PaddedLayout:
     Attributes:
         width: `W`, tokens of the longest row.
         query_width: `Q`, new tokens of the row that has most.
+        seq_lens: `[B]` int64, tokens of each row.
         token_index: `[B, Q]` int64 on the host: which token of the packed batch is there; -1: none, but padding or one
             whose keys are in the pool already.
         slots: `[B, W]` int64 on the host: where a column's key is in the pool; those of padding in the null block.
@@ -46,6 +47,7 @@ class PaddedLayout:
             shape: `W` and `Q`; `None`: as narrow as the rows let them be.
         """
         query_lens, seq_lens, size = metadata.host_query_lens, metadata.host_seq_lens, metadata.block_size
+        self.seq_lens = seq_lens
         self.width, self.query_width = (int(seq_lens.max()), int(query_lens.max())) if shape is None else shape
         columns = np.arange(self.width)
         index = columns - (self.width - seq_lens)[:, None]  # of a column's token in its sequence

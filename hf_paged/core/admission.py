@@ -67,7 +67,7 @@ class Admission(GroupRows):
         """Blocks that the next tokens of a group take at most."""
         return self._manager.append_need(
             [
-                (s.seq_id, min(s.num_wanted_tokens, step.budget) if s.num_computed_tokens else s.num_wanted_tokens)
+                (s.seq_id, s.chunk(step.budget) if s.num_computed_tokens else s.num_wanted_tokens)
                 for s in group.sequences
                 if s.num_wanted_tokens
             ]

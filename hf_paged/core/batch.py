@@ -65,7 +65,10 @@ class Batch(BlockMoves):
         positions: `[T]` position ids.
         placeholders: `[T]`, for tokens that only the device knows their place among the tokens that the step before
             has chosen, else -1; `None`: there are none.
+        axes: `[T * A]`, positions of all tokens on each of A axes, token by token, if those of any differ.
         embedded: `[E]`, the tokens of the batch that were given as embeddings, which come beside it as a tensor.
+        spans: Runs of tokens that see each other, whichever comes first: a row, and of its sequence's tokens the first
+            of the run and that behind the last.
         logit_rows: `[K]`, the tokens of the batch whose logits are wanted, row after row.
         logit_starts: `[S + 1]`, the first of each row's in `logit_rows`.
         tables: One for each group of layers that cache alike.
@@ -81,7 +84,9 @@ class Batch(BlockMoves):
     token_ids: array[int] = field(default_factory=_int64)
     positions: array[int] = field(default_factory=_int64)
     placeholders: array[int] | None = None
+    axes: array[int] | None = None
     embedded: array[int] = field(default_factory=_int64)
+    spans: tuple[tuple[int, int, int], ...] = ()
     logit_rows: array[int] = field(default_factory=_int64)
     logit_starts: array[int] = field(default_factory=lambda: array("q", [0]))
     tables: tuple[GroupTables, ...] = ()
@@ -181,7 +186,9 @@ def lay_out(
         token_ids=tokens.ids,
         positions=tokens.positions,
         placeholders=tokens.placeholders(),
+        axes=tokens.axes(),
         embedded=tokens.embedded,
+        spans=tuple(tokens.spans),
         logit_rows=tokens.logit_rows,
         logit_starts=tokens.logit_starts,
         tables=group_tables(tables),
@@ -201,6 +208,8 @@ class _Tokens:
         self.ids, self.positions, self.logit_rows, self.logit_starts = _int64(), _int64(), _int64(), array("q", [0])
         self.embedded = _int64()
         self.places: dict[int, int] = {}
+        self.spans: list[tuple[int, int, int]] = []
+        self.odd: dict[int, tuple[int, ...]] = {}  # positions that differ from axis to axis
 
     def add_decodes(
         self,
@@ -245,6 +254,9 @@ class _Tokens:
                     assert num_tokens == 1, "only the last token may be unknown"
                     self.places[first] = sequence.placeholder
                     self.ids.append(0)
+            if sequence.spans:
+                # Its last token sees nothing behind itself.
+                self.spans += [(row, *span) for span in sequence.spans if span[0] < end and start < span[1] - 1]
             if sequence.wanted is not None:
                 self.logit_rows.extend([first + index - start for index in sequence.wanted if start <= index < end])
             elif end == sequence.num_tokens:
@@ -259,8 +271,19 @@ class _Tokens:
                 continue
             if token.embeddings is not None:
                 self.embedded.append(len(self.ids))
+            given = token.position
+            if isinstance(given, tuple):
+                self.odd[len(self.ids)] = given
+                given = given[0]
             self.ids.append(token.token_id)
-            self.positions.append(token.position)
+            self.positions.append(given)
+
+    def axes(self) -> array[int] | None:
+        """See `Batch`."""
+        if not self.odd:
+            return None
+        number = len(next(iter(self.odd.values())))
+        return array("q", [axis for i, p in enumerate(self.positions) for axis in self.odd.get(i, (p,) * number)])
 
     def placeholders(self) -> array[int] | None:
         """See `Batch`."""

@@ -40,9 +40,9 @@ class GroupRows(Preemption):
                     self._begin(sequence)
                     begun.append(sequence)
             is_prefilling |= sequence.num_wanted_tokens > 1
-            num_tokens = min(sequence.num_wanted_tokens, budget)
+            num_tokens = sequence.chunk(budget)
             requests.append((sequence, num_tokens))
-            budget -= num_tokens
+            budget = max(budget - num_tokens, 0)
             num_seqs -= 1
         appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
         while manager.append_need(appends) > manager.pool.num_free:
@@ -94,7 +94,7 @@ class GroupRows(Preemption):
             is_new = sequence.num_computed_tokens == 0
             if is_new:
                 self._begin(sequence)
-            num_tokens = min(sequence.num_wanted_tokens, budget)
+            num_tokens = sequence.chunk(budget)
             own = manager.append_need([(sequence.seq_id, num_tokens)])
             spare = len(requests) if is_new else 0
             while need + own + spare > manager.pool.num_free and not (is_new and requests):
@@ -112,7 +112,7 @@ class GroupRows(Preemption):
                     sequence.num_computed_tokens = 0
                 break
             requests.append((sequence, num_tokens))
-            budget -= num_tokens
+            budget = max(budget - num_tokens, 0)
             need += own
         if len(requests) < len(wanted):
             step.is_short = True
@@ -188,7 +188,7 @@ class GroupRows(Preemption):
         best, shared = None, 0
         for sibling in sequence.group.sequences:
             if sibling.num_computed_tokens > shared:
-                common = min(common_prefix(sequence, sibling), limit, sibling.num_computed_tokens)
+                common = self._cut(sequence, min(common_prefix(sequence, sibling), limit, sibling.num_computed_tokens))
                 if common > shared and manager.can_share(sibling.seq_id, common):
                     best, shared = sibling, common
         if best is not None:
@@ -196,9 +196,20 @@ class GroupRows(Preemption):
             sequence.num_computed_tokens = shared
             sequence.num_cached_tokens = min(best.num_cached_tokens, shared)
             return
-        sequence.num_computed_tokens = sequence.num_cached_tokens = manager.prefix.match(
-            sequence.seq_id, sequence.token_ids, sequence.extra_key, max_tokens=limit
-        )
+        known = sequence.seq_id, sequence.token_ids, sequence.extra_key
+        found = manager.prefix.match(*known, max_tokens=limit)
+        if (start := self._cut(sequence, found)) < found:
+            manager.unmatch(sequence.seq_id)
+            found = manager.prefix.match(*known, max_tokens=start) if start else 0
+        sequence.num_computed_tokens = sequence.num_cached_tokens = found
+
+    def _cut(self, sequence: Sequence, num_tokens: int) -> int:
+        """So many tokens that a sequence begins with, or fewer, behind which the rest of it can be computed.
+
+        The rest of a run sees all of it, also what a layer's window gives back.
+        """
+        has_windows = any(window is not None for window in self._manager.windows)
+        return sequence.span_start(num_tokens) if has_windows else num_tokens
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:

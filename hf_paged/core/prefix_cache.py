@@ -228,4 +228,8 @@ class PrefixCache:
         block_size = self._tables.block_size
         start = len(chain) * block_size
         parent = chain[-1] if chain else hashlib.sha256(repr(extra_key).encode()).digest()
-        return hashlib.sha256(parent + array("q", token_ids[start : start + block_size]).tobytes()).digest()
+        tokens = token_ids[start : start + block_size]
+        own = hashlib.sha256(parent + array("q", tokens).tobytes())
+        if min(tokens) < 0:  # numbers of given tokens are too short to stand for them
+            own.update(b"".join([getattr(token, "digest", b"") for token in tokens]))
+        return own.digest()

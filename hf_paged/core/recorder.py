@@ -54,6 +54,7 @@ SEQUENCE_FACTS = (
     "wanted",
     "given_end",
     "is_stale",
+    "spans",
 )
 
 
@@ -239,7 +240,7 @@ class RecordingScheduler(Scheduler):
 def _tokens(tokens: list[int]) -> list[Any]:
     """As they are written: of a `GivenToken` all but its embedding."""
     return [
-        [int(token), token.token_id, token.position, token.embeddings is not None]
+        [int(token), token.token_id, token.position, token.embeddings is not None, token.digest.hex()]
         if isinstance(token, GivenToken)
         else token
         for token in tokens

@@ -153,8 +153,10 @@ def _tokens(written: list[Any]) -> list[int]:
         if isinstance(token, int):
             tokens.append(token)
         else:
-            number, token_id, position, is_embedded = token
-            tokens.append(GivenToken.make(-number, token_id, position, () if is_embedded else None, 0))
+            number, token_id, position, is_embedded, digest = token
+            place = tuple(position) if isinstance(position, list) else position
+            given = () if is_embedded else None
+            tokens.append(GivenToken.make(-number, token_id, place, given, 0, bytes.fromhex(digest)))
     return tokens
 
 

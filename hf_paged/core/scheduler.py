@@ -119,6 +119,10 @@ class Scheduler(Admission):
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
         sequence.given_end = min(sequence.given_end, num_tokens)
+        if sequence.spans:
+            # What is left of a run has seen the rest of it.
+            sequence.is_stale |= sequence.span_start(num_tokens) < num_tokens
+            sequence.spans = tuple(span for span in sequence.spans if span[1] <= num_tokens)
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:
             if num_tokens <= self._manager.num_tokens(sequence.seq_id):

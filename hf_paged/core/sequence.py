@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -24,34 +25,95 @@ class GivenToken(int):
 
     Attributes:
         token_id: Its id; 0 for an embedding.
-        position: Its position id.
+        position: Its position id; one of each axis where they differ.
         embeddings: `[tokens, hidden_size]`, a tensor; `None`: it has an id.
         index: Which of them it is.
+        digest: Of all that it was given as, part of the block hash beside its number; empty where that says all.
     """
 
     token_id: int
-    position: int
+    position: int | tuple[int, ...]
     embeddings: Any
     index: int
+    digest: bytes
     _numbers: ClassVar[itertools.count[int]] = itertools.count(2**62)  # beyond all pairs of an id and a position
 
     @classmethod
-    def at(cls, position: int, token_id: int) -> GivenToken:
+    def at(cls, position: int | tuple[int, ...], token_id: int) -> GivenToken:
         """One with an id."""
-        number = 1 + (token_id << 31) + position if 0 <= position < 2**31 else next(cls._numbers)
-        return cls.make(number, token_id, position, None, 0)
+        if isinstance(position, int):
+            number = 1 + (token_id << 31) + position if 0 <= position < 2**31 else next(cls._numbers)
+            return cls.make(number, token_id, position, None, 0)
+        digest = hashlib.sha256(repr((position, token_id)).encode()).digest()
+        return cls.make(cls._number(digest), token_id, position, None, 0, digest)
 
     @classmethod
-    def embedded(cls, position: int, embeddings: Any, index: int) -> GivenToken:
-        """One of some embeddings; equal to itself alone."""
-        return cls.make(next(cls._numbers), 0, position, embeddings, index)
+    def embedded(cls, position: int | tuple[int, ...], embeddings: Any, index: int, content: Any = None) -> GivenToken:
+        """One of some embeddings; equal to those of the same content and position, without a content to itself alone.
+
+        Args:
+            position: Its position id, or those of each axis.
+            embeddings: Of several tokens.
+            index: Which of them it is.
+            content: The bytes of its embedding.
+        """
+        if content is None:
+            return cls.make(next(cls._numbers), 0, position, embeddings, index)
+        digest = hashlib.sha256(repr(position).encode())
+        digest.update(content)
+        return cls.make(cls._number(digest.digest()), 0, position, embeddings, index, digest.digest())
 
     @classmethod
-    def make(cls, number: int, token_id: int, position: int, embeddings: Any, index: int) -> GivenToken:
+    def within(cls, whole: bytes, place: int, token: int, position: int) -> GivenToken:
+        """A token as one of several that see each other.
+
+        Args:
+            whole: A digest of them all.
+            place: Which of them it is.
+            token: What it would be alone.
+            position: Of a plain id.
+        """
+        digest = hashlib.sha256(whole + place.to_bytes(4)).digest()
+        if not isinstance(token, GivenToken):
+            return cls.make(cls._number(digest), token, position, None, 0, digest)
+        own = token.token_id, token.position, token.embeddings, token.index
+        return cls.make(cls._number(digest), *own, digest)
+
+    @classmethod
+    def make(
+        cls,
+        number: int,
+        token_id: int,
+        position: int | tuple[int, ...],
+        embeddings: Any,
+        index: int,
+        digest: bytes = b"",
+    ) -> GivenToken:
         """One that counts as `-number`."""
         self = cls(-number)
         self.token_id, self.position, self.embeddings, self.index = token_id, position, embeddings, index
+        self.digest = digest
         return self
+
+    @staticmethod
+    def _number(digest: bytes) -> int:
+        """Beyond those that are counted."""
+        return 2**62 + 2**61 + (int.from_bytes(digest[:8]) >> 3)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """What a sequence begins with that is not all ids.
+
+    Attributes:
+        token_ids: Ids and `GivenToken`s.
+        position_offset: See `Sequence`.
+        spans: See `Sequence`.
+    """
+
+    token_ids: list[int]
+    position_offset: int
+    spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +144,8 @@ class Sequence:
         given_end: Index behind its last `GivenToken`, or more.
         is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, or rotary
             frequencies that depended on the longest row of their step.
+        spans: First token, and that behind the last, of each run of tokens that see each other, whichever comes first
+            (those of a picture, of some models): they are computed in one step.
         wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
         placeholder: Of a token that only the device knows: its place among those that the last step has chosen.
     """
@@ -99,6 +163,7 @@ class Sequence:
     extra_key: tuple[Hashable, ...] = ()
     given_end: int = 0
     is_stale: bool = False
+    spans: tuple[tuple[int, int], ...] = ()
     wanted: list[int] | None = None
     placeholder: int = -1
 
@@ -121,6 +186,19 @@ class Sequence:
     def num_wanted_tokens(self) -> int:
         """Uncomputed tokens that are waited for."""
         return self.num_tokens - self.num_computed_tokens if self.is_wanted else 0
+
+    def chunk(self, budget: int) -> int:
+        """How many of its wanted tokens run in a step that has room for `budget`: no run is cut, be it larger."""
+        num_tokens = min(self.num_wanted_tokens, budget)
+        end = self.num_computed_tokens + num_tokens
+        for start, stop in self.spans:
+            if start < end < stop:
+                return (start if start > self.num_computed_tokens else stop) - self.num_computed_tokens
+        return num_tokens
+
+    def span_start(self, num_tokens: int) -> int:
+        """The first token of the run that would be cut behind so many tokens; so many, if none would be."""
+        return next((start for start, stop in self.spans if start < num_tokens < stop), num_tokens)
 
     def check_state(self, state: tuple[Hashable, ...]) -> None:
         """Raises `ValueError` if tokens are to be computed again in another state of the model than they were.

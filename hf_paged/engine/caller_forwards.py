@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -57,51 +59,48 @@ class CallerForwards:
         loop = cache.loop
         if loop is not None:
             loop.check_cancelled()
+        if cache.store is not self._store:
+            raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
+        self.check_hooks()
         with self._core.transaction():
-            self._core.collect_abandoned()
-            if cache.store is not self._store:
-                raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
-            self.check_hooks()
             _ = self._core.kv_cache  # follows the model to another device or dtype while preempted rows can return
-            batch, length = call.tokens.shape[:2]
-            if length == 0:
-                raise ValueError("the input is empty: give at least one token")
-            if cache.fan_out > 1 and not call.repeats_rows(cache.fan_out):
-                cache.split_fan_out()
-            fan_out = cache.fan_out
-            if not cache.sequences:
-                cache.open_rows(batch // fan_out)
-            if cache.batch_size != batch:
-                raise ValueError(f"got {batch} rows for a PagedCache of {cache.batch_size} rows")
-            call = call.select(slice(None, None, fan_out)) if fan_out > 1 else call
-            active = [row for row, sequence in enumerate(cache.sequences) if sequence is not None]
-            is_partial = len(active) < len(cache.sequences)
-            call = call.select(active) if is_partial else call
-            width = cache.get_seq_length()
-            live = [sequence for sequence in cache.sequences if sequence is not None]
-            before = [_Mark.of(sequence) for sequence in live]
-            for sequence in live:
-                if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
-                    self._core.scheduler.slide(sequence)
-            takes_positions = self._core.runner.takes_positions
-            padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
-            self._store.hold(live, is_idle=False)
+        batch, length = call.tokens.shape[:2]
+        if length == 0:
+            raise ValueError("the input is empty: give at least one token")
+        if cache.fan_out > 1 and not call.repeats_rows(cache.fan_out):
+            cache.split_fan_out()
+        fan_out = cache.fan_out
+        if not cache.sequences:
+            cache.open_rows(batch // fan_out)
+        if cache.batch_size != batch:
+            raise ValueError(f"got {batch} rows for a PagedCache of {cache.batch_size} rows")
+        call = call.select(slice(None, None, fan_out)) if fan_out > 1 else call
+        active = [row for row, sequence in enumerate(cache.sequences) if sequence is not None]
+        is_partial = len(active) < len(cache.sequences)
+        call = call.select(active) if is_partial else call
+        width = cache.get_seq_length()
+        live = [sequence for sequence in cache.sequences if sequence is not None]
+        before = [_Mark.of(sequence) for sequence in live]
+        for sequence in live:
+            if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
+                self._core.post(partial(self._core.scheduler.slide, sequence))
+        takes_positions = self._core.runner.takes_positions
+        padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
+        is_kept = loop is None and not cache.owned_by_call
         try:
-            if padding is None:
-                output = self._forward_padded(cache, call, active if is_partial else None)
-            elif not self.is_batched() or sees_padding(call, padding, width):
-                output = self._forward_called(cache, call, active, padding)
-            else:
-                output = self._forward_packed(cache, call, active, padding)
+            with self._store.held(cache) if is_kept else nullcontext():
+                if padding is None:
+                    output = self._forward_padded(cache, call, active if is_partial else None)
+                elif not self.is_batched() or sees_padding(call, padding, width):
+                    output = self._forward_called(cache, call, active, padding)
+                else:
+                    output = self._forward_packed(cache, call, active, padding)
         except BaseException:
             with self._core.transaction():
                 for mark in before:
                     mark.restore(self._core)
                 cache.rewind(width)
             raise
-        finally:
-            if loop is None and not cache.owned_by_call:
-                self._store.hold([sequence for sequence in cache.sequences if sequence is not None], is_idle=True)
         output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
         if fan_out > 1:
             output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
@@ -177,6 +176,7 @@ class CallerForwards:
                 kv_cache,
                 (width + packed.length, packed.length),
                 call.arguments(),
+                call.twin,
             )
             with self._core.transaction():
                 limit = self._core.traits.regime_length
@@ -208,6 +208,7 @@ class CallerForwards:
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                twin=call.twin,
                 **call.arguments(),
             )
             cache.select_active(None)

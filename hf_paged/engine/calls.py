@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import deferred_interrupt
-from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.openmp import rest_threads
@@ -42,18 +41,15 @@ class Calls:
             loop = DecodingLoop()
         outer, cache.loop = cache.loop, loop
         loop.cache, loop.thread_id = cache, threading.get_ident()
-        self._store.hold(_rows(cache), is_idle=False)
-        for sequence in _rows(cache):
-            sequence.num_prompt_tokens, sequence.group.request_id = 0, loop.request_id
         try:
-            with self._room.reserving(loop, num_blocks), self._core.worker.loop.decoding_loops.running(loop):
+            with (
+                self._store.held(cache, loop),
+                self._room.reserving(loop, num_blocks),
+                self._core.worker.loop.decoding_loops.running(loop),
+            ):
                 yield
         finally:
             cache.loop, loop.cache = outer, None
-            if not cache.owned_by_call:
-                self._store.hold(_rows(cache), is_idle=True)
-                for sequence in _rows(cache):
-                    sequence.group.request_id = None
 
     @deferred_interrupt()
     def start(
@@ -113,7 +109,3 @@ class Calls:
         """Has the worker look at what there is to do."""
         with self._core.pool.lock:
             self._core.worker.notify()
-
-
-def _rows(cache: PagedCache) -> list[Sequence]:
-    return [sequence for sequence in cache.sequences if sequence is not None]

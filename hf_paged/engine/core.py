@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_paged.attention.cache_rows import CacheRows
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
@@ -51,8 +49,6 @@ class EngineCore:
         executor: Runs steps of the scheduler.
         worker: Finds a thread for them.
         stop_strings: Tables of vocabularies.
-        abandoned: Sequences of caches that are gone, filled by finalizers, without the lock.
-        unsettled: Rows of caches with changes that wait.
         runs: Calls whose rows the engine samples.
         num_generated_tokens: Of calls that are over.
     """
@@ -103,10 +99,9 @@ class EngineCore:
             lambda: find_size(config, traits, groups, runner),
         )
         self.executor = StepExecutor(self.pool, self.runner)
-        self.worker = StepWorker(self.pool, self.executor, self.collect_abandoned)
+        self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
-        self.abandoned: deque[Sequence] = deque()
-        self.unsettled: deque[weakref.ref[CacheRows]] = deque()
+        self._posted: deque[Callable[[], None]] = deque()
         self.runs: set[SampledRequest] = set()
         self.num_generated_tokens = 0
 
@@ -161,8 +156,12 @@ class EngineCore:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """The pool's lock, with Ctrl-C held back to its end: nothing inside is left half done. Re-entrant."""
+        """The pool's lock, with Ctrl-C held back to its end: nothing inside is left half done. Re-entrant.
+
+        It begins with all that was posted.
+        """
         with self.pool.lock, deferred_interrupt():
+            self.carry_out()
             yield
 
     def free(self, sequence: Sequence) -> None:
@@ -170,14 +169,19 @@ class EngineCore:
         self.worker.loop.remove(sequence)
         self.scheduler.free(sequence)
 
-    def collect_abandoned(self) -> None:
-        """Frees what finalizers left behind, and makes the changes that wait of caches. The pool's lock is held."""
-        while self.abandoned:
-            self.free(self.abandoned.popleft())
-        while self.unsettled:
-            rows = self.unsettled.popleft()()
-            if rows is not None:
-                rows.settle()
+    def post(self, change: Callable[[], None]) -> None:
+        """Has a change of queues, tables or rows made before anything reads them. Takes no lock, as in a finalizer.
+
+        Args:
+            change: Called with the pool's lock held, perhaps beside a step: of sequences that are in none. Raises
+                nothing.
+        """
+        self._posted.append(change)
+
+    def carry_out(self) -> None:
+        """Makes the changes that were posted, in their order. The pool's lock is held."""
+        while self._posted:
+            self._posted.popleft()()
 
     def batch_key(self) -> Hashable:
         """What the rows of a step have in common: this thread's autocast state."""
@@ -187,17 +191,14 @@ class EngineCore:
     def num_running(self) -> int:
         """Sequences with keys and values in the pool."""
         with self.transaction():
-            self.collect_abandoned()
             return self.scheduler.num_running if self.pool.is_made else 0
 
     def count_generated(self, num_tokens: int) -> None:
-        """Books tokens that a call handed out."""
-        with self.transaction():
-            self.num_generated_tokens += num_tokens
+        """Books tokens that a call handed out. The pool's lock is held."""
+        self.num_generated_tokens += num_tokens
 
     def stats(self, num_waiting: int) -> EngineStats:
         """A snapshot of the gauges and counters. The pool's lock is held."""
-        self.collect_abandoned()
         if not self.pool.is_made:
             num_blocks = self.config.num_blocks or 0
             return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
@@ -230,14 +231,12 @@ class EngineCore:
     def reset_prefix_cache(self) -> int:
         """See `Engine.reset_prefix_cache`."""
         with self.transaction():
-            self.collect_abandoned()
             self.weights_version.forget()
             return self.scheduler.reset_prefix_cache() if self.pool.is_made else 0
 
     def release(self) -> None:
         """See `Engine.release`."""
         with self.worker.loop.exclusive(), self.transaction():
-            self.collect_abandoned()
             self.pool.release()
             self.weights_version.forget()
             self.runner.forget_graphs()

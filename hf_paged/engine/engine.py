@@ -225,7 +225,6 @@ class Engine:
         """
         core = self.core
         with core.transaction():
-            core.collect_abandoned()
             picture = Snapshot.take(core.pool, since, is_paused=self.is_paused, num_steps=core.executor.num_steps)
         return picture.as_dict()
 
@@ -233,7 +232,6 @@ class Engine:
     def check_invariants(self) -> None:
         """Asserts the pool's and the tables' invariants. Raises `AssertionError`."""
         with self.core.transaction():
-            self.core.collect_abandoned()
             if self.core.pool.is_made:
                 self.core.manager.check_invariants()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_paged.core.batch import Batch
 from hf_paged.core.block_table import Offer
@@ -203,7 +203,8 @@ class StepExecutor:
                 count += 1
         assert first is not None
         parts.append(first.embeddings[first.index : first.index + count])
-        return torch.cat(parts)
+        width = max(part.shape[-1] for part in parts)  # some may have more than an embedding
+        return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts])
 
     def _chosen_before(self, batch: Batch) -> Tensor | None:
         """The tokens that the step before has chosen, if the batch has any of them."""

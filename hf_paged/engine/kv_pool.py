@@ -114,10 +114,16 @@ class KVPool:
     @property
     def manager(self) -> BlockManager:
         """The block tables, made at first use with the pool's size."""
+        if self._manager is None:
+            self._make()
+        assert self._manager is not None
+        return self._manager
+
+    def _make(self) -> None:
         with self.lock:
             if self._manager is None:
                 num_blocks = self._size.num_blocks
-                self._manager = BlockManager(
+                manager = BlockManager(
                     num_blocks,
                     self.config.block_size,
                     self.config.enable_prefix_caching,
@@ -125,8 +131,8 @@ class KVPool:
                     self.log,
                     self._groups.windows,
                 )
-                self._scheduler = self._make_scheduler(self._manager)
-            return self._manager
+                self._scheduler = self._make_scheduler(manager)
+                self._manager = manager  # last: other threads look without the lock
 
     def _make_scheduler(self, manager: BlockManager) -> Scheduler:
         arguments = manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
@@ -187,21 +193,22 @@ class KVPool:
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler over `manager`."""
-        with self.lock:
-            assert self.manager is not None
-            assert self._scheduler is not None
-            return self._scheduler
+        if self._manager is None:
+            self._make()
+        assert self._scheduler is not None
+        return self._scheduler
 
     @property
     def kv_cache(self) -> KVCache:
         """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
+        dtype, device = self._placement()
+        held = self._kv_cache
+        if held is not None and held.compute_dtype is dtype and held.tensor.device == device:
+            return held
         with self.lock:
-            dtype, device = self._placement()
-            held = self._kv_cache
-            if held is not None:
-                if held.compute_dtype is dtype and held.tensor.device == device:
-                    return held
-                self.release()
+            if self._kv_cache is not held:
+                return self.kv_cache  # another thread was faster
+            self.release()
             geometry = self._geometry
             num_blocks = self.manager.pool.num_blocks
             with on_steps_stream(device):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
-from hf_paged.attention.cache_rows import CacheRows
+from hf_paged.attention.cache import PagedCache
 from hf_paged.core.block_table import GONE
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.forward_request import ForwardRequest
 from hf_paged.engine.kv_pool import KV_DTYPES
 from hf_paged.kernels import reference
@@ -38,6 +39,10 @@ class RowStore:
     def transaction(self) -> AbstractContextManager[None]:
         """See `EngineCore.transaction`."""
         return self._core.transaction()
+
+    def post(self, change: Callable[[], None]) -> None:
+        """See `EngineCore.post`."""
+        self._core.post(change)
 
     # Rows
 
@@ -65,11 +70,7 @@ class RowStore:
 
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""
-        self._core.abandoned.extend(sequences)
-
-    def settle_later(self, rows: weakref.ref[CacheRows]) -> None:
-        """Has the loop make the changes that wait of these rows. Takes no lock."""
-        self._core.unsettled.append(rows)
+        self._core.post(partial(self.free_sequences, sequences))
 
     def can_crop(self, start: int, end: int) -> bool:
         """Whether a sequence of `start` tokens surely has what lies behind its first `end` ones. Takes no lock."""
@@ -102,16 +103,34 @@ class RowStore:
         stored = self._core.traits.stored
         return 0 <= layer < len(stored) and stored[layer] is not None
 
-    def hold(self, sequences: Iterable[Sequence], is_idle: bool) -> None:
-        """Notes whether a call is generating with these sequences, or only a `PagedCache` holds them.
+    @contextmanager
+    def held(self, cache: PagedCache, loop: DecodingLoop | None = None) -> Iterator[None]:
+        """The length of a call over a cache. Its rows are idle afterwards, if it is kept; if they were, it comes last.
 
-        A call that begins over sequences that were idle comes after all others.
+        Args:
+            cache: The cache.
+            loop: What decodes over it, if not a single forward: prompts begin anew.
         """
-        with self.transaction():
-            for group in {sequence.group.arrival: sequence.group for sequence in sequences}.values():
-                if group.is_idle and not is_idle:
-                    self._core.scheduler.renew(group)
-                group.is_idle = is_idle
+        self._core.post(partial(self._begin, _live(cache), loop))
+        try:
+            yield
+        finally:
+            if not cache.owned_by_call:
+                self._core.post(partial(self._end, _live(cache)))
+
+    def _begin(self, sequences: list[Sequence], loop: DecodingLoop | None) -> None:
+        for group in {sequence.group.arrival: sequence.group for sequence in sequences}.values():
+            if group.is_idle:
+                self._core.scheduler.renew(group)
+            group.is_idle = False
+            group.request_id = None if loop is None else loop.request_id
+        if loop is not None:
+            for sequence in sequences:
+                sequence.num_prompt_tokens = 0
+
+    def _end(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.group.is_idle, sequence.group.request_id = True, None
 
     # Keys and values, from outside of a step
 
@@ -316,3 +335,7 @@ class RowStore:
             if request is not None:
                 request.cancel()
             raise
+
+
+def _live(cache: PagedCache) -> list[Sequence]:
+    return [sequence for sequence in cache.sequences if sequence is not None]

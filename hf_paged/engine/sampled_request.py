@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.core.batch import Batch
-from hf_paged.core.sequence import Sequence
+from hf_paged.core.sequence import GivenPrompt, Sequence
 from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
@@ -45,6 +45,7 @@ class SampleCall:
         generator: Where draws come from; owned by the run.
         priority: Of its sequences.
         request_id: The request that it is.
+        given: Of each prompt, its tokens, if these are not all ids.
         logprobs: What is to be said of each token.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
@@ -62,6 +63,7 @@ class SampleCall:
     generator: torch.Generator | None = None
     priority: int = 0
     request_id: str | None = None
+    given: list[GivenPrompt] | None = None
     logprobs: LogprobsWanted | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
@@ -162,10 +164,15 @@ class SampledRequest:
         for row in range(0, num_rows, call.num_samples):
             group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
             sequence = pool.scheduler.new_sequence(group)
-            sequence.token_ids = call.prompts[row].copy()
+            if call.given is None:
+                sequence.token_ids = call.prompts[row].copy()
+            else:
+                prompt = call.given[row // call.num_samples]
+                sequence.token_ids, sequence.spans = prompt.token_ids.copy(), prompt.spans
+                sequence.position_offset, sequence.given_end = prompt.position_offset, len(prompt.token_ids)
             sequence.num_tokens = sequence.num_prompt_tokens = len(sequence.token_ids)
             sequence.logits_from = sequence.num_tokens - 1
-            sequence.extra_key = (*weights_key, 0, *salt)
+            sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
             self.rows[row].sequence = sequence
             uncomputed.append((row, sequence))
         worker.add(self, uncomputed)

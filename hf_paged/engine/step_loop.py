@@ -41,17 +41,17 @@ class StepLoop:
         num_exclusive: Threads that have, or wait for, the pool to themselves.
     """
 
-    def __init__(self, pool: KVPool, executor: StepExecutor, collect_abandoned: Callable[[], None]) -> None:
+    def __init__(self, pool: KVPool, executor: StepExecutor, carry_out: Callable[[], None]) -> None:
         """Runs the steps over one pool.
 
         Args:
             pool: Tables and tensor.
             executor: Runs steps.
-            collect_abandoned: Frees what finalizers left behind; called before every step, under the pool's lock.
+            carry_out: Makes the changes that were posted; called before every step, under the pool's lock.
         """
         self._pool = pool
         self._executor = executor
-        self._collect_abandoned = collect_abandoned
+        self._carry_out = carry_out
         self.condition = threading.Condition(pool.lock)
         self.decoding_loops = DecodingLoops(self.condition, executor)
         self.woken = threading.Event()
@@ -253,7 +253,7 @@ class StepLoop:
             self.condition.notify_all()
 
     def _housekeep(self) -> None:
-        self._collect_abandoned()
+        self._carry_out()
         while self._orders:
             self._orders.popleft()()
 

@@ -34,17 +34,17 @@ class StepWorker:
         pause: What holds them back.
     """
 
-    def __init__(self, pool: KVPool, executor: StepExecutor, collect_abandoned: Callable[[], None]) -> None:
+    def __init__(self, pool: KVPool, executor: StepExecutor, carry_out: Callable[[], None]) -> None:
         """Makes a worker; its thread is started by the first piece of work.
 
         Args:
             pool: Tables and tensor.
             executor: Runs steps.
-            collect_abandoned: See `StepLoop`.
+            carry_out: See `StepLoop`.
         """
         self._pool = pool
         self._executor = executor
-        self.loop = StepLoop(pool, executor, collect_abandoned)
+        self.loop = StepLoop(pool, executor, carry_out)
         self.pause = Pause(pool, self.loop, self.notify)
         self._thread: threading.Thread | None = None
         self._leader: int | None = None  # the caller's thread that runs the steps, or is about to

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from hf_paged.kernels.transfers import to_device, to_host
+from hf_paged.model.wrapper import InnerCall, Twin
 
 
 @dataclass(slots=True)
@@ -21,10 +22,14 @@ class ForwardCall:
         inputs_embeds: `[B, q, hidden_size]`, or `None`.
         attention_mask: `[B, columns so far + q]`, 0 at padding; `None`: no padding. A mask of another form rules out
             the packed batch.
-        position_ids: `[B or 1, q]`, or `None`.
+        position_ids: `[B or 1, q]`, `[axes, B or 1, q]` where they differ from axis to axis, or `None`.
         logits_to_keep: As in transformers: the last so many columns (0: all), or a tensor of column indices.
         others: Every other argument that was given. Any of them rules out the packed batch.
         copies: The call over copies of its tensors on the host, once it was asked for.
+        inner: Of a wrapper, what it handed to its language model.
+        is_known: Whether keys and values follow from the tokens as they are told here.
+        given: Of a wrapper, all arguments of its forward as they were given.
+        twin: Of a wrapper, the model with the call's state.
     """
 
     input_ids: Tensor | None
@@ -34,6 +39,10 @@ class ForwardCall:
     logits_to_keep: int | Tensor
     others: dict[str, Any] = field(default_factory=dict)
     copies: ForwardCall | None = field(default=None, repr=False)
+    inner: InnerCall | None = field(default=None, repr=False)
+    is_known: bool = True
+    given: dict[str, Any] | None = field(default=None, repr=False)
+    twin: Twin | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> Tensor:
@@ -46,6 +55,8 @@ class ForwardCall:
 
     def arguments(self) -> dict[str, Any]:
         """What is given to the model's own forward, but for the cache."""
+        if self.given is not None:
+            return self.given
         named = {
             "input_ids": self.input_ids,
             "inputs_embeds": self.inputs_embeds,
@@ -62,12 +73,16 @@ class ForwardCall:
             return self
         if self.copies is None:
             looked_at = (self.input_ids, self.attention_mask, self.position_ids, self.logits_to_keep)
-            places = [i for i, value in enumerate(looked_at) if isinstance(value, Tensor) and value.ndim <= 2]
+            places = [
+                i
+                for i, value in enumerate(looked_at)
+                if isinstance(value, Tensor) and (value.ndim <= 2 or value is self.position_ids)
+            ]
             values: list[Any] = list(looked_at)
             for place, copy in zip(places, to_host([values[place] for place in places]), strict=True):
                 values[place] = copy
             ids, mask, positions, keep = values
-            self.copies = ForwardCall(ids, self.inputs_embeds, mask, positions, keep, self.others)
+            self.copies = ForwardCall(ids, self.inputs_embeds, mask, positions, keep, self.others, inner=self.inner)
         return self.copies
 
     def select(self, rows: list[int] | slice) -> ForwardCall:
@@ -79,14 +94,34 @@ class ForwardCall:
                 return value
             return value[rows if isinstance(rows, slice) else to_device(rows, value.device)]
 
+        def pick_positions(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim == 3:
+                return pick(value.transpose(0, 1)).transpose(0, 1)
+            return pick(value)
+
+        def pick_all(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: (pick_positions if name == "position_ids" else pick)(value) for name, value in values.items()}
+
         selected = ForwardCall(
             pick(self.input_ids),
             pick(self.inputs_embeds),
             pick(self.attention_mask),
-            pick(self.position_ids),
+            pick_positions(self.position_ids),
             self.logits_to_keep,
-            {name: pick(value) for name, value in self.others.items()},
+            pick_all(self.others),
+            is_known=self.is_known,
+            given=None if self.given is None else pick_all(self.given),
+            twin=self.twin,
         )
+        if self.inner is not None:
+            inner = self.inner
+            selected.inner = replace(
+                inner,
+                inputs_embeds=pick(inner.inputs_embeds),
+                extras=pick(inner.extras),
+                embedded=None if inner.embedded is None else _pick_rows(inner.embedded, rows),
+                spans=None if inner.spans is None else _pick_rows(inner.spans, rows),
+            )
         if self.copies is not None:
             selected.copies = self.copies.select(rows)
         return selected
@@ -94,10 +129,16 @@ class ForwardCall:
     def repeats_rows(self, fan_out: int) -> bool:
         """Whether the batch is runs of `fan_out` equal rows, with position ids for each of them or for all."""
         positions = self.position_ids
-        if positions is not None and positions.shape[:-1] not in ((1,), self.tokens.shape[:1]):
+        if positions is not None and positions.shape[-2] not in (1, self.tokens.shape[0]):
             return False  # of fewer rows, they might be as many as there are runs
         own = self.on_host()
-        for value in (own.tokens, own.attention_mask, own.position_ids, *own.others.values()):
+        positions = own.position_ids
+        if positions is not None and positions.ndim == 3:
+            positions = positions.transpose(0, 1)
+        told = (own.inner.inputs_embeds, own.inner.extras) if own.inner is not None else ()
+        if self.given is not None and (self.others or not self.is_known):
+            return False  # what else a wrapper was given can't be told apart by rows
+        for value in (own.tokens, own.attention_mask, positions, *own.others.values(), *told):
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == self.tokens.shape[0]:
                 if value.shape[0] % fan_out:
                     return False
@@ -105,6 +146,10 @@ class ForwardCall:
                 if not bool((runs == runs[:, :1]).all()):  # embeddings and the like: a host read, of a fresh cache
                     return False
         return True
+
+
+def _pick_rows(values: list[Any], rows: list[int] | slice) -> list[Any]:
+    return values[rows] if isinstance(rows, slice) else [values[row] for row in rows]
 
 
 def map_batch(output: ModelOutput, batch: int, function: Callable[[Tensor], Tensor]) -> ModelOutput:

@@ -50,8 +50,7 @@ class HookWatch:
 
     def look(self, model: nn.Module, modules: list[nn.Module]) -> None:
         """Looks at all of a model's modules."""
-        self._next = RemovableHandle.next_id
-        self._needing = []
+        seen, needing = RemovableHandle.next_id, []
         tables: list[dict[int, Any]] = [_GLOBAL_PRE_HOOKS, _GLOBAL_HOOKS]
         for module in modules:
             if module._forward_hooks or module._forward_pre_hooks:
@@ -64,8 +63,9 @@ class HookWatch:
                     # Those of the model itself run in its callers' calls.
                     is_inside = hooks is not model._forward_hooks and hooks is not model._forward_pre_hooks
                     if is_inside and _needs_rows(hook):
-                        self._needing.append((hooks, number))
-        self.numbers = tuple(numbers)
+                        needing.append((hooks, number))
+        self.numbers, self._needing = tuple(numbers), needing
+        self._next = seen  # last: other threads look at the same time
 
     @property
     def is_outdated(self) -> bool:

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.kernels.transfers import to_device, to_host
+from hf_paged.model.wrapper import Twin
 
 _TENSORS = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids")
 _PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
@@ -142,11 +143,13 @@ class CallState:
         is_submitted: It is only to be prepared.
         host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
         hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
+        twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
     """
 
     is_submitted: bool = False
     host: HostCall | None = None
     hides_device: bool = False
+    twin: Twin | None = None
 
 
 # The innermost one of this thread.

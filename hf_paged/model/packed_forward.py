@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.sequence import GivenToken, Sequence
+from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence
+from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.weights_version import WeightsVersion
 
@@ -26,28 +28,35 @@ def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes
     """
     if cache.is_padded:
         return None
+    return _padding(call, [cache.padding[row] for row in active], cache.get_seq_length(), takes_positions)
+
+
+def _padding(call: ForwardCall, before: list[int], width: int, takes_positions: bool) -> list[int] | None:
+    """See `plain_padding`; `before`: the rows' padding in the cache of `width` columns."""
+    if not call.is_known:
+        return None
     length = call.tokens.shape[1]
-    width = cache.get_seq_length()
     positions = call.position_ids
     if positions is not None and (
-        positions.shape not in ((1, length), (len(active), length)) or positions.is_floating_point()
+        positions.ndim not in (2, 3)
+        or positions.shape[-2:] not in ((1, length), (len(before), length))
+        or positions.is_floating_point()
     ):
         return None  # the model itself broadcasts them, or refuses
-    padding = [cache.padding[row] for row in active]
     mask = call.on_host().attention_mask
     if mask is None:
-        return padding
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (len(active), width + length):
+        return before
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (len(before), width + length):
         return None
     hidden = mask == 0
     given: list[int] = hidden.sum(dim=1).tolist()
     if not any(given):
-        return padding if not any(padding) else None
+        return before if not any(before) else None
     leading = hidden.long().cumprod(dim=1).sum(dim=1).tolist()
     if leading != given or min(given) >= width + length or (positions is None and takes_positions):
         return None
     # Padding of a row that has no token yet may grow.
-    is_same = all(now == before or now >= before == width for now, before in zip(given, padding, strict=True))
+    is_same = all(now == own or now >= own == width for now, own in zip(given, before, strict=True))
     return given if is_same else None
 
 
@@ -74,14 +83,18 @@ class PackedForward:
         sequences: Their sequences.
         padding: Their left padding, in columns.
         width: Columns of the cache before the call.
-        offsets: Of each row, what its new tokens' positions exceed their index in the sequence by; `None` if it varies.
+        positions: `[axes, rows, columns]` on the host.
+        offsets: Of each row, what the last token's position (on the first axis) exceeds its index in the sequence by.
+        is_uniform: Of each row, whether that goes for all its new tokens.
     """
 
     call: ForwardCall
     sequences: list[Sequence]
     padding: list[int]
     width: int
-    offsets: list[int | None]
+    positions: Tensor
+    offsets: list[int]
+    is_uniform: list[bool]
 
     @classmethod
     def make(
@@ -89,16 +102,18 @@ class PackedForward:
     ) -> PackedForward:
         """The forward of `call`'s rows; where it gives no position ids, a token's position is its column."""
         given = call.on_host().position_ids
-        if not takes_positions:  # a token's place is its index in the sequence
-            return cls(call, sequences, padding, width, [0] * len(sequences))
         # On the host by name: the caller may have set another default device.
         columns = torch.arange(width, width + call.tokens.shape[1], device="cpu")
         index = columns - torch.tensor(padding, device="cpu")[:, None]
-        difference = (columns if given is None else given.cpu()) - index
-        last = difference[:, -1:]
-        is_uniform = ((difference == last) | (index < 0)).all(dim=1).tolist()
-        offsets = [offset if uniform else None for offset, uniform in zip(last[:, 0].tolist(), is_uniform, strict=True)]
-        return cls(call, sequences, padding, width, offsets)
+        if not takes_positions:  # a token's place is its index in the sequence
+            return cls(call, sequences, padding, width, index[None], [0] * len(padding), [True] * len(padding))
+        positions = columns if given is None else given.cpu()
+        difference = positions - index  # [rows, columns], or [axes, rows, columns]
+        if difference.ndim == 2:
+            difference = difference[None]
+        last = difference[0, :, -1:]
+        is_uniform = ((difference == last) | (index < 0)).all(dim=2).all(dim=0).tolist()
+        return cls(call, sequences, padding, width, difference + index, last[:, 0].tolist(), is_uniform)
 
     @property
     def length(self) -> int:
@@ -123,25 +138,68 @@ class PackedForward:
         given = self.call.on_host().input_ids
         new_ids = None if given is None else given.tolist()
         state = None if weights_version is None else weights_version.key()
-        embeds = None if self.call.inputs_embeds is None else self.call.inputs_embeds.detach().clone()
+        given_rows = self._given_rows()
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)
             if sequence.num_tokens == 0:
-                sequence.position_offset, sequence.is_stale = self.offsets[row] or 0, False
+                sequence.position_offset, sequence.is_stale = self.offsets[row], False
                 sequence.extra_key = (*(state or ()), sequence.position_offset, *salt)
             elif state is not None and sequence.extra_key[: len(state)] != state:
                 if sequence.num_uncomputed_tokens:
                     sequence.check_state(state)
                 sequence.is_stale = True  # older weights or another adapter wrote the beginning: only the pool has it
             assert sequence.token_ids is not None, "tokens behind unknown ones"
-            if new_ids is not None and self.offsets[row] == sequence.position_offset:
-                sequence.token_ids += new_ids[row][self.length - new :]
-            else:
-                sequence.token_ids += self._given_tokens(row, new, None if new_ids is None else new_ids[row], embeds)
-                sequence.given_end = len(sequence.token_ids)
+            first = len(sequence.token_ids)
+            tokens, spans = self._tokens(row, new, new_ids, given_rows, first, sequence.position_offset)
+            if given_rows is not None or spans or not self._is_plain(row, sequence.position_offset):
+                sequence.given_end = first + len(tokens)
+            sequence.token_ids += tokens
+            sequence.spans += spans
             sequence.num_tokens += new
             if not sequence.num_prompt_tokens:
                 sequence.num_prompt_tokens = sequence.num_tokens
+
+    @classmethod
+    def prompts(cls, call: ForwardCall, takes_positions: bool) -> list[GivenPrompt] | None:
+        """A first forward's rows, if each of them goes on with plain ids at the positions that follow; else `None`."""
+        padding = _padding(call, [0] * call.tokens.shape[0], 0, takes_positions)
+        if padding is None or call.others:
+            return None
+        packed = cls.make(call, [], padding, 0, takes_positions)
+        last = packed.positions[:, :, -1]
+        if not bool((last == last[:1]).all()):
+            return None
+        ids = call.on_host().input_ids
+        new_ids, given_rows = None if ids is None else ids.tolist(), packed._given_rows()
+        prompts: list[GivenPrompt] = []
+        for row, offset in enumerate(packed.offsets):
+            new = packed.length - padding[row]
+            tokens, spans = packed._tokens(row, new, new_ids, given_rows, 0, offset)
+            prompts.append(GivenPrompt(tokens, offset, spans))
+        return prompts
+
+    def _tokens(
+        self,
+        row: int,
+        new: int,
+        ids: list[list[int]] | None,
+        given_rows: list[_GivenRow | None] | None,
+        num_tokens: int,
+        offset: int,
+    ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """A row's last `new` columns, as tokens of a sequence of `num_tokens`, and runs of them that see each other."""
+        given = given_rows[row] if given_rows is not None else None
+        spans = self._spans(row, new, num_tokens)
+        own_ids = None if ids is None else ids[row]
+        if own_ids is not None and given is None and not spans and self._is_plain(row, offset):
+            return own_ids[self.length - new :], ()
+        tokens = self._given_tokens(row, new, own_ids, given, offset)
+        _see_each_other(tokens, spans, num_tokens, offset)
+        return tokens, tuple(spans)
+
+    def _is_plain(self, row: int, offset: int) -> bool:
+        """Whether all positions of a row follow from this offset."""
+        return self.is_uniform[row] and self.offsets[row] == offset
 
     def wanted_logits(self) -> np.ndarray:
         """Index, in its sequence, of each token whose logits the caller wants: `[rows, columns kept]`."""
@@ -149,20 +207,81 @@ class PackedForward:
         columns = np.arange(self.length)[keep.cpu().numpy() if isinstance(keep, Tensor) else slice(-keep, None)]
         return self.width + columns - np.asarray(self.padding, dtype=np.int64)[:, None]
 
-    def _given_tokens(self, row: int, new: int, ids: list[int] | None, embeds: Tensor | None) -> list[GivenToken]:
-        """A row's last `new` columns as tokens that say where they are, and what."""
-        columns = range(self.length - new, self.length)
-        offset = self.offsets[row]
-        if offset is not None:
-            first = self.width - self.padding[row] + offset
-            positions = {column: first + column for column in columns}
-        else:
-            given = self.call.on_host().position_ids
-            assert given is not None
-            own = given.expand(len(self.sequences), self.length)[row].tolist()
-            positions = {column: own[column] for column in columns}
-        if ids is not None:
-            return [GivenToken.at(positions[column], ids[column]) for column in columns]
-        assert embeds is not None
-        states = embeds[row]
-        return [GivenToken.embedded(positions[column], states, column) for column in columns]
+    def _given_rows(self) -> list[_GivenRow | None] | None:
+        """What tokens of each row were given as, beside ids; `None`: nothing."""
+        inner, embeds = self.call.inner, self.call.inputs_embeds
+        if inner is None:
+            if embeds is None:
+                return None
+            embeds = embeds.detach().clone()
+            return [_GivenRow(states, list(range(self.length)), None) for states in embeds]
+        if inner.embedded is None:
+            return None
+        rows: list[_GivenRow | None] = []
+        for row, columns in enumerate(inner.embedded):
+            if not columns:
+                rows.append(None)
+                continue
+            states = inner.given[row, to_device(columns, inner.inputs_embeds.device)].detach()
+            (content,) = to_host([states.contiguous()])
+            rows.append(_GivenRow(states, columns, content.view(torch.uint8).numpy()))
+        return rows
+
+    def _spans(self, row: int, new: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Runs of a row's new tokens that see each other, as places in its sequence of so many tokens."""
+        inner = self.call.inner
+        if inner is None or inner.spans is None:
+            return []
+        shift, first = num_tokens - (self.length - new), self.length - new
+        return [(max(start, first) + shift, stop + shift) for start, stop in inner.spans[row] if stop > first + 1]
+
+    def _given_tokens(
+        self, row: int, new: int, ids: list[int] | None, given: _GivenRow | None, offset: int
+    ) -> list[int]:
+        """A row's last `new` columns, as ids where these and the sequence's offset tell all of them."""
+        tokens: list[int] = []
+        index = {} if given is None else {column: place for place, column in enumerate(given.columns)}
+        first = self.width - self.padding[row] + offset
+        for column, axes in enumerate(self.positions[:, row].T.tolist()[self.length - new :], self.length - new):
+            position = axes[0] if axes.count(axes[0]) == len(axes) else tuple(axes)
+            place = index.get(column)
+            if place is not None:
+                assert given is not None
+                content = None if given.content is None else given.content[place]
+                tokens.append(GivenToken.embedded(position, given.states, place, content))
+            else:
+                assert ids is not None
+                is_plain = position == first + column
+                tokens.append(ids[column] if is_plain else GivenToken.at(position, ids[column]))
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenRow:
+    """Tokens of a row that were not given as ids.
+
+    Attributes:
+        states: `[tokens, width]`, what they were given as.
+        columns: Where they are in the call.
+        content: `[tokens, bytes]` of the same, on the host; `None`: they are to equal nothing.
+    """
+
+    states: Tensor
+    columns: list[int]
+    content: np.ndarray | None
+
+
+def _see_each_other(tokens: list[int], spans: list[tuple[int, int]], first: int, offset: int) -> None:
+    """Gives tokens that see each other a digest of all of them: what is computed of one follows from them all.
+
+    Args:
+        tokens: Of a sequence, from its token number `first` on; changed in place.
+        spans: Runs of them, as places in the sequence.
+        first: See above.
+        offset: What positions of plain tokens exceed their place in the sequence by.
+    """
+    for start, stop in spans:
+        run = tokens[start - first : stop - first]
+        whole = hashlib.sha256(repr([(int(token), getattr(token, "digest", b"")) for token in run]).encode()).digest()
+        for place, token in enumerate(run):
+            tokens[start - first + place] = GivenToken.within(whole, place, token, start + place + offset)

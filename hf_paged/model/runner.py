@@ -32,6 +32,7 @@ from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.model.weights_version import is_batch_dependent
+from hf_paged.model.wrapper import InnerCall, Twin, Wrapper
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
 
@@ -126,11 +127,13 @@ class TokenInputs:
 
     Attributes:
         input_ids: `[N]` int64; any number for a token that was given as an embedding.
-        position_ids: `[N]` int64.
+        position_ids: `[N]` int64, or `[axes, N]` where they differ from axis to axis.
         chosen: Of ids that only the device knows: `[M]` tokens there, and for each of the N its place in them, or -1
             (`input_ids` knows it).
-        embedded: Of tokens given as embeddings: `[E]` their places among the N, and `[E, hidden_size]` what was given.
+        embedded: Of tokens given as embeddings: `[E]` their places among the N, and what was given: `[E, hidden_size]`,
+            or wider, with what else belongs to them (see `Wrapper`).
         inputs_embeds: `[N, hidden_size]`, once some were given so: the ids' embeddings, too.
+        extras: `[N, width]`, what else belongs to tokens.
     """
 
     input_ids: Tensor
@@ -138,6 +141,7 @@ class TokenInputs:
     chosen: tuple[Tensor, np.ndarray] | None = None
     embedded: tuple[np.ndarray, Tensor] | None = None
     inputs_embeds: Tensor | None = None
+    extras: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, embeddings: Tensor | None, chosen: Tensor | None) -> TokenInputs:
@@ -149,6 +153,8 @@ class TokenInputs:
             chosen: The tokens that the step before has chosen.
         """
         ids, positions = (torch.from_numpy(np.frombuffer(a, np.int64)) for a in (batch.token_ids, batch.positions))
+        if batch.axes is not None:
+            positions = torch.from_numpy(np.frombuffer(batch.axes, np.int64)).view(len(ids), -1).T
         known = cls(ids, positions)
         if batch.placeholders is not None:
             assert chosen is not None
@@ -156,6 +162,15 @@ class TokenInputs:
         if embeddings is not None:
             known.embedded = np.frombuffer(batch.embedded, np.int64), embeddings
         return known
+
+    def select(self, places: Tensor) -> TokenInputs:
+        """Some of the tokens, which are on their device."""
+        return TokenInputs(
+            self.input_ids[places],
+            self.position_ids[..., places],
+            inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[places],
+            extras=None if self.extras is None else self.extras[places],
+        )
 
     def to(self, device: torch.device, embed: Callable[[Tensor], Tensor]) -> TokenInputs:
         """The same on a device, where all ids are known, and their embeddings if any are given.
@@ -167,12 +182,15 @@ class TokenInputs:
         ids = to_device(self.input_ids, device)
         if self.chosen is not None:
             ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))
-        embeds = None
+        embeds = extras = None
         if self.embedded is not None:
-            places, given = self.embedded
             embeds = embed(ids)
-            embeds = embeds.index_copy(0, to_device(places, device), given.to(device, embeds.dtype))
-        return TokenInputs(ids, to_device(self.position_ids, device), inputs_embeds=embeds)
+            places, given = to_device(self.embedded[0], device), self.embedded[1].to(device, embeds.dtype)
+            width = given.shape[-1] - embeds.shape[-1]
+            if width:
+                extras = embeds.new_zeros(len(ids), width).index_copy(0, places, given[:, -width:])
+            embeds = embeds.index_copy(0, places, given[:, : embeds.shape[-1]])
+        return TokenInputs(ids, to_device(self.position_ids, device), inputs_embeds=embeds, extras=extras)
 
 
 class ModelRunner:
@@ -218,6 +236,7 @@ class ModelRunner:
         self._compiled: Callable[..., Any] | None = None
         self._graphs: tuple[int, DecodeGraphs] | None = None  # and where the weights were
         self.configs = attention_configs(model)
+        self.wrapper = Wrapper.of(model)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -348,8 +367,54 @@ class ModelRunner:
         if not self._traits.runs_packed:
             with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
                 return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
+        if batch.spans:
+            return self._run_apart(batch.spans, tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+
+    def _run_apart(
+        self,
+        spans: tuple[tuple[int, int, int], ...],
+        tokens: TokenInputs,
+        metadata: list[AttentionMetadata],
+        kv_cache: KVCache,
+        logit_rows: np.ndarray,
+        may_infer: bool,
+    ) -> Tensor:
+        """A step some of whose tokens see others behind them: their rows by the model's own attention, under masks."""
+        device, lens = kv_cache.tensor.device, metadata[0].host_query_lens
+        token_rows = np.repeat(np.arange(len(lens)), lens)
+        has_spans = np.isin(np.arange(len(lens)), [row for row, _, _ in spans])
+        logits: list[tuple[np.ndarray, Tensor]] = []
+        for chosen in (False, True):
+            rows = np.nonzero(has_spans == chosen)[0]
+            if not len(rows):
+                continue
+            mine = np.isin(token_rows, rows)
+            place = np.cumsum(mine) - 1  # of a token among those of these rows
+            wanted = np.nonzero(mine[logit_rows])[0]
+            own_tokens = tokens.select(to_device(np.nonzero(mine)[0], device))
+            own_metadata = [each.of(rows) for each in metadata]
+            own_rows = place[logit_rows[wanted]] if len(wanted) else np.zeros(1, dtype=np.int64)
+            if chosen:
+                renamed = {row: number for number, row in enumerate(rows.tolist())}
+                own_spans = [(renamed[row], *span) for row, *span in spans]
+                found = self._run_padded(own_tokens, own_metadata, kv_cache, own_rows, may_infer, own_spans)
+            else:
+                found = self._run_model(own_tokens, own_metadata, kv_cache, to_device(own_rows, device), may_infer)
+            if len(wanted):
+                logits.append((wanted, found))
+        if len(logits) == 1:
+            return logits[0][1]
+        back = np.argsort(np.concatenate([wanted for wanted, _ in logits]))
+        return torch.cat([found for _, found in logits])[to_device(back, device)]
+
+    def _model_for(self, extras: Tensor | None) -> Any:
+        """What runs a forward: the model, or one that hands its language model `extras` (`[B, q, width]`), too."""
+        if extras is None:
+            return self.model
+        assert self.wrapper is not None
+        return self.wrapper.handing(self.model, extras)
 
     def _embed(self, ids: Tensor) -> Tensor:
         embedding: nn.Module = self.model.get_input_embeddings()
@@ -363,8 +428,12 @@ class ModelRunner:
         kv_cache: KVCache,
         logit_rows: np.ndarray,
         may_infer: bool,
+        spans: Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
-        """The step by forwards of the model's own attention, each of rows that padding costs little."""
+        """The step by forwards of the model's own attention, each of rows that padding costs little.
+
+        With `spans` (see `Batch`), masks say which tokens see others behind them.
+        """
         start = metadata[0].host_start_loc
         sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
         groups = metadata[0].alike()
@@ -377,12 +446,28 @@ class ModelRunner:
             own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
             layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
             cache = PaddedCache(layouts, paged_step(kv_cache.backends, own, kv_cache.groups), kv_cache)
-            parts.append(self._run_rows(tokens, layouts[0], cache, wanted, may_infer))
+            parts.append(
+                self._run_rows(tokens, layouts[0], cache, wanted, may_infer, self._masks(layouts[0], rows, spans))
+            )
             order.append(mine)
         if len(parts) == 1:
             return parts[0]
         back = np.argsort(np.concatenate(order), kind="stable")
         return torch.cat(parts)[to_device(back, parts[0].device)]
+
+    def _masks(self, layout: PaddedLayout, rows: np.ndarray, spans: Sequence[tuple[int, ...]]) -> Any:
+        """Masks of a padded forward of these rows; `None`: all of its tokens see what is before them."""
+        if not spans:
+            return None
+        assert self.wrapper is not None
+        renamed = {row: number for number, row in enumerate(rows.tolist())}
+        shifts = layout.width - layout.seq_lens  # a token's column exceeds its index by as much
+        own = [
+            (renamed[row], start + int(shifts[renamed[row]]), stop + int(shifts[renamed[row]]))
+            for row, start, stop in spans
+            if row in renamed
+        ]
+        return self.wrapper.masks(layout.attention_mask, layout.query_width, own, self.placement[0])
 
     def _run_rows(
         self,
@@ -391,6 +476,7 @@ class ModelRunner:
         cache: PaddedCache,
         wanted: tuple[np.ndarray, np.ndarray],
         may_infer: bool,
+        masks: Any = None,
     ) -> Tensor:
         """One padded forward.
 
@@ -400,6 +486,7 @@ class ModelRunner:
             cache: Of the rows.
             wanted: `[K]` rows, and `[K]` columns counted from the end (1: the last), whose logits are wanted.
             may_infer: Whether it may run in inference mode.
+            masks: In place of a mask of padding alone.
 
         Returns:
             `[K, vocab_size]`.
@@ -413,15 +500,16 @@ class ModelRunner:
         else:
             inputs["inputs_embeds"] = tokens.inputs_embeds[index]
         if self.takes_positions:
-            inputs["position_ids"] = tokens.position_ids[index]
+            inputs["position_ids"] = tokens.position_ids[..., index]
+        model = self._model_for(None if tokens.extras is None else tokens.extras[index])
         num_kept = int(from_end.max(initial=1))
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = num_kept
         mode = torch.inference_mode() if may_infer else nullcontext()
         with mode, self._scopes(), self._stepping():
             output = self._forward(
-                self.model,
-                attention_mask=layout.attention_mask,
+                model,
+                attention_mask=layout.attention_mask if masks is None else masks,
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -457,8 +545,8 @@ class ModelRunner:
         step = paged_step(kv_cache.backends, metadata, kv_cache.groups)
         with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
-                self.model,
-                position_ids=tokens.position_ids[None],
+                self._model_for(None if tokens.extras is None else tokens.extras[None]),
+                position_ids=tokens.position_ids[..., None, :],
                 attention_mask=sentinel,
                 past_key_values=StepCache(tokens.position_ids if self._traits.tells_positions else None),
                 use_cache=True,
@@ -480,7 +568,7 @@ class ModelRunner:
 
     def _replay(self, batch: Batch, kv_cache: KVCache, chosen: Tensor | None) -> Tensor | None:
         """A decode step by a CUDA graph, where there is one for it; arguments as in `run`."""
-        if self._config.cuda_graphs is False or batch.embedded:
+        if self._config.cuda_graphs is False or batch.embedded or batch.axes is not None:
             return None
         if torch.is_autocast_enabled(kv_cache.tensor.device.type):
             return None
@@ -623,6 +711,7 @@ class ModelRunner:
         kv_cache: KVCache,
         shape: tuple[int, int],
         arguments: dict[str, Any],
+        twin: Twin | None = None,
     ) -> Any:
         """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
 
@@ -633,15 +722,23 @@ class ModelRunner:
             kv_cache: The pool.
             shape: Columns in all, and new ones.
             arguments: What the caller gave.
+            twin: See `run_unpatched`.
         """
         device = kv_cache.tensor.device
         first = AttentionMetadata(tables[0], new, lengths, kv_cache.block_size, kv_cache.null_block, device)
         metadata = [first, *map(first.with_tables, tables[1:])]
         layouts = [PaddedLayout(own, first.host_start_loc[:-1], device, shape) for own in metadata]
         cache = PaddedCache(layouts, paged_step(kv_cache.backends, metadata, kv_cache.groups), kv_cache)
-        return self.run_unpatched(past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+        return self.run_unpatched(past_key_values=cache, use_cache=True, return_dict=True, twin=twin, **arguments)
 
-    def run_unpatched(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the unpatched class."""
+    def run_unpatched(self, *args: Any, twin: Twin | None = None, **kwargs: Any) -> Any:
+        """The forward of the unpatched class; of a wrapper, on the twin that holds the call's state."""
         with self._layers(), self._stepping():
-            return self._forward(self.model, *args, **kwargs)
+            if twin is None and self.wrapper is not None:  # nothing that is left on the model is this call's
+                twin = self.wrapper.twin(self.model, {})
+            return self._forward(self.model if twin is None else twin.model, *args, **kwargs)
+
+    def reach(self, twin: Twin, arguments: dict[str, Any]) -> InnerCall:
+        """What the wrapper that this model is hands to its language model; see `Wrapper.reach`."""
+        assert self.wrapper is not None
+        return self.wrapper.reach(twin, self._forward, arguments)

@@ -145,3 +145,14 @@ def test_a_crop_that_turns_out_to_be_impossible_is_told_by_the_cache_alone(make_
         cache.reset()
         pair.paged(ids, past_key_values=cache)
     del first, cache
+
+
+def test_a_dropped_cache_does_not_hold_up_a_move(pair: Pair) -> None:
+    """Would break: a model that can't be moved for keys that its user gave up, because they can't be computed again."""
+    cache = PagedCache(pair.paged)
+    cache.update(*states(pair.stock, 1, 6), 0)
+    del cache
+    pair.paged.double()
+    with torch.no_grad():
+        found = pair.paged(random_ids(1, 6), past_key_values=PagedCache(pair.paged)).logits
+        torch.testing.assert_close(found, pair.stock.double()(random_ids(1, 6)).logits)

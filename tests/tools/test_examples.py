@@ -93,6 +93,15 @@ def test_shared_system_prompt():
     assert used < unshared / 2
 
 
+def test_pictures():
+    output = run_example("pictures.py")
+    assert "same tokens as stock generate(): True" in output
+    [(picture, users, found)] = numbers(r"a picture is (\d+) tokens; (\d+) more users found (\d+) tokens", output)
+    assert found >= users * picture
+    [(answers, steps)] = numbers(r"(\d+) answers in (\d+) model steps", output)
+    assert steps < answers * 16, "the users did not share steps"
+
+
 def test_web_endpoint():
     output = run_example("web_endpoint.py", "--port", "0")
     [(replies, tokens, steps)] = numbers(r"(\d+) replies, (\d+) tokens in (\d+) model steps", output)

@@ -124,14 +124,14 @@ class TestSharing:
 
 class TestThreads:
     @pytest.fixture
-    def models(self) -> Iterator[tuple[Any, Any]]:
-        paged = hf_paged.patch(tiny_lm(), num_blocks=64)
-        yield tiny_lm(), paged
+    def models(self) -> Iterator[dict[str, Any]]:
+        stock, paged = tiny_lm(), hf_paged.patch(tiny_lm(), num_blocks=64)
+        yield {way: paged if way == "hf_paged" else stock for way in threads.WAYS}
         hf_paged.unpatch(paged)
 
     @pytest.mark.parametrize("mode", threads.MODES)
-    def test_tokens_are_stocks_and_steps_are_shared(self, mode: str, models: tuple[Any, Any]) -> None:
-        row = threads.measure(*models, tiny_tokenizer(), mode, num_threads=3, new_tokens=5, reps=1)
+    def test_tokens_are_stocks_and_steps_are_shared(self, mode: str, models: dict[str, Any]) -> None:
+        row = threads.measure(models, tiny_tokenizer(), mode, num_threads=3, new_tokens=5, reps=1)
         assert all(row[way]["tokens_identical"] for way in threads.WAYS)
         # 5 steps if all begin together, 15 if nothing were shared.
         assert 5 <= row["hf_paged"]["model_steps"] <= 15
@@ -142,6 +142,12 @@ class TestThreads:
                 assert figures["first_token_seconds"] is None
             else:
                 assert 0 < figures["first_token_seconds"] <= figures["seconds"]
+
+    def test_one_way_by_itself(self, models: dict[str, Any]) -> None:
+        own = {"hf_paged": models["hf_paged"]}
+        row = threads.measure(own, tiny_tokenizer(), "plain", num_threads=2, new_tokens=3, reps=2)
+        assert row["hf_paged"]["tokens_identical"] and not set(threads.WAYS[1:]) & set(row)
+        threads.print_table([row], 3)
 
     def test_prompts_are_different_and_ragged(self) -> None:
         prompts = threads.make_prompts(tiny_tokenizer(), 64)

@@ -1,0 +1,66 @@
+"""What a call of the model is given: as its caller says it, and as a multimodal model tells its language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged.attention.cache import PagedCache
+from hf_paged.model.forward_call import ForwardCall
+from hf_paged.model.wrapper import token_positions
+
+# What `generate()` needs for stop strings and hands on to every forward, where no model looks at it.
+IGNORED_BY_FORWARD = {"tokenizer"}
+
+
+def is_given(value: Any) -> bool:
+    """Whether an argument asks for anything: it is neither `None` nor `False`, nor a table of nothing."""
+    return value is not None and value is not False and not (isinstance(value, dict) and not value)
+
+
+def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> ForwardCall:
+    """What a forward of the model over a `PagedCache` is given (by name; taken out of the dict), to be looked at."""
+    call = ForwardCall(
+        input_ids=given.pop("input_ids", None),
+        inputs_embeds=given.pop("inputs_embeds", None),
+        attention_mask=given.pop("attention_mask", None),
+        position_ids=given.pop("position_ids", None),
+        logits_to_keep=given.pop("logits_to_keep", 0),
+    )
+    for name in ("past_key_values", "use_cache", *IGNORED_BY_FORWARD):
+        given.pop(name, None)
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if given.get(name) is None and getattr(self.config, name, False):
+            given[name] = True  # asked for by the config
+    # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
+    call.others = {name: value for name, value in given.items() if is_given(value)}
+    if self.paged.core.runner.wrapper is not None:
+        _look_inside(self, cache, call)
+    call.on_host()  # before anything is locked
+    return call
+
+
+@torch.no_grad()
+def _look_inside(self: Any, cache: PagedCache, call: ForwardCall) -> None:
+    """Finds out what a wrapper hands to its language model, unless that is the ids of the call and nothing else."""
+    runner = self.paged.core.runner
+    wrapper = runner.wrapper
+    asked = {name for name in call.others if name == "labels" or name.startswith("output_")}
+    is_text = not call.others.keys() - asked and call.position_ids is not None
+    is_text &= wrapper.is_causal or call.tokens.shape[1] == 1
+    call.given = call.arguments()
+    if call.position_ids is not None:
+        call.position_ids = token_positions(call.position_ids)
+    if is_text:
+        return
+    call.twin = twin = wrapper.twin(self, cache.state)
+    given = {name: value for name, value in call.given.items() if name not in asked}
+    inner = runner.reach(twin, given | {"past_key_values": cache, "use_cache": True, "return_dict": True})
+    call.others = {name: call.others[name] for name in asked} | inner.others
+    has_same_shape = inner.inputs_embeds.shape[:2] == call.tokens.shape[:2]
+    call.is_known = not inner.others and has_same_shape and inner.find_spans(wrapper.is_causal, wrapper.window)
+    if call.is_known:
+        inner.compare(call.input_ids, self.get_input_embeddings())
+        call.inner = inner
+        call.position_ids = None if inner.position_ids is None else token_positions(inner.position_ids)

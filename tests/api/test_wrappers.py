@@ -1,0 +1,266 @@
+"""Multimodal models: their text-only calls, pictures, and what of both the prefix cache may share."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import Pair, join, new_cache
+from models import least_blocks, ragged_batch, random_ids
+from packaging.version import Version
+from torch import Tensor, nn
+from wrappers import IMAGE, WRAPPERS, asking, build_wrapper
+
+import hf_paged
+from hf_paged import PagedCache
+
+MakePair = Callable[..., Pair]
+
+NEW = 8
+OLD = Version(transformers.__version__) < Version("5.18.dev0")
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sample": {"do_sample": True, "top_k": 20},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
+}
+CAUSAL = [name for name, row in WRAPPERS.items() if row.is_causal]
+
+every_wrapper = pytest.mark.parametrize("name", WRAPPERS)
+every_causal = pytest.mark.parametrize("name", CAUSAL)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+SINGLE = ("fuyu", "qwen2_5_omni")
+"""Whose pictures stock doesn't expand for samples and beams."""
+
+TWO = ((3, 4), (1, 2))
+"""Tokens before and behind the pictures of two rows of different lengths."""
+
+
+@pytest.fixture
+def make_wrapper_pair(make_pair: MakePair) -> MakePair:
+    def make(name: str, **settings: Any) -> Pair:
+        return make_pair(build_wrapper(name), **settings)
+
+    return make
+
+
+@pytest.mark.core
+@every_wrapper
+@every_mode
+def test_text_alone(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
+    """Would break: calls without a picture, which need nothing but ids."""
+    pair = make_wrapper_pair(name)
+    pair.generate(**ragged_batch(), max_new_tokens=NEW, **MODES[mode])
+    # Stock computes PaliGemma otherwise with padding than without.
+    if name != "paligemma" and (mode != "beams" or pair.stock._supports_logits_to_keep()):
+        assert pair.seen[0] == 11 + 7 + 2, "padding was computed"
+
+
+@pytest.mark.core
+@every_wrapper
+@every_mode
+def test_pictures(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
+    """Would break: what the language model is given for a picture, on its way to the batch."""
+    if name in SINGLE and mode in ("samples", "beams"):
+        pytest.skip("stock doesn't expand its pictures")
+    pair = make_wrapper_pair(name)
+    call = asking(name, (0, 1), TWO)
+    pair.generate(**call, max_new_tokens=NEW, **MODES[mode])
+    has_logits_of_last = mode in ("greedy", "sample", "samples") or pair.stock._supports_logits_to_keep()
+    is_odd = OLD and name == "mistral3"  # its tower rounds copies otherwise there
+    if has_logits_of_last and WRAPPERS[name].is_causal and not is_odd:
+        assert pair.seen[0] == int(call["attention_mask"].sum()), "padding or copies were computed"
+
+
+@every_wrapper
+def test_submitted_text(name: str) -> None:
+    """Would break: `submit()` for a multimodal model."""
+    stock = build_wrapper(name)
+    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
+    prompt = random_ids(1, 9)
+    request = paged.paged.submit(prompt, max_new_tokens=NEW)
+    assert request.result(20).token_ids == stock.generate(prompt, max_new_tokens=NEW)[0, 9:].tolist()
+
+
+@pytest.mark.core
+@every_wrapper
+@pytest.mark.parametrize("turns", ["text text", "picture text", "text picture", "picture picture"])
+def test_cache_kept_over_two_turns(make_wrapper_pair: MakePair, name: str, turns: str) -> None:
+    """Would break: positions behind a picture of an earlier call, and a picture behind tokens in the cache."""
+    if turns.endswith("picture") and (
+        not WRAPPERS[name].is_causal or (turns == "picture picture" and WRAPPERS[name].types)
+    ):
+        pytest.skip("stock can't")
+    pair = make_wrapper_pair(name)
+    first, second = (asking(name, (turn,)) for turn in (0, 1))
+    kinds = turns.split()
+
+    def call(model: Any) -> Any:
+        cache = new_cache(model)
+        given = copy.deepcopy(first) if kinds[0] == "picture" else {"input_ids": random_ids(1, 7)}
+        one = model.generate(**given, past_key_values=cache, max_new_tokens=5, eos_token_id=None)
+        if kinds[1] == "text":
+            ids = torch.cat([one, random_ids(1, 4, seed=1)], dim=1)
+            return one, model.generate(ids, past_key_values=cache, max_new_tokens=5, eos_token_id=None)
+        given = copy.deepcopy(second)
+        given["input_ids"] = torch.cat([one, given["input_ids"]], dim=1)
+        del given["attention_mask"]
+        types = WRAPPERS[name].types
+        if types is not None:
+            given[types] = nn.functional.pad(given[types], (one.shape[1], 0))
+        return one, model.generate(**given, past_key_values=cache, max_new_tokens=5, eos_token_id=None)
+
+    pair.both(call)
+
+
+@every_wrapper
+def test_forward(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: a caller's own forwards, a picture and then tokens whose positions the model has to find."""
+    pair = make_wrapper_pair(name)
+    given = asking(name)
+    del given["attention_mask"]
+
+    def call(model: Any) -> Any:
+        cache = new_cache(model)
+        with torch.no_grad():
+            first = model(**copy.deepcopy(given), past_key_values=cache).logits
+            second = model(input_ids=random_ids(1, 3), past_key_values=cache).logits
+            third = model(input_ids=random_ids(1, 1, seed=2), past_key_values=cache).logits
+        return first, second, third
+
+    pair.both(call)
+
+
+@every_wrapper
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_pool_too_small_for_the_batch(make_wrapper_pair: MakePair, name: str, preemption: str, mode: str) -> None:
+    """Would break: pictures that are computed again, or swapped, and cut into chunks."""
+    if mode == "beams" and (name in SINGLE or not build_wrapper(name)._supports_logits_to_keep()):
+        pytest.skip("stock doesn't expand its pictures, or wants logits of the padding, too")
+    call = asking(name, (0, 1), TWO)
+    model, prompts = build_wrapper(name), call["attention_mask"].sum(dim=1).tolist()
+    both = sum(least_blocks(model, num_tokens, 2, 3) for num_tokens in prompts)
+    num_blocks = max(both, least_blocks(model, max(prompts) + 20, 2, 3)) + 2
+    pair = make_wrapper_pair(name, block_size=2, num_blocks=num_blocks, max_num_batched_tokens=3, preemption=preemption)
+    pair.generate(**call, max_new_tokens=20, eos_token_id=None, **MODES[mode])
+    assert max(pair.seen) <= 3 or not WRAPPERS[name].is_causal
+    assert pair.delta["num_preemptions"] > 0
+
+
+@every_causal
+def test_the_same_picture_is_computed_once(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: hits behind a picture, or hits for another one."""
+    pair = make_wrapper_pair(name, block_size=2)
+    num_tokens = asking(name)["input_ids"].shape[1]
+    pair.generate(**asking(name), max_new_tokens=2)
+    assert pair.delta["prefix_cache_hit_tokens"] == 0
+    pair.generate(**asking(name), max_new_tokens=2)
+    assert pair.delta["prefix_cache_hit_tokens"] == (num_tokens - 1) // 2 * 2
+    pair.generate(**asking(name, seed=1), max_new_tokens=2)
+    assert pair.delta["prefix_cache_hit_tokens"] == 0
+    pair.generate(**asking(name, pictures=(1,)), max_new_tokens=2)
+    words = 3 + WRAPPERS[name].has_start
+    assert pair.delta["prefix_cache_hit_tokens"] == words // 2 * 2
+    ids = asking(name)["input_ids"]
+    pair.generate(input_ids=torch.where(ids == IMAGE, 5, ids), max_new_tokens=2)
+    assert pair.delta["prefix_cache_hit_tokens"] <= words // 2 * 2
+
+
+@pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if row.types == "mm_token_type_ids"])
+def test_equal_pixels_under_another_grid_are_another_picture(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: hits for a picture of the same patches whose tokens lie elsewhere."""
+    pair = make_wrapper_pair(name, block_size=2)
+    call = asking(name)
+    pair.generate(**call, max_new_tokens=2)
+    pair.generate(**(call | {"image_grid_thw": torch.tensor([[1, 8, 4]])}), max_new_tokens=2)
+    assert pair.delta["prefix_cache_hit_tokens"] <= 4
+
+
+@every_wrapper
+def test_threads_with_pictures_of_their_own(name: str) -> None:
+    """Would break: what a call leaves on the model for its next forward, read by another thread's."""
+    stock = build_wrapper(name)
+    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=512)
+    calls = []
+    for index in range(16):
+        call = asking(name, (index,), ((1 + index % 3, 2 + index % 5),), seed=index)
+        if index % 4 == 3:
+            call = {"input_ids": random_ids(1, 6 + index, seed=index)}
+        calls.append(call)
+
+    def talk(model: Any, call: dict[str, Any]) -> Tensor:
+        cache = new_cache(model)
+        first = model.generate(**copy.deepcopy(call), past_key_values=cache, max_new_tokens=6, eos_token_id=None)
+        ids = torch.cat([first, random_ids(1, 3)], dim=1)
+        return model.generate(ids, past_key_values=cache, max_new_tokens=6, eos_token_id=None)
+
+    expected = [talk(stock, call) for call in calls]
+    found: list[Tensor | None] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        found[index] = talk(paged, calls[index])
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    join(*threads, seconds=60)
+    for one, other in zip(expected, found, strict=True):
+        assert other is not None and torch.equal(one, other)
+    paged.paged.check_invariants()
+
+
+@pytest.mark.core
+@every_wrapper
+def test_nothing_is_left_on_the_model(name: str) -> None:
+    """Would break: the model as its user left it; a cache of stock that is continued, which looks there."""
+    paged = hf_paged.patch(build_wrapper(name), block_size=4, num_blocks=64)
+    parts = [paged, paged.base_model]
+    before = [dict(vars(part)) for part in parts]
+    cache = PagedCache(paged)
+    paged.generate(**asking(name), past_key_values=cache, max_new_tokens=3)
+    with torch.no_grad():
+        paged(input_ids=random_ids(1, 2), past_key_values=cache)
+    assert [dict(vars(part)) for part in parts] == before
+    hf_paged.unpatch(paged)
+
+
+@pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if not row.is_causal])
+def test_tokens_that_see_each_other(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: a picture computed in two steps, or found in the cache in part."""
+    pair = make_wrapper_pair(name, block_size=2, max_num_batched_tokens=2)
+    call = asking(name)
+    num_tokens, picture = call["input_ids"].shape[1], WRAPPERS[name].num_tokens
+    pair.generate(**call, max_new_tokens=4)
+    assert pair.seen[-1] == 1 and max(pair.seen) == (num_tokens if name == "paligemma" else picture)
+    pair.generate(**call, max_new_tokens=4)
+    assert pair.delta["prefix_cache_hit_tokens"] == (num_tokens - 1) // 2 * 2
+    other = asking(name, lengths=((3, 5),), seed=1)
+    other["input_ids"][:, :-5] = call["input_ids"][:, :-4]
+    pair.generate(**other, max_new_tokens=4)
+    assert pair.delta["prefix_cache_hit_tokens"] == (0 if name == "paligemma" else 2)
+
+
+def test_rows_of_both_kinds_in_one_step(make_wrapper_pair: MakePair) -> None:
+    """Would break: a step with rows under masks and rows without, and which logits are whose."""
+    pair = make_wrapper_pair("gemma3", block_size=2)
+    picture, text = asking("gemma3"), {"input_ids": random_ids(1, 5)}
+    expected = [pair.stock.generate(**call, max_new_tokens=NEW) for call in (picture, text, picture)]
+    found: dict[int, Tensor] = {}
+
+    def run(index: int, call: dict[str, Any]) -> None:
+        found[index] = pair.paged.generate(**call, max_new_tokens=NEW)
+
+    calls = enumerate((picture, text, picture))
+    threads = [threading.Thread(target=run, args=(index, call), daemon=True) for index, call in calls]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    assert all(torch.equal(one, found[index]) for index, one in enumerate(expected))

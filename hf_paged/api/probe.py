@@ -46,8 +46,8 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
         return tried
     tiny, expected, stock = tried
     tiny_stored = specs(stock)
-    whole = on_meta(base, config)
     try:
+        whole = on_meta(base, config)
         found = specs(noted_on_meta(whole))
     except Exception as error:  # its forward needs numbers
         found = _as_wide(base, config) or f"what its layers store could not be found out ({_text(error)})"

@@ -17,7 +17,13 @@ from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import why_not_whole
 from hf_paged.model.wrapper import inner_path
 
-_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+_PAGED_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "deepseek_sparse_attention",  # the same, of older transformers
+}
 
 
 @dataclass(frozen=True, slots=True)

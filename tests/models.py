@@ -194,9 +194,10 @@ MODELS: dict[str, TinyModel] = {
     # A layer's indexer, whose keys are cached too, chooses eight of the tokens.
     "deepseek_v32": TinyModel(
         lambda: hf.DeepseekV32Config(
-            **_LATENTS, **_ROUTED, index_topk=8, index_n_heads=16, index_head_dim=16, num_nextn_predict_layers=0
+            **_LATENTS, **_ROUTED, index_topk=8, index_n_heads=16, index_head_dim=14, num_nextn_predict_layers=0
         ),
         runs_packed=False,
+        seed=1,
     ),
     "glm4_moe_lite": TinyModel(
         lambda: hf.Glm4MoeLiteConfig(**_LATENTS, **_ROUTED, mlp_layer_types=["dense", "sparse"]), runs_packed=False

@@ -64,7 +64,7 @@ class Ledger:
         self.read(as_dicts(*manager.log.newer(self.last_id)))
         # What an empty sequence was only lent is no event before it grows.
         lent = Counter(
-            block for table in manager.by_id.values() if table.borrowed_from is not None for block in table.held()
+            block for table in manager.by_id.values() if table.borrowed_from is not None for block in table.everything()
         )
         pool = manager.pool
         expected = {block: count for block in range(pool.num_blocks) if (count := pool.ref_count(block))}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import hf_paged
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.memory.state_cache import StateLayout
 from hf_paged.model.wrapper import inner_path
 
 VOCAB = 97
@@ -270,12 +271,11 @@ def _t5() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "t5": (_t5, "encoder-decoder"),
-    "mamba": (
-        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)),
+    "xlstm": (
+        lambda: hf.xLSTMForCausalLM(hf.xLSTMConfig(vocab_size=VOCAB, hidden_size=64, num_heads=4, num_hidden_layers=2)),
         "recurrent state",
     ),
-    "jamba": (lambda: AutoModelForCausalLM.from_config(hf.JambaConfig(**_GQA)), "recurrent state"),
-    "qwen3_next": (lambda: AutoModelForCausalLM.from_config(hf.Qwen3NextConfig(**_GQA)), "linear"),
+    "minimax": (lambda: AutoModelForCausalLM.from_config(hf.MiniMaxConfig(**_GQA)), "cache of its own"),
     "no_lm_head": (lambda: hf.LlamaModel(hf.LlamaConfig(**_GQA)), "language-model head"),
     "plain_module": (lambda: nn.Linear(2, 2), "PreTrainedModel"),
 }
@@ -354,8 +354,12 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
 def least_blocks(model: str | PreTrainedModel, num_tokens: int, block_size: int, chunk: int) -> int:
     """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
     traits = hf_paged.is_supported(build(model) if isinstance(model, str) else model).traits
-    windows = CacheGroups.of(traits.stored).windows
-    return BlockManager(1, block_size, windows=windows).most_blocks(num_tokens, chunk)
+    groups = CacheGroups.of(traits.stored)
+    needed = BlockManager(1, block_size, windows=groups.windows).most_blocks(num_tokens, chunk)
+    if traits.states:
+        page_bytes = traits.geometry(groups, torch.float32, block_size).bytes_per_block(block_size)
+        needed += StateLayout.of(traits.states, page_bytes, torch.float32).num_pages
+    return needed
 
 
 def random_ids(rows: int, length: int, seed: int = 0) -> Tensor:

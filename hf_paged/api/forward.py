@@ -12,17 +12,19 @@ import torch
 from hf_paged.api.given_call import forward_call
 from hf_paged.api.routing import ENGINE
 from hf_paged.attention.cache import PagedCache
+from hf_paged.model.cache_argument import cache_argument
 
 
 def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a patched class: over a `PagedCache` the engine runs it, everything else is the original's."""
     signature = inspect.signature(original)
+    name = cache_argument(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         given = dict(bound.arguments)
-        cache = given.get("past_key_values")
+        cache = given.get(name)
         # What wraps a forward (accelerate) may call it when the model is not patched any more.
         engine = None if torch.compiler.is_compiling() else self.__dict__.get(ENGINE)
         if engine is not None:

@@ -31,6 +31,7 @@ from hf_paged.api.routing import (
     engine_call,
     fall_back,
     rows_may_leave,
+    why_not_stateful,
     why_stock,
 )
 from hf_paged.attention.cache import PagedCache
@@ -74,7 +75,8 @@ class PagedGenerationMixin:
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         engine: Engine = self.paged
-        given = model_kwargs.get("past_key_values")
+        name = engine.core.runner.cache_argument
+        given = model_kwargs.get(name)
         if isinstance(given, PagedCache):
             if given.store is not engine.store:
                 raise ValueError("this PagedCache belongs to another model (or to this one before it was unpatched)")
@@ -82,7 +84,7 @@ class PagedGenerationMixin:
                 raise ValueError("give either cache_implementation or a PagedCache as past_key_values, not both")
             reason = None if generation_config.use_cache else "use_cache=False"
         else:
-            reason = why_stock(self, generation_config, given)
+            reason = why_stock(self, generation_config, given) or why_not_stateful(engine, model_kwargs)
         if reason is not None:
             fall_back(engine.config, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -95,7 +97,7 @@ class PagedGenerationMixin:
             given.state = state
             given.expect_fan_out(fan_out)
         elif reason is None:
-            model_kwargs["past_key_values"] = cache = PagedCache.for_call(engine.store, fan_out)
+            model_kwargs[name] = cache = PagedCache.for_call(engine.store, fan_out)
             cache.state = state
             return None
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hf_paged.attention.cache import PagedCache
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.wrapper import token_positions
 
@@ -28,13 +29,15 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
         position_ids=given.pop("position_ids", None),
         logits_to_keep=given.pop("logits_to_keep", 0),
     )
-    for name in ("past_key_values", "use_cache", *IGNORED_BY_FORWARD):
+    for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):
         given.pop(name, None)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if given.get(name) is None and getattr(self.config, name, False):
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
     call.others = {name: value for name, value in given.items() if is_given(value)}
+    if self.paged.core.runner.cache_argument != "past_key_values":
+        call = call.behind(cache.get_seq_length())
     if self.paged.core.runner.wrapper is not None:
         _look_inside(self, cache, call)
     call.on_host()  # before anything is locked

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.shrinking import SPECIAL, shrink
+from hf_paged.api.state_probe import keeps_states, state_traits
 from hf_paged.api.stored_layers import (
     Layers,
     NotingCache,
@@ -41,6 +43,9 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
         base: The model's class, unpatched.
         config: Its own; not changed.
     """
+    if keeps_states(config):
+        shrunken = [partial(shrink, config, heads) for heads in (2, 4, None)]
+        return state_traits(base, config, partial(_build, base), shrunken)
     tried = _tiny(base, config)
     if isinstance(tried, str):
         return tried

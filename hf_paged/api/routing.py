@@ -18,6 +18,7 @@ from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.packed_forward import PackedForward
 from hf_paged.model.runner import is_stochastic
 from hf_paged.model.wrapper import token_positions
@@ -51,6 +52,17 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> st
     if model.training and is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
     return None
+
+
+def why_not_stateful(engine: Engine, arguments: dict[str, Any]) -> str | None:
+    """Why a model whose layers keep a state must be given a call's padding as it is, or `None`."""
+    mask = arguments.get("attention_mask")
+    if not engine.traits.states or not isinstance(mask, Tensor):
+        return None
+    (mask,) = to_host([mask])
+    if mask.ndim == 2 and bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all()):
+        return None
+    return "its attention_mask is not that of prompts padded on the left, and layers of the model keep a state"
 
 
 def _peft_type(model: nn.Module) -> str | None:
@@ -88,8 +100,8 @@ class LoopCall:
     @property
     def cache(self) -> PagedCache | None:
         """Its cache, if that is a paged one."""
-        cache = self.others.get("past_key_values")
-        return cache if isinstance(cache, PagedCache) else None
+        caches = (self.others.get(name) for name in CACHE_ARGUMENTS)
+        return next((cache for cache in caches if isinstance(cache, PagedCache)), None)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -128,8 +140,8 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         and take_any_rows(processors)
     ):
         return None
-    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer"}
-    known |= IGNORED_BY_FORWARD
+    known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
+    known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD}
     wrapper = engine.core.runner.wrapper
     is_plain = not any(is_given(value) for name, value in kwargs.items() if name not in known)
     if not is_plain and wrapper is None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.probe import probe
 from hf_paged.api.routing import base_class
+from hf_paged.api.state_probe import keeps_states
 from hf_paged.api.stored_layers import as_their_modules_say, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.runner import ModelTraits
@@ -168,12 +169,19 @@ def _architecture_reasons(model: PreTrainedModel) -> list[str]:
     reasons = []
     if config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder model; only decoder-only models have one growing KV cache")
-    if getattr(model, "_is_stateful", False):
-        reasons.append("it keeps a recurrent state (Mamba, linear attention), which is not made of keys and values")
+    has_states = not config.is_encoder_decoder and keeps_states(config)
+    if getattr(model, "_is_stateful", False) and not has_states and not _is_all_attention(config):
+        reasons.append("it keeps a recurrent state elsewhere than in its cache, where the pool can't stand in for it")
     text = config.get_text_config(decoder=True)
     if text is not config and not config.is_encoder_decoder and inner_path(model) is None:
         reasons.append("it is multimodal, and no language model of its text config was found in it")
     unpaged = sorted(set(getattr(text, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
-    if unpaged:
+    if unpaged and not has_states:
         reasons.append(f"it has layers of type {', '.join(unpaged)}; the pool holds keys and values of plain attention")
     return reasons
+
+
+def _is_all_attention(config: PreTrainedConfig) -> bool:
+    """Whether it names its layers' types, and all of them are attention."""
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    return bool(kinds) and kinds <= {*_PAGED_LAYER_TYPES, "attention"}

@@ -29,15 +29,20 @@ class StepCache(Cache):
     """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them.
 
     Args:
+        states: The states of the step's rows, of a model with layers that keep one.
         positions: `[T]`, for layers that reckon with the length of what is cached: they are told, for each token, what
             makes its place in the forward its position. `None`: no layer asks.
     """
 
-    def __init__(self, positions: Tensor | None = None) -> None:
+    def __init__(self, states: Any = None, positions: Tensor | None = None) -> None:
         super().__init__(layers=[])
+        self.states = states
         self._past: Any = 0
         if positions is not None:
             self._past = positions - torch.arange(len(positions), device=positions.device)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -112,6 +117,22 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
+class StateLayer(PagedLayer):
+    """One that has no keys and values, but a state of all tokens together, or nothing."""
+
+    is_croppable = False
+
+    @property
+    def keys(self) -> None:
+        """None."""
+        return None
+
+    @property
+    def values(self) -> None:
+        """None."""
+        return None
+
+
 class PagedCache(Cache):
     """Keys and values of a batch, in the block pool of a patched model.
 
@@ -159,7 +180,8 @@ class PagedCache(Cache):
         self._records_past = False
         self._lengths = [0] * len(self._windows)  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
-        super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
+        kinds = enumerate(store.caches_tokens())
+        super().__init__(layers=[(PagedLayer if has_keys else StateLayer)(self, i) for i, has_keys in kinds])
 
     def __repr__(self) -> str:
         return f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()})"

@@ -79,5 +79,5 @@ def paged_step(backends: Sequence[Backend], metadata: Sequence[AttentionMetadata
     """
     if groups.is_single:  # its layers are the pool's
         return backends[0].step(metadata[0])
-    steps = [backend.step(own) for backend, own in zip(backends, metadata, strict=True)]
+    steps = [backend.step(own) for backend, own in zip(backends, metadata, strict=False)]
     return GroupedStep(steps, groups)

@@ -106,6 +106,22 @@ class AttentionMetadata:
         return AttentionMetadata(own, query_lens, lens, size, self.null_block, self._device)
 
     @classmethod
+    def of_groups(
+        cls,
+        tables: Sequence[np.ndarray],
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        block_size: int,
+        null_block: int,
+        device: torch.device,
+    ) -> list[AttentionMetadata]:
+        """Metadata of a step for each group of layers, of which there may be none; arguments as of one."""
+        if not tables:
+            return []
+        first = cls(tables[0], query_lens, seq_lens, block_size, null_block, device)
+        return [first, *map(first.with_tables, tables[1:])]
+
+    @classmethod
     def build(
         cls,
         blocks: np.ndarray,

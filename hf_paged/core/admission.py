@@ -54,6 +54,8 @@ class Admission(GroupRows):
     def _bring_back(self, step: Step, group: SequenceGroup, spare: int) -> bool:
         """Swaps a group in and runs it, if it fits with what it is about to add."""
         seq_ids = [sequence.seq_id for sequence in group.sequences]
+        if any(self._manager.pool.ref_count(source) == 0 for source, _ in step.moves.block_copies):
+            return False  # it might be given a block that is yet to be copied, which happens behind the swaps
         # No less than it may take: no group can be swapped out any more in the step that swaps it in.
         need = self._manager.swap.need(seq_ids) + self._growth(step, group)
         if not self._has_room(step, need + spare):

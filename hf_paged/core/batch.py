@@ -72,6 +72,9 @@ class Batch(BlockMoves):
         logit_rows: `[K]`, the tokens of the batch whose logits are wanted, row after row.
         logit_starts: `[S + 1]`, the first of each row's in `logit_rows`.
         tables: One for each group of layers that cache alike.
+        state_blocks: `[S * k]` int32, the blocks of each row's state, k for each; empty without recurrent layers. A row
+            that starts at 0 has none yet: its blocks hold nothing.
+        nums_at_once: `[S]`, of rows with a state, the index behind the last token that came together with others.
         batch_key: What the rows have in common; see `SequenceGroup`.
         num_preempted: Sequences preempted for this step.
         is_stalled: The first waiting group did not fit.
@@ -90,6 +93,8 @@ class Batch(BlockMoves):
     logit_rows: array[int] = field(default_factory=_int64)
     logit_starts: array[int] = field(default_factory=lambda: array("q", [0]))
     tables: tuple[GroupTables, ...] = ()
+    state_blocks: array[int] = field(default_factory=lambda: array("i"))
+    nums_at_once: array[int] = field(default_factory=_int64)
     batch_key: Hashable = None
     num_preempted: int = 0
     is_stalled: bool = False
@@ -130,6 +135,8 @@ class Batch(BlockMoves):
 
 def group_tables(tables: list[list[array[int]]]) -> tuple[GroupTables, ...]:
     """Copies of some rows' block tables in each group of layers."""
+    if not tables:
+        return ()
     counts = array("q", map(len, tables[0]))  # the same in all groups
     return tuple([GroupTables(_joined(own), counts) for own in tables])
 
@@ -153,6 +160,7 @@ def lay_out(
     batch_key: Hashable,
     num_preempted: int,
     is_stalled: bool,
+    states: array[int] | None = None,
 ) -> Batch:
     """The batch of these chunks.
 
@@ -164,6 +172,7 @@ def lay_out(
         batch_key: Of all of them.
         num_preempted: For this step.
         is_stalled: Whether something waits.
+        states: Blocks of the chunks' states; `None`: they have none.
     """
     sequences, starts, query_lens = zip(*chunks, strict=True)
     seq_ids, known, offsets, lengths, wanted = zip(*map(_COLUMNS, sequences))
@@ -192,6 +201,8 @@ def lay_out(
         logit_rows=tokens.logit_rows,
         logit_starts=tokens.logit_starts,
         tables=group_tables(tables),
+        state_blocks=array("i") if states is None else states,
+        nums_at_once=array("q", [sequence.num_at_once for sequence in sequences] if states else []),
         batch_key=batch_key,
         num_preempted=num_preempted,
         is_stalled=is_stalled,

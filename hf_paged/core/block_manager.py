@@ -32,6 +32,8 @@ class BlockManager(BlockTables):
         windows: see `BlockTables`.
 
     Attributes:
+        least_chunk: tokens of a prompt that a step is to compute at least, if there are so many.
+        takes_snapshots: whether a prefix is only found where `snapshot` was called.
         prefix: blocks found by their content.
         swap: sequences that move to CPU memory and back.
         num_cow_copies: block copies that `append` has asked for.
@@ -39,6 +41,9 @@ class BlockManager(BlockTables):
     Raises:
         ValueError: `num_blocks` or `block_size` is below 1.
     """
+
+    least_chunk = 1
+    takes_snapshots = False
 
     def __init__(
         self,
@@ -72,7 +77,7 @@ class BlockManager(BlockTables):
         self._check_new(child_id)
         self.note_beginning(parent_id, parent)
         pool = self.pool_of(parent)
-        held = parent.held()
+        held = parent.everything()
         for block_id in held:
             pool.incref(block_id)
         self.by_id[child_id] = parent.copy()
@@ -95,7 +100,7 @@ class BlockManager(BlockTables):
         self.by_id[seq_id] = shared = sibling.copy()
         shared.cut(-(-num_tokens // self.block_size))
         self.forget_hashes(seq_id, num_tokens)
-        for block_id in shared.held():
+        for block_id in shared.everything():
             self.pool.incref(block_id)
         shared.num_tokens = shared.num_read = num_tokens
         shared.keeps_from, shared.borrowed_from = table.keeps_from, sibling_id
@@ -109,7 +114,7 @@ class BlockManager(BlockTables):
         """Ends a sequence. Its hashed blocks stay findable until the pool needs them."""
         table = self.get(seq_id)
         del self.by_id[seq_id]
-        self.release(seq_id, table, table.held())
+        self.release(seq_id, table, table.everything())
 
     def restart(self, seq_id: int) -> None:
         """Ends a sequence and begins another one under its id."""
@@ -122,7 +127,7 @@ class BlockManager(BlockTables):
     def evict(self, seq_id: int) -> None:
         """Releases all blocks of a sequence whose tokens stay what they are: it begins anew, its hashes are kept."""
         table = self.get(seq_id)
-        self.release(seq_id, table, table.held())
+        self.release(seq_id, table, table.everything())
         table.cut(0)
         table.num_tokens = table.num_read = table.num_committed = table.num_settled = 0
         table.matched = (0, 0)
@@ -189,6 +194,12 @@ class BlockManager(BlockTables):
             table.borrowed_from = None
             self.pool.free(table.cut(0))
         self.evict(seq_id)
+
+    def snapshot(self, seq_id: int, num_tokens: int) -> None:
+        """Told that all that the sequence's layers keep is that of its first `num_tokens` tokens, which it stays for.
+
+        To be called behind `PrefixCache.offer`. Says nothing where all layers keep their tokens apart.
+        """
 
     # Growing
 
@@ -278,15 +289,7 @@ class BlockManager(BlockTables):
             ValueError: an `n` is below 1, or a sequence is listed twice or swapped out; nothing has changed.
             OutOfBlocksError: the pool cannot serve the whole list; nothing has changed.
         """
-        listed: set[int] = set()
-        for seq_id, n in requests:
-            if n < 1:
-                raise ValueError(f"cannot append {n} tokens to sequence {seq_id}")
-            if seq_id in listed:
-                raise ValueError(f"sequence {seq_id} is listed twice in one append")
-            if self.get(seq_id).is_swapped:
-                raise ValueError(f"sequence {seq_id} is swapped out")
-            listed.add(seq_id)
+        self._check_append(requests)
         needed = self.append_need(requests)
         fresh = iter(self.allocate(needed, requests))
         copies: list[tuple[int, int]] = []
@@ -328,6 +331,17 @@ class BlockManager(BlockTables):
         check_tables(self)
 
     # Helpers
+
+    def _check_append(self, requests: Sequence[tuple[int, int]]) -> None:
+        listed: set[int] = set()
+        for seq_id, n in requests:
+            if n < 1:
+                raise ValueError(f"cannot append {n} tokens to sequence {seq_id}")
+            if seq_id in listed:
+                raise ValueError(f"sequence {seq_id} is listed twice in one append")
+            if self.get(seq_id).is_swapped:
+                raise ValueError(f"sequence {seq_id} is swapped out")
+            listed.add(seq_id)
 
     def _check_new(self, seq_id: int) -> None:
         if seq_id in self.by_id:

@@ -34,7 +34,9 @@ class BlockTable:
         groups: of each group of layers the block ids (int32), position order; always just enough of them for
             `num_tokens`. The first ones may be `GONE`.
         num_gone: of each group, how many of them are.
-        blocks: the first group's; of most models it is the only one.
+        blocks: the first group's; of most models it is the only one, of some there is none.
+        state: blocks that hold what its recurrent layers keep of all its tokens together; empty without such layers,
+            and for a sequence without tokens.
         num_tokens: tokens that the sequence has slots for.
         num_read: the next query is this token's: what lies behind its window is never read again.
         keeps_from: until a `crop` goes by this query instead, so that the sequence can be cut back to it.
@@ -63,6 +65,7 @@ class BlockTable:
     matched: tuple[int, int] = (0, 0)
     is_swapped: bool = False
     borrowed_from: int | None = None
+    state: array[int] = field(default_factory=lambda: array("i"))
     blocks: array[int] = field(init=False)
 
     @classmethod
@@ -71,7 +74,11 @@ class BlockTable:
         return cls([array("i") for _ in range(num_groups)], [0] * num_groups)
 
     def __post_init__(self) -> None:
-        self.blocks = self.groups[0]
+        self.blocks = self.groups[0] if self.groups else array("i")
+
+    def everything(self) -> list[int]:
+        """All blocks: of its tokens, and of its state."""
+        return self.held() + self.state.tolist() if self.state else self.held()
 
     def held(self, start: int = 0) -> list[int]:
         """The blocks of all groups from position `start` on, those of one position beside each other."""
@@ -81,8 +88,10 @@ class BlockTable:
         return [block for column in columns for block in column if block != GONE]
 
     def cut(self, num_blocks: int) -> list[int]:
-        """Takes out what lies behind the first `num_blocks` positions."""
-        released = self.held(num_blocks)
+        """Takes out what lies behind the first `num_blocks` positions; with the last token also the state."""
+        released = self.held(num_blocks) if num_blocks else self.everything()
+        if not num_blocks:
+            self.state = array("i")
         for group, blocks in enumerate(self.groups):
             del blocks[num_blocks:]
             self.num_gone[group] = min(self.num_gone[group], num_blocks)
@@ -107,6 +116,7 @@ class BlockTable:
             self,
             groups=[blocks[:] for blocks in self.groups],
             num_gone=self.num_gone.copy(),
+            state=self.state[:],
             block_hashes=self.block_hashes.copy(),
             num_settled=self.num_committed,  # its parent holds the blocks until they are checked
             matched=(0, 0),

@@ -30,6 +30,7 @@ class BlockTables:
         windows: of each group of layers, the tokens that a query sees, itself included; None: all before it.
 
     Attributes:
+        state_blocks: blocks of a state, which sequences of models with recurrent layers have; 0: there is none.
         windows: as given.
         sliding: the groups that have one, and it.
         full: the groups that have none.
@@ -44,6 +45,8 @@ class BlockTables:
     Raises:
         ValueError: `num_blocks` or `block_size` is below 1.
     """
+
+    state_blocks = 0
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class BlockTables:
 
     def block_table(self, seq_id: int, group: int = 0) -> list[int]:
         """The sequence's block ids in a group of layers, as they are now; -1 for those given back."""
-        return self.get(seq_id).groups[group].tolist()
+        return self.blocks(seq_id, group).tolist()
 
     def block_tables(self, seq_id: int) -> list[list[int]]:
         """The same of all groups."""
@@ -89,15 +92,31 @@ class BlockTables:
 
     def blocks(self, seq_id: int, group: int = 0) -> array[int]:
         """The same as int32 numbers, and live: read them at once, keep no view (a table that is viewed can't grow)."""
-        return self.get(seq_id).groups[group]
+        table = self.get(seq_id)
+        return table.groups[group] if group else table.blocks
 
     def held_blocks(self, seq_id: int, start: int = 0) -> list[int]:
         """The blocks that the sequence holds in all groups, from position `start` of its tables on."""
         return self.get(seq_id).held(start)
 
+    def all_blocks(self, seq_id: int) -> list[int]:
+        """All blocks that the sequence holds, those of its state among them."""
+        return self.get(seq_id).everything()
+
+    def states(self, seq_ids: Sequence[int]) -> array[int]:
+        """Blocks of the states of these sequences, one after another: int32, a copy."""
+        return array("i")
+
+    @property
+    def num_states(self) -> int:
+        """States in the pool, a shared one counted once."""
+        return 0
+
     def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
         """`blocks` of these sequences, for each group of layers."""
         tables = self.by_id
+        if not self.windows:
+            return []
         others = range(1, len(self.windows))
         first = [tables[seq_id].blocks for seq_id in seq_ids]
         return [first, *([tables[seq_id].groups[group] for seq_id in seq_ids] for group in others)]
@@ -201,9 +220,9 @@ class BlockTables:
     def note_beginning(self, seq_id: int, table: BlockTable) -> None:
         """What an empty sequence was given is its own from here on."""
         source, table.borrowed_from = table.borrowed_from, None
-        if source is None or not table.blocks:
+        if source is None or not (held := table.everything()):
             return
         if source == PREFIX_CACHE:
-            self.log.add("prefix_hit", seq_id, table.held(), table.num_tokens)
+            self.log.add("prefix_hit", seq_id, held, table.num_tokens)
         else:
-            self.log.add("shared", seq_id, table.held(), source)
+            self.log.add("shared", seq_id, held, source)

@@ -82,7 +82,7 @@ class CacheGroups:
             if kind is not None:
                 kinds.setdefault(kind, []).append(index)
         if not kinds:
-            raise ValueError("a model without layers caches nothing")
+            return cls(0, (), (), (), (NOWHERE,) * len(layers), False)
         elements = _elements_per_page({kind: len(members) for kind, members in kinds.items()})
         sizes: list[int] = []
         windows: list[int | None] = []

@@ -26,12 +26,13 @@ class GroupRows(Preemption):
         sequences = group.sequences
         requests: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
+        least = manager.least_chunk
         budget, num_seqs = step.budget, step.num_seqs
         is_prefilling = False
         for sequence in sequences:
             if budget == 0 or num_seqs == 0:
                 break
-            if sequence.num_wanted_tokens == 0:
+            if sequence.num_wanted_tokens == 0 or budget < min(sequence.num_wanted_tokens, least):
                 continue
             if sequence.num_computed_tokens == 0:
                 if is_prefilling:
@@ -40,7 +41,7 @@ class GroupRows(Preemption):
                     self._begin(sequence)
                     begun.append(sequence)
             is_prefilling |= sequence.num_wanted_tokens > 1
-            num_tokens = sequence.chunk(budget)
+            num_tokens = self._chunk(sequence, budget)
             requests.append((sequence, num_tokens))
             budget = max(budget - num_tokens, 0)
             num_seqs -= 1
@@ -89,12 +90,12 @@ class GroupRows(Preemption):
         requests: list[tuple[Sequence, int]] = []
         budget, need = step.budget, 0
         for sequence in wanted:
-            if budget == 0 or len(requests) == step.num_seqs:
+            if budget < min(sequence.num_wanted_tokens, manager.least_chunk) or len(requests) == step.num_seqs:
                 break
             is_new = sequence.num_computed_tokens == 0
             if is_new:
                 self._begin(sequence)
-            num_tokens = sequence.chunk(budget)
+            num_tokens = self._chunk(sequence, budget)
             own = manager.append_need([(sequence.seq_id, num_tokens)])
             spare = len(requests) if is_new else 0
             while need + own + spare > manager.pool.num_free and not (is_new and requests):
@@ -149,7 +150,7 @@ class GroupRows(Preemption):
                 if not is_all:
                     return False
                 continue
-            held = self._manager.held_blocks(victim.seq_id)
+            held = self._manager.all_blocks(victim.seq_id)
             if not is_all and all(pool.ref_count(block) > 1 for block in held):
                 continue
             if victim.has_placeholders:
@@ -161,6 +162,24 @@ class GroupRows(Preemption):
             self.num_preemptions += 1
             return True
         return False
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many of a sequence's next tokens run in a step.
+
+        Where a prefix is only found at places that were kept, a prompt's chunks end at such: on block boundaries, the
+        last one that another prompt may share among them.
+        """
+        wanted, least = sequence.num_wanted_tokens, self._manager.least_chunk
+        num_tokens = sequence.chunk(budget)
+        if least == 1 or num_tokens < 2 * least or sequence.spans:
+            return num_tokens
+        if 0 < wanted - num_tokens < least:
+            num_tokens = wanted - least
+        if not self._manager.takes_snapshots or not sequence.is_recomputable:
+            return num_tokens
+        start, size = sequence.num_computed_tokens, self._manager.block_size
+        end = min(start + num_tokens, sequence.logits_from, sequence.num_tokens - least) // size * size
+        return end - start if end - start >= least else num_tokens
 
     def _note(self, step: Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
         step.budget -= num_tokens
@@ -181,10 +200,10 @@ class GroupRows(Preemption):
         if not sequence.is_recomputable:
             return
         assert sequence.token_ids is not None
-        limit = min(sequence.logits_from, sequence.num_tokens - 1)
+        manager = self._manager
+        limit = min(sequence.logits_from, sequence.num_tokens - manager.least_chunk)
         if limit <= 0:
             return
-        manager = self._manager
         best, shared = None, 0
         for sibling in sequence.group.sequences:
             if sibling.num_computed_tokens > shared:

@@ -21,7 +21,7 @@ def check_tables(tables: BlockTables) -> None:
     positions: dict[tuple[bool, int], tuple[int, int]] = {}
     for seq_id, table in tables.by_id.items():
         _check_table(f"sequence {seq_id}", table, tables)
-        holders[table.is_swapped].update(table.held())
+        holders[table.is_swapped].update(table.everything())
         for group, blocks in enumerate(table.groups):
             for place in enumerate(blocks[table.num_gone[group] :], table.num_gone[group]):
                 known = positions.setdefault((table.is_swapped, place[1]), (group, place[0]))
@@ -38,11 +38,13 @@ def check_tables(tables: BlockTables) -> None:
 
 
 def _check_table(where: str, table: BlockTable, tables: BlockTables) -> None:
-    held = table.held()
+    held = table.everything()
     assert len(set(held)) == len(held), f"{where}: holds a block twice: {held}"
     assert (
         table.num_settled <= table.num_committed <= min(len(table.block_hashes), table.num_tokens // tables.block_size)
     ), f"{where}: hash of a partial block"
+    num_state_blocks = tables.state_blocks if table.num_tokens else 0
+    assert len(table.state) == num_state_blocks, f"{where}: {len(table.state)} blocks of state, not {num_state_blocks}"
     assert table.num_read <= table.num_tokens, f"{where}: reads on at {table.num_read} of {table.num_tokens}"
     for group, blocks in enumerate(table.groups):
         num_gone = table.num_gone[group]

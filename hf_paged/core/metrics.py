@@ -27,6 +27,8 @@ class EngineStats:
         kv_slots_allocated: Slots of the blocks that live sequences hold.
         peak_kv_tokens_stored: `kv_tokens_stored` when `peak_blocks_in_use` was reached.
         peak_kv_slots_allocated: `kv_slots_allocated` at that moment.
+        num_states: States of live sequences in the pool, of a model with recurrent layers; a shared one counted once.
+        state_blocks: Blocks that they hold.
         num_steps: Model forwards run (counter).
         num_prefill_tokens: Tokens computed beyond one a sequence and step, recomputation included (counter).
         num_generated_tokens: Tokens handed to callers by `generate()` (counter).
@@ -48,6 +50,8 @@ class EngineStats:
     kv_slots_allocated: int = 0
     peak_kv_tokens_stored: int = 0
     peak_kv_slots_allocated: int = 0
+    num_states: int = 0
+    state_blocks: int = 0
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0

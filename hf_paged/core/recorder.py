@@ -48,6 +48,7 @@ GROUP_FACTS = ("is_idle", "num_pins")
 SEQUENCE_FACTS = (
     "num_tokens",
     "num_prompt_tokens",
+    "num_at_once",
     "logits_from",
     "is_wanted",
     "position_offset",
@@ -110,6 +111,7 @@ class RecordingScheduler(Scheduler):
                 "enable_prefix_caching": manager.prefix.is_enabled,
                 "num_swap_blocks": swap_pool.num_blocks if swap_pool is not None else 0,
                 "windows": manager.windows,
+                **({"state_blocks": manager.state_blocks} if manager.state_blocks else {}),
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "max_num_seqs": max_num_seqs,
             }

@@ -15,6 +15,7 @@ from hf_paged.core.event_log import EventLog
 from hf_paged.core.recorder import WARNING
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
+from hf_paged.core.state_blocks import StateBlockManager
 
 
 class Key(str):
@@ -59,7 +60,13 @@ class Replay:
         self._answers: list[bool] = []
         sizes = {name: header[name] for name in ("num_blocks", "block_size", "enable_prefix_caching")}
         log = EventLog(now=lambda: self._now)
-        manager = BlockManager(**sizes, num_swap_blocks=header["num_swap_blocks"], log=log, windows=header["windows"])
+        others = {"num_swap_blocks": header["num_swap_blocks"], "log": log, "windows": header["windows"]}
+        state_blocks = header.get("state_blocks")
+        manager = (
+            BlockManager(**sizes, **others)
+            if state_blocks is None
+            else StateBlockManager(**sizes, **others, state_blocks=state_blocks)
+        )
         limits = header["max_num_batched_tokens"], header["max_num_seqs"]
         # A call that asks more often than it did takes another way, which its step will show.
         self.scheduler = Scheduler(manager, *limits, lambda group: bool(self._answers) and self._answers.pop(0))

@@ -119,6 +119,7 @@ class Scheduler(Admission):
             del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
         sequence.given_end = min(sequence.given_end, num_tokens)
+        sequence.num_at_once = min(sequence.num_at_once, num_tokens)
         if sequence.spans:
             # What is left of a run has seen the rest of it.
             sequence.is_stale |= sequence.span_start(num_tokens) < num_tokens
@@ -263,11 +264,12 @@ class Scheduler(Admission):
             return Batch(swap_outs=step.moves.swap_outs, num_preempted=num_preempted, is_stalled=is_stalled)
         self._num_steps += 1
         self._steps[self._num_steps] = step.chunks
-        tables = self._manager.tables([sequence.seq_id for sequence, _, _ in step.chunks])
+        seq_ids = [sequence.seq_id for sequence, _, _ in step.chunks]
         return lay_out(
             step.chunks,
-            tables,
+            self._manager.tables(seq_ids),
             step.moves,
+            states=self._manager.states(seq_ids),
             number=self._num_steps,
             batch_key=step.batch_key,
             num_preempted=num_preempted,
@@ -363,6 +365,8 @@ class Scheduler(Admission):
             if end % block_size < num_tokens and not sequence.has_placeholders and sequence.is_recomputable:
                 assert sequence.token_ids is not None
                 own = self._manager.prefix.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
+                if num_tokens > 1:
+                    self._manager.snapshot(sequence.seq_id, end)
                 if is_checked or num_tokens == 1:
                     self._manager.prefix.publish(own)
                 else:
@@ -384,11 +388,17 @@ class Scheduler(Admission):
             self._manager.prefix.withdraw([offer for offer in offers if offer.seq_id in spoiled])
 
     def undo(self, batch: Batch) -> None:
-        """Takes back the slots of a step that failed. Its copies must have been executed."""
+        """Takes back the slots of a step that failed. Its copies must have been executed.
+
+        What can't go back (a state that layers may have written to) is dropped, to be computed again.
+        """
         chunks = self._take(batch)
         self._log.add_for_group("undone", None, len(chunks))
         for sequence, start, _ in chunks:
-            self._manager.crop(sequence.seq_id, start)
+            if self._manager.can_crop(sequence.seq_id, start):
+                self._manager.crop(sequence.seq_id, start)
+            else:
+                self._drop(sequence)
             self._in_flight.discard(sequence.group.arrival)
         for group in {sequence.group.arrival: sequence.group for sequence, _, _ in chunks}.values():
             self._file(group)

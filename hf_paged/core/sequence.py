@@ -132,6 +132,7 @@ class Sequence:
         num_tokens: Tokens of the sequence, computed or not.
         num_computed_tokens: Leading tokens whose keys and values are in the pool (or in CPU memory, while swapped).
         num_prompt_tokens: Of these, the prompt of the call that it belongs to (0: not known yet).
+        num_at_once: Index behind the last token that came together with others; those behind it came one by one.
         num_cached_tokens: Tokens that the prefix cache had of it when it was last admitted.
         logits_from: Index of the first token whose logits are waited for: what lies before it may come from the
             prefix cache.
@@ -156,6 +157,7 @@ class Sequence:
     num_tokens: int = 0
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
+    num_at_once: int = 0
     num_cached_tokens: int = 0
     logits_from: int = 0
     is_wanted: bool = False

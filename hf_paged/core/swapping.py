@@ -53,7 +53,7 @@ class Swapping:
 
     def need(self, seq_ids: Sequence[int]) -> int:
         """Free blocks that `swap_in` takes at most."""
-        return len({block for seq_id in seq_ids for block in self._tables.get(seq_id).held()})
+        return len({block for seq_id in seq_ids for block in self._tables.get(seq_id).everything()})
 
     def move_in(self, seq_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Brings swapped sequences back; a block whose content is still cached is shared instead of copied.
@@ -67,7 +67,7 @@ class Swapping:
         """
         swap_pool = self._tables.swap_pool
         tables = [self._tables.get(seq_id) for seq_id in seq_ids]
-        if swap_pool is None or not all(table.is_swapped or not table.blocks for table in tables):
+        if swap_pool is None or not all(table.is_swapped or not table.everything() for table in tables):
             raise ValueError(f"not all of the sequences {list(seq_ids)} are swapped out")
         hashes: dict[int, bytes] = {}
         for table in tables:
@@ -75,7 +75,7 @@ class Swapping:
                 for group, blocks in enumerate(table.groups):
                     known = table.block_hashes[table.num_gone[group] : table.num_committed]
                     hashes |= zip(blocks[table.num_gone[group] :], [group_key(each, group) for each in known])
-        held = list(dict.fromkeys(block for table in tables for block in table.held()))
+        held = list(dict.fromkeys(block for table in tables for block in table.everything()))
         cached = {b: found for b in held if b in hashes and (found := self._tables.pool.lookup(hashes[b])) is not None}
         if len(held) > self._tables.pool.num_free:  # those found may be free ones themselves
             raise OutOfBlocksError(len(held), self._tables.pool.num_free)
@@ -94,24 +94,24 @@ class Swapping:
         tables = [self._tables.get(seq_id) for seq_id in seq_ids]
         if any(table.is_swapped for table in tables):
             raise ValueError(f"one of the sequences {list(seq_ids)} is swapped out already")
-        return list(dict.fromkeys(block for table in tables for block in table.held()))
+        return list(dict.fromkeys(block for table in tables for block in table.everything()))
 
     def _move(self, seq_ids: Sequence[int], source: BlockPool, destination: BlockPool, pairs: dict[int, int]) -> None:
         """Rewrites tables from one pool to the other. The new blocks come with one reference each."""
         taken: set[int] = set()
         for seq_id in seq_ids:
             table = self._tables.by_id[seq_id]
-            old = table.held()
+            old = table.everything()
             for block in old:
                 if block in taken:
                     destination.incref(pairs[block])
                 taken.add(block)
-            for blocks in table.groups:
+            for blocks in (*table.groups, table.state):
                 blocks[:] = array("i", [pairs.get(block, GONE) for block in blocks])
             source.free(old)
             table.is_swapped = destination is self._tables.swap_pool and bool(old)  # without blocks it is nowhere
 
     def _note_swap(self, kind: str, seq_ids: Sequence[int], num_copies: int) -> None:
-        blocks = [block for seq_id in seq_ids for block in self._tables.by_id[seq_id].held()]
+        blocks = [block for seq_id in seq_ids for block in self._tables.by_id[seq_id].everything()]
         if blocks:
             self._tables.log.add_for_group(kind, self._tables.log.group_of(seq_ids[0]), num_copies, blocks)

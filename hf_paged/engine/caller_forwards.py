@@ -24,6 +24,7 @@ from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.forward_request import ForwardRequest
 from hf_paged.engine.row_store import RowStore
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS, StateOutput
 from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.model.packed_forward import PackedForward, plain_padding, sees_padding
 from hf_paged.model.runner import is_stochastic
@@ -89,6 +90,12 @@ class CallerForwards:
         is_kept = loop is None and not cache.owned_by_call
         try:
             with self._store.held(cache) if is_kept else nullcontext():
+                if padding is None and self._core.traits.states:
+                    raise UnsupportedCallError(
+                        "a model whose layers keep a state takes prompts padded on the left, with 2-D masks and "
+                        "position ids, in evaluation mode: other calls need a cache of transformers' own as "
+                        "past_key_values"
+                    )
                 if padding is None:
                     output = self._forward_padded(cache, call, active if is_partial else None)
                 elif not self.is_batched() or sees_padding(call, padding, width):
@@ -104,7 +111,7 @@ class CallerForwards:
         output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
         if fan_out > 1:
             output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
-        output["past_key_values"] = cache
+        output[self._core.runner.cache_argument] = cache
         return output
 
     def is_batched(self) -> bool:
@@ -169,6 +176,7 @@ class CallerForwards:
                     kv_cache.null_block,
                     np.int64,
                 )
+                states = self._state_pages(sequences, kv_cache.null_block) if self._core.traits.states else None
             output: ModelOutput = self._core.runner.run_called(
                 tables,
                 np.array(new),
@@ -177,6 +185,7 @@ class CallerForwards:
                 (width + packed.length, packed.length),
                 call.arguments(),
                 call.twin,
+                states,
             )
             with self._core.transaction():
                 limit = self._core.traits.regime_length
@@ -189,8 +198,14 @@ class CallerForwards:
                 self._core.scheduler.settle(offers, sums.isfinite().tolist())
                 self._book_forward(sequences, lengths, started)
         cache.advance(packed.length)
-        hand_out([value for name, value in output.items() if name != "past_key_values"])
+        hand_out([value for name, value in output.items() if name not in CACHE_ARGUMENTS])
         return output
+
+    def _state_pages(self, sequences: list[Sequence], null_block: int) -> np.ndarray:
+        """`[B, pages]` int64, of the rows' states; the null block for a row that is padding alone."""
+        rows = [np.array(self._core.manager.states([s.seq_id]), dtype=np.int64) for s in sequences]
+        size = max(map(len, rows))
+        return np.stack([row if len(row) else np.full(size, null_block) for row in rows])
 
     def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
         """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
@@ -205,21 +220,21 @@ class CallerForwards:
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             cache.select_active(active)
             output: ModelOutput = self._core.runner.run_unpatched(
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 twin=call.twin,
                 **call.arguments(),
+                **{self._core.runner.cache_argument: cache},
             )
             cache.select_active(None)
             with self._core.transaction():
                 self._book_forward(sequences, lengths, started)
-        hand_out([value for name, value in output.items() if name != "past_key_values"])
+        hand_out([value for name, value in output.items() if name not in CACHE_ARGUMENTS])
         return output
 
     def _forward_packed(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | StateOutput:
         """The call's real tokens, in the next steps' packed batches."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
@@ -236,7 +251,8 @@ class CallerForwards:
             let_steps_first(self._core.pool.kv_device)  # they may read what the caller gave
             raise
         cache.advance(packed.length)
-        return CausalLMOutputWithPast(logits=logits)
+        takes_past = self._core.runner.cache_argument == "past_key_values"
+        return CausalLMOutputWithPast(logits=logits) if takes_past else StateOutput(logits=logits)
 
     def _enqueue(self, cache: PagedCache, packed: PackedForward, width: int) -> ForwardRequest:
         request: ForwardRequest | None = None

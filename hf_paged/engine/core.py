@@ -20,7 +20,7 @@ from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
-from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.kv_pool import KVPool, StateNeeds
 from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.engine.worker import StepWorker
@@ -94,9 +94,10 @@ class EngineCore:
         self.pool = KVPool(
             config,
             groups,
-            partial(traits.geometry, groups),
+            partial(traits.geometry, groups, block_size=config.block_size),
             lambda: runner.placement,
             lambda: find_size(config, traits, groups, runner),
+            StateNeeds(traits.states, traits.carries_state) if traits.states else None,
         )
         self.executor = StepExecutor(self.pool, self.runner)
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
@@ -221,6 +222,8 @@ class EngineCore:
             kv_slots_allocated=manager.num_allocated_slots,
             peak_kv_tokens_stored=self.pool.peak[1],
             peak_kv_slots_allocated=self.pool.peak[2],
+            num_states=manager.num_states,
+            state_blocks=manager.num_states * manager.state_blocks,
             num_steps=self.executor.num_steps,
             num_prefill_tokens=self.executor.num_prefill_tokens,
             num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),

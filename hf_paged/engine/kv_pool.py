@@ -22,8 +22,11 @@ from hf_paged.core.event_log import EventLog
 from hf_paged.core.recorder import RecordingScheduler, new_file
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
+from hf_paged.core.state_blocks import StateBlockManager
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
+from hf_paged.memory.spec import StateSpec
+from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import on_steps_stream
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -40,6 +43,19 @@ class PoolSize:
 
     num_blocks: int
     max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateNeeds:
+    """What a model's layers keep of all of a sequence's tokens together.
+
+    Attributes:
+        specs: By the layer's number.
+        carried: Whether a prompt may go on from such a state.
+    """
+
+    specs: dict[int, StateSpec]
+    carried: bool
 
 
 class KVPool:
@@ -59,6 +75,7 @@ class KVPool:
         geometry: Callable[[torch.dtype], KVGeometry],
         placement: Callable[[], tuple[torch.dtype, torch.device]],
         find_size: Callable[[], PoolSize],
+        states: StateNeeds | None = None,
     ) -> None:
         """Makes an empty pool; no memory is taken yet.
 
@@ -68,8 +85,10 @@ class KVPool:
             geometry: Shape of a token's keys and values, in a pool of this dtype.
             placement: The model's dtype and device, which the tensor follows.
             find_size: Called at the first use.
+            states: What its layers keep of all of a sequence's tokens together.
         """
         self.config = config
+        self._states = states
         self._groups = groups
         self._geometry_in = geometry
         self.lock = threading.RLock()
@@ -123,7 +142,7 @@ class KVPool:
         with self.lock:
             if self._manager is None:
                 num_blocks = self._size.num_blocks
-                manager = BlockManager(
+                arguments = (
                     num_blocks,
                     self.config.block_size,
                     self.config.enable_prefix_caching,
@@ -131,8 +150,23 @@ class KVPool:
                     self.log,
                     self._groups.windows,
                 )
+                layout = self.state_layout
+                manager = (
+                    BlockManager(*arguments)
+                    if layout is None or self._states is None
+                    else StateBlockManager(
+                        *arguments, state_blocks=layout.num_pages, takes_snapshots=self._states.carried
+                    )
+                )
                 self._scheduler = self._make_scheduler(manager)
                 self._manager = manager  # last: other threads look without the lock
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """Where the layers' states are in a sequence's blocks; `None`: they have none."""
+        if self._states is None:
+            return None
+        return StateLayout.of(self._states.specs, self.bytes_per_block, self._placement()[0])
 
     def _make_scheduler(self, manager: BlockManager) -> Scheduler:
         arguments = manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
@@ -209,8 +243,11 @@ class KVPool:
             if self._kv_cache is not held:
                 return self.kv_cache  # another thread was faster
             self.release()
-            geometry = self._geometry
-            num_blocks = self.manager.pool.num_blocks
+            geometry, layout = self._geometry, self.state_layout
+            manager = self.manager
+            num_blocks = manager.pool.num_blocks
+            if isinstance(manager, StateBlockManager) and layout is not None:
+                manager.resize_states(layout.num_pages)
             with on_steps_stream(device):
                 self._kv_cache = KVCache(
                     geometry,
@@ -220,6 +257,7 @@ class KVPool:
                     partial(choose, self.config.attention_backend),
                     dtype,
                     self._groups,
+                    layout,
                 )
             return self._kv_cache
 

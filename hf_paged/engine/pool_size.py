@@ -6,6 +6,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.engine.kv_pool import KV_DTYPES, PoolSize
 from hf_paged.memory.kv_cache import check_size, num_blocks_for_memory
+from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.runner import ModelRunner, ModelTraits
 
@@ -18,13 +19,18 @@ def find_size(config: PagedConfig, traits: ModelTraits, groups: CacheGroups, run
     """
     max_context, device, block_size = runner.max_context, runner.model.device, config.block_size
     num_groups = len(groups.windows)
-    geometry = traits.geometry(groups, KV_DTYPES.get(config.kv_cache_dtype, runner.placement[0]))
+    geometry = traits.geometry(groups, KV_DTYPES.get(config.kv_cache_dtype, runner.placement[0]), block_size)
+    state_blocks = 0
+    if traits.states:
+        page_bytes = geometry.bytes_per_block(block_size)
+        state_blocks = StateLayout.of(traits.states, page_bytes, runner.placement[0]).num_pages
     num_blocks = config.num_blocks
     if num_blocks is None:
         with among_steps(device):  # a trial step, whose memory is then theirs
             reserved = runner.reserved_bytes(min(config.max_num_batched_tokens, max_context), block_size, num_groups)
             null_block = geometry.bytes_per_block(block_size)
-            most = config.max_num_seqs * max_context * num_groups
+            # Of states one that a sequence goes on with, and one that is kept.
+            most = config.max_num_seqs * (max_context * num_groups + 2 * state_blocks * block_size)
             num_blocks = num_blocks_for_memory(
                 geometry, block_size, config.memory_fraction, most, device, null_block + reserved
             )

@@ -103,6 +103,10 @@ class RowStore:
         stored = self._core.traits.stored
         return 0 <= layer < len(stored) and stored[layer] is not None
 
+    def caches_tokens(self) -> list[bool]:
+        """Whether each layer has keys and values."""
+        return [layer is not None for layer in self._core.traits.layers]
+
     @contextmanager
     def held(self, cache: PagedCache, loop: DecodingLoop | None = None) -> Iterator[None]:
         """The length of a call over a cache. Its rows are idle afterwards, if it is kept; if they were, it comes last.
@@ -205,7 +209,7 @@ class RowStore:
         try:
             moves = scheduler.append(sequences, counts)
         except OutOfBlocksError as error:
-            blocks = {block for sequence in sequences for block in manager.held_blocks(sequence.seq_id)}
+            blocks = {block for sequence in sequences for block in manager.all_blocks(sequence.seq_id)}
             if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                 error.needed += len(blocks)
             raise self._pool.out_of_blocks(error) from None

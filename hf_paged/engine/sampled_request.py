@@ -170,7 +170,7 @@ class SampledRequest:
                 prompt = call.given[row // call.num_samples]
                 sequence.token_ids, sequence.spans = prompt.token_ids.copy(), prompt.spans
                 sequence.position_offset, sequence.given_end = prompt.position_offset, len(prompt.token_ids)
-            sequence.num_tokens = sequence.num_prompt_tokens = len(sequence.token_ids)
+            sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
             sequence.logits_from = sequence.num_tokens - 1
             sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
             self.rows[row].sequence = sequence

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.kernels.reference import elements
 from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.memory.state_cache import StateCache, StateLayout
 from hf_paged.memory.swap_space import SwapSpace
 
 BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
@@ -142,6 +143,7 @@ class KVCache:
         key_dims: Of each group, the width of a head's key.
         backends: Of each group, what computes over its view; one for groups of one shape.
         groups: Where a layer's keys and values are: in the blocks of its group's tables, at its index of a page.
+        states: What layers keep of all of a sequence's tokens together.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class KVCache:
         make_backend: Callable[[Tensor, torch.dtype], Any],
         compute_dtype: torch.dtype | None = None,
         groups: CacheGroups | None = None,
+        state_layout: StateLayout | None = None,
     ) -> None:
         """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
 
@@ -164,6 +167,7 @@ class KVCache:
             make_backend: Chooses the attention backend of the tensor, for a model of this dtype.
             compute_dtype: The model's; `None`: the geometry's.
             groups: Of the model's layers; `None`: one of as many as a page has.
+            state_layout: Where the states of its layers are in pages of their own; `None`: they have none.
 
         Raises:
             ValueError: The device cannot hold it, the message names both sizes; or the backend can't run there.
@@ -192,6 +196,8 @@ class KVCache:
             backends = {own: make_backend(view, self.compute_dtype) for own, view in views.items()}
             self.views = [views[own] for own in geometry.groups]
             self.backends = [backends[own] for own in geometry.groups]
+
+        self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
 
     def _view(self, page: PageShape) -> Tensor:
         shape = page.tensor_shape(self.block_size)

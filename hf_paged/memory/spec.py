@@ -1,8 +1,13 @@
-"""What a layer caches of each token."""
+"""What a layer caches: of each token, or of all of them together."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import torch
+
+UNIT = 8  # bytes: every tensor of a state begins at a multiple of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +37,44 @@ class AttentionSpec:
     def row_elements(self) -> int:
         """Numbers of a head that lie side by side: of its key, or where that is not as wide as its value, of both."""
         return self.key_dim if self.key_dim == self.value_dim else self.key_dim + self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One of the tensors that a layer keeps of all of a sequence's tokens together.
+
+    Attributes:
+        kind: `"conv"` or `"recurrent"`.
+        index: Which of the layer's states of that kind.
+        shape: Of one sequence's.
+        dtype: Element type; `None`: the model's.
+    """
+
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    def num_units(self, dtype: torch.dtype) -> int:
+        """Numbers of eight bytes that it takes in a model of this dtype."""
+        return -(-math.prod(self.shape) * (self.dtype or dtype).itemsize // UNIT)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A layer with a state: recurrent, of a convolution, or both.
+
+    Attributes:
+        tensors: What it is made of.
+    """
+
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def number_of_states(self) -> int:
+        """Of one kind."""
+        return 1 + max(tensor.index for tensor in self.tensors)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a sequence's state in a model of this dtype."""
+        return UNIT * sum(tensor.num_units(dtype) for tensor in self.tensors)

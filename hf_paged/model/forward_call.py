@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from hf_paged.kernels.transfers import to_device, to_host
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.wrapper import InnerCall, Twin
 
 
@@ -66,6 +67,21 @@ class ForwardCall:
         if isinstance(self.logits_to_keep, Tensor) or self.logits_to_keep:
             named["logits_to_keep"] = self.logits_to_keep
         return {name: value for name, value in (named | self.others).items() if value is not None}
+
+    def behind(self, width: int) -> ForwardCall:
+        """The call without its first `width` columns, if its mask says that the tokens before it were given again.
+
+        As `generate()` of models whose cache is their `cache_params` does, which doesn't leave out what a cache holds.
+        """
+        mask, length = self.attention_mask, self.tokens.shape[1]
+        if not width or not isinstance(mask, Tensor) or mask.ndim != 2 or not width < length == mask.shape[1]:
+            return self
+        ids, embeds = self.input_ids, self.inputs_embeds
+        return replace(
+            self,
+            input_ids=None if ids is None else ids[:, width:],
+            inputs_embeds=None if embeds is None else embeds[:, width:],
+        )
 
     def on_host(self) -> ForwardCall:
         """The call with ids, 2-D mask and positions on the CPU, to be looked at. Waits for a GPU once a forward."""
@@ -160,7 +176,7 @@ def map_batch(output: ModelOutput, batch: int, function: Callable[[Tensor], Tens
             return function(value) if value.ndim > 1 and value.shape[0] == batch else value
         return type(value)(apply(item) for item in value) if isinstance(value, tuple | list) else value
 
-    return type(output)(**{name: apply(value) for name, value in output.items() if name != "past_key_values"})
+    return type(output)(**{name: apply(value) for name, value in output.items() if name not in CACHE_ARGUMENTS})
 
 
 def spread_rows(output: ModelOutput, active: list[int], num_rows: int) -> ModelOutput:

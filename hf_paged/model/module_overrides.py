@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
@@ -25,7 +25,11 @@ class ModuleOverride:
         module: What it stands in for, and
         own: its class's forward, as long as that is still the same.
         thread_id: Whose forwards come here at the moment; on all other threads the module is as it was.
+        is_needed: Whether forwards would be wrong without it: then it also stands in for a forward of the instance's
+            own, which it calls.
     """
+
+    is_needed: ClassVar[bool] = False
 
     __slots__ = ("module", "own", "thread_id")
 
@@ -70,9 +74,13 @@ _TAKEN: dict[int, list[ModuleOverride]] = {}
 def overriding(calls: Iterable[ModuleOverride]) -> Iterator[None]:
     """Within it, forwards on this thread compute these modules the other way.
 
-    Not those that have been given a forward of their own since.
+    Not those that have been given a forward of their own since, unless they are needed.
     """
-    taken = [call for call in calls if is_untouched(call.module) and type(call.module).forward is call.own]
+    taken = [
+        call
+        for call in calls
+        if call.is_needed or (is_untouched(call.module) and type(call.module).forward is call.own)
+    ]
     thread_id = threading.get_ident()
     try:
         _TAKEN[id(taken)] = taken

@@ -156,6 +156,8 @@ class PackedForward:
             sequence.token_ids += tokens
             sequence.spans += spans
             sequence.num_tokens += new
+            if new > 1:
+                sequence.num_at_once = sequence.num_tokens
             if not sequence.num_prompt_tokens:
                 sequence.num_prompt_tokens = sequence.num_tokens
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,17 @@ from hf_paged.attention.groups import paged_step
 from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata, padded_tables
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
+from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
 from hf_paged.core.batch import Batch
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache, KVGeometry, PageShape
-from hf_paged.memory.spec import AttentionSpec
+from hf_paged.memory.spec import AttentionSpec, StateSpec
 from hf_paged.model import cuda_graph
+from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording, fill_in
+from hf_paged.model.mixers import Mixers, MixerWay, PaddedStates, StateStep
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.model.weights_version import is_batch_dependent
@@ -48,6 +51,11 @@ class ModelTraits:
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
+        states: What its layers with a state (recurrent, of a convolution) keep, by the layer's number.
+        mixers: The classes of the modules that compute them.
+        forms_differ: Whether these compute several tokens by another formula than single ones, with another result.
+        shares_attention: Whether layers share attention modules, which tell their cache the layer they compute.
+        carries_state: Whether these take a state along into several tokens; if not, only into single ones.
         regime_length: Where rows depend on each other: of sequences shorter than this, they don't.
         rows_independent: Whether a row's result never depends on the rows beside it.
         allows_inference_mode: Whether its forward keeps no tensor that it computes: in a later training step a tensor
@@ -60,6 +68,11 @@ class ModelTraits:
     allows_inference_mode: bool = False
     runs_padded: bool = False
     regime_length: int | None = None
+    states: dict[int, StateSpec] = field(default_factory=dict)
+    mixers: tuple[type[nn.Module], ...] = ()
+    carries_state: bool = True
+    forms_differ: bool = False
+    shares_attention: bool = False
     indexers: tuple[AttentionSpec | None, ...] = ()
     tells_positions: bool = False
 
@@ -78,8 +91,11 @@ class ModelTraits:
         """Its layers, those that store nothing included."""
         return len(self.layers)
 
-    def geometry(self, groups: CacheGroups, dtype: torch.dtype) -> KVGeometry:
+    def geometry(self, groups: CacheGroups, dtype: torch.dtype, block_size: int) -> KVGeometry:
         """What the pages of these groups hold, in a pool of this dtype."""
+        if not groups.sizes:  # a block for a whole state
+            width, size = 64, sum(spec.num_bytes(torch.float32) for spec in self.states.values())
+            return KVGeometry.uniform(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)
         kinds = {
             group: layer for (group, _), layer in zip(groups.places, self.stored, strict=True) if layer is not None
         }
@@ -228,6 +244,8 @@ class ModelRunner:
         self._layers = layers
         self._traits = traits
         self.takes_positions = "position_ids" in inspect.signature(forward).parameters
+        self.cache_argument = cache_argument(forward)
+        self._mixers = Mixers(model, traits.mixers)
         self._is_plain = is_plain
         self._num_moves = num_moves
         self._config = config
@@ -325,7 +343,8 @@ class ModelRunner:
         if self._prepared_for == threading.get_ident():
             yield
             return
-        with paged_attention_scope(self.configs) if self._traits.runs_packed else nullcontext(), self._layers():
+        scope = paged_attention_scope(self.configs) if self._traits.runs_packed else nullcontext()
+        with scope, self._layers(), self._mixers.scope():
             yield
 
     @torch.no_grad()
@@ -355,13 +374,13 @@ class ModelRunner:
         tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._embed)
         starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
-        first = AttentionMetadata(
-            tables[0], query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
+        metadata = AttentionMetadata.of_groups(
+            tables, query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
         )
-        metadata = [first, *map(first.with_tables, tables[1:])]
         for group, chunk in enumerate(kv_cache.groups.chunks):
             if chunk is not None:
-                metadata[group] = first.in_chunks(tables[group], chunk)
+                plain = metadata[group]
+                metadata[group] = plain.in_chunks(tables[group], chunk)
         # A model that can choose rows still computes at least one.
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._traits.runs_packed:
@@ -370,7 +389,12 @@ class ModelRunner:
         if batch.spans:
             return self._run_apart(batch.spans, tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
-        return self._run_model(tokens, metadata, kv_cache, rows, may_infer)
+        states = None
+        if self._traits.states:
+            assert kv_cache.states is not None
+            way = MixerWay(self._traits.states, self._traits.carries_state, self._traits.forms_differ)
+            states = StateStep.of(batch, kv_cache.states, way, device)
+        return self._run_model(tokens, metadata, kv_cache, rows, may_infer, states=states)
 
     def _run_apart(
         self,
@@ -506,11 +530,11 @@ class ModelRunner:
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = num_kept
         mode = torch.inference_mode() if may_infer else nullcontext()
+        inputs[self.cache_argument] = cache
         with mode, self._scopes(), self._stepping():
             output = self._forward(
                 model,
                 attention_mask=layout.attention_mask if masks is None else masks,
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 **inputs,
@@ -530,6 +554,7 @@ class ModelRunner:
         rows: Tensor | None,
         may_infer: bool,
         is_compiled: bool = False,
+        states: StateStep | None = None,
     ) -> Tensor:
         """The model's forward; logits of `rows` of the packed batch, or of all."""
         inputs: dict[str, Any] = {}
@@ -537,18 +562,26 @@ class ModelRunner:
             inputs["input_ids"] = tokens.input_ids[None]
         else:
             inputs["inputs_embeds"] = tokens.inputs_embeds[None]
+        if self.takes_positions:
+            inputs["position_ids"] = tokens.position_ids[..., None, :]
         if self._supports_logits_to_keep and rows is not None:
             inputs["logits_to_keep"] = rows
+        cache = (
+            LayerNotingCache(states)
+            if self._traits.shares_attention
+            else StepCache(states, tokens.position_ids if self._traits.tells_positions else None)
+        )
+        inputs[self.cache_argument] = cache
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
         step = paged_step(kv_cache.backends, metadata, kv_cache.groups)
+        if isinstance(cache, LayerNotingCache):
+            step = SharedLayersStep(step, cache)
         with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
                 self._model_for(None if tokens.extras is None else tokens.extras[None]),
-                position_ids=tokens.position_ids[..., None, :],
                 attention_mask=sentinel,
-                past_key_values=StepCache(tokens.position_ids if self._traits.tells_positions else None),
                 use_cache=True,
                 return_dict=True,
                 **inputs,
@@ -712,6 +745,7 @@ class ModelRunner:
         shape: tuple[int, int],
         arguments: dict[str, Any],
         twin: Twin | None = None,
+        states: np.ndarray | None = None,
     ) -> Any:
         """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
 
@@ -723,13 +757,24 @@ class ModelRunner:
             shape: Columns in all, and new ones.
             arguments: What the caller gave.
             twin: See `run_unpatched`.
+            states: `[B, pages]` int64, of each row's state, of a model that has any.
         """
         device = kv_cache.tensor.device
-        first = AttentionMetadata(tables[0], new, lengths, kv_cache.block_size, kv_cache.null_block, device)
-        metadata = [first, *map(first.with_tables, tables[1:])]
-        layouts = [PaddedLayout(own, first.host_start_loc[:-1], device, shape) for own in metadata]
+        if not tables:  # no layer looks at them
+            width = -(-int(lengths.max()) // kv_cache.block_size)
+            tables = [np.full((len(lengths), width), kv_cache.null_block)]
+        metadata = AttentionMetadata.of_groups(tables, new, lengths, kv_cache.block_size, kv_cache.null_block, device)
+        layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
         cache = PaddedCache(layouts, paged_step(kv_cache.backends, metadata, kv_cache.groups), kv_cache)
-        return self.run_unpatched(past_key_values=cache, use_cache=True, return_dict=True, twin=twin, **arguments)
+        arguments[self.cache_argument] = cache
+        if states is None or kv_cache.states is None:
+            return self.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)
+        is_fresh, specs = shape[0] == shape[1], self._traits.states
+        held = PaddedStates(kv_cache.states, specs, to_device(states, device), is_fresh, self._traits.num_layers)
+        cache.layers = held.layers
+        output = self.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)
+        held.write_back()
+        return output
 
     def run_unpatched(self, *args: Any, twin: Twin | None = None, **kwargs: Any) -> Any:
         """The forward of the unpatched class; of a wrapper, on the twin that holds the call's state."""

@@ -1,0 +1,260 @@
+"""Mixers: modules that keep a state of all of a sequence's tokens, and how they see a packed batch.
+
+A mixer (linear attention, a Mamba block, a short convolution) knows no block tables: it takes rows of one length, reads
+their states from the cache that it is given, and changes them. So within a step each is called for the rows of one
+length after the other, over states that are read from the pool before and written back behind it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+
+from hf_paged.attention.cache import StepCache
+from hf_paged.attention.context import is_sentinel
+from hf_paged.core.batch import Batch
+from hf_paged.kernels.transfers import to_device
+from hf_paged.memory.spec import StateSpec
+from hf_paged.memory.state_cache import LayerStates, StateCache
+from hf_paged.model.module_overrides import ModuleOverride, overriding
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a step with equally many tokens, side by side.
+
+    Attributes:
+        tokens: Where they are in the packed batch.
+        num_rows: How many rows.
+        pages: `[rows, pages]` int64 on the device: of their states.
+        is_fresh: They have none yet.
+    """
+
+    tokens: slice
+    num_rows: int
+    pages: Tensor
+    is_fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MixerWay:
+    """How a model's mixers are called.
+
+    Attributes:
+        specs: What is kept in each layer that has one.
+        carries: Whether they take a state along into several tokens; if not, only into single ones.
+        forms_differ: Whether they compute several tokens otherwise than single ones: then tokens that came one by one
+            are so computed again.
+    """
+
+    specs: dict[int, StateSpec]
+    carries: bool
+    forms_differ: bool
+
+
+class StateStep:
+    """The states of one step's rows."""
+
+    def __init__(
+        self,
+        cache: StateCache,
+        way: MixerWay,
+        pages: np.ndarray,
+        starts: np.ndarray,
+        query_lens: np.ndarray,
+        nums_at_once: np.ndarray,
+        device: torch.device,
+    ) -> None:
+        """Lays out a step.
+
+        Args:
+            cache: Where states are.
+            way: How mixers are called.
+            pages: `[S, pages]` int64, of each row.
+            starts: `[S]` int64, tokens of each row before the step; without any it has no state.
+            query_lens: `[S]` int64, its tokens in the step.
+            nums_at_once: `[S]` int64, index behind the last of its tokens that came together with others.
+            device: Where the model runs.
+        """
+        self._cache = cache
+        self._specs = way.specs
+        self._parts: list[_Part] = []
+        own = to_device(pages, device)
+        # Of each row how many tokens are computed at once; the rest one by one.
+        at_once = query_lens.copy()
+        if query_lens.max() > 1:
+            if way.forms_differ:
+                at_once = np.clip(nums_at_once - starts, np.where(starts > 0, 0, 1), query_lens)
+            if not way.carries:
+                at_once[starts > 0] = 0
+        at_once[query_lens == 1] = 1
+        first_tokens = np.concatenate(([0], np.cumsum(query_lens)))
+        kinds = np.stack([at_once, query_lens, starts > 0])
+        edges = np.nonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0))[0] + 1
+        for rows in np.split(np.arange(len(starts)), edges):
+            first, last = int(rows[0]), int(rows[-1]) + 1
+            if at_once[first] == query_lens[first]:
+                tokens = slice(int(first_tokens[first]), int(first_tokens[last]))
+                self._parts.append(_Part(tokens, last - first, own[first:last], bool(starts[first] == 0)))
+                continue
+            for row in rows:
+                token, end = int(first_tokens[row]), int(first_tokens[row + 1])
+                length = int(at_once[row])
+                is_fresh = bool(starts[row] == 0)
+                while token < end:
+                    length = max(length, 1)
+                    self._parts.append(_Part(slice(token, token + length), 1, own[row : row + 1], is_fresh))
+                    token, length, is_fresh = token + length, 1, False
+
+    @classmethod
+    def of(cls, batch: Batch, cache: StateCache, way: MixerWay, device: torch.device) -> StateStep:
+        """The states of a batch's rows."""
+        pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
+        numbers = batch.starts, batch.query_lens, batch.nums_at_once
+        starts, query_lens, nums_at_once = (np.frombuffer(a, np.int64) for a in numbers)
+        return cls(cache, way, pages, starts, query_lens, nums_at_once, device)
+
+    def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a mixer returns for the packed batch.
+
+        Args:
+            mixer: Called once for each part.
+            args: As it was called with, a `StepCache` and tensors `[1, T, ...]` among them.
+            kwargs: The same by name.
+        """
+        layer, num_tokens = mixer.layer_idx, self._parts[-1].tokens.stop
+        outputs = [self._run_part(part, mixer, layer, num_tokens, args, kwargs) for part in self._parts]
+        if isinstance(outputs[0], tuple):
+            return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _run_part(
+        self, part: _Part, mixer: Any, layer: int, num_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        spec = self._specs[layer]
+        states = self._cache.empty(layer, part.num_rows) if part.is_fresh else self._cache.read(layer, part.pages)
+        own = layer_with(spec, None if part.is_fresh else states)
+        cache = Cache(layers=[own] * (layer + 1))
+
+        def of_part(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if is_sentinel(value):
+                    return None
+                if value.shape[:2] == (1, num_tokens):
+                    return value[0, part.tokens].unflatten(0, (part.num_rows, -1))
+            elif isinstance(value, StepCache):
+                return cache
+            elif type(value) is tuple:
+                return tuple(of_part(item) for item in value)
+            return value
+
+        output = mixer._call_impl(*map(of_part, args), **{name: of_part(value) for name, value in kwargs.items()})
+        store(own, states)
+        self._cache.write(layer, part.pages, states)
+        if isinstance(output, tuple):
+            return output[0].flatten(0, 1)[None], *output[1:]
+        return output.flatten(0, 1)[None]
+
+
+class PaddedStates:
+    """The states of a caller's rows in one padded forward, as the layers of its cache.
+
+    Attributes:
+        layers: Of the cache, by number; what keeps no state is empty.
+    """
+
+    def __init__(
+        self, cache: StateCache, specs: dict[int, StateSpec], pages: Tensor, is_fresh: bool, num_layers: int
+    ) -> None:
+        """Reads them.
+
+        Args:
+            cache: Where states are.
+            specs: Of each layer that has one.
+            pages: `[B, pages]` int64 on the device, of each row.
+            is_fresh: No row has one yet.
+            num_layers: Of the model.
+        """
+        self._cache, self._pages = cache, pages
+        self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
+        for layer, spec in specs.items():
+            states = cache.empty(layer, len(pages)) if is_fresh else cache.read(layer, pages)
+            self._held[layer] = layer_with(spec, None if is_fresh else states), states
+        self.layers: list[Any] = [
+            self._held[index][0] if index in self._held else DynamicLayer() for index in range(num_layers)
+        ]
+
+    def write_back(self) -> None:
+        """Writes what the forward made of them to the pool."""
+        for layer, (own, states) in self._held.items():
+            store(own, states)
+            self._cache.write(layer, self._pages, states)
+
+
+def layer_with(spec: StateSpec, states: LayerStates | None) -> LinearAttentionLayer:
+    """A layer of a cache that holds some states, which it changes in place; `None`: none yet."""
+    layer = LinearAttentionLayer(number_of_states=spec.number_of_states)
+    if states is None:
+        return layer
+    for tensor, state in states.tensors:
+        if tensor.kind == "conv":
+            layer.conv_states[tensor.index] = state
+            layer.is_conv_states_initialized[tensor.index] = True
+            layer.conv_kernel_size[tensor.index] = state.shape[-1]
+            layer.dtype, layer.device = state.dtype, state.device
+        else:
+            layer.recurrent_states[tensor.index] = state
+            layer.is_recurrent_states_initialized[tensor.index] = True
+    layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+    return layer
+
+
+def store(layer: LinearAttentionLayer, states: LayerStates) -> None:
+    """Takes over what a layer holds now."""
+    for tensor, state in states.tensors:
+        held = (layer.conv_states if tensor.kind == "conv" else layer.recurrent_states)[tensor.index]
+        if held is not state:
+            state.copy_(held)
+
+
+class _Mixer(ModuleOverride):
+    """A mixer that is called with the cache of a step."""
+
+    is_needed = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = next((c.states for c in (*args, *kwargs.values()) if isinstance(c, StepCache)), None)
+        if step is None:
+            return self.module._call_impl(*args, **kwargs)
+        return step.run(self.module, args, kwargs)
+
+
+class Mixers:
+    """The mixers of a model."""
+
+    def __init__(self, model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
+        """Finds them.
+
+        Args:
+            model: Held weakly.
+            kinds: Their classes.
+        """
+        self._model = weakref.ref(model)
+        self._kinds = kinds
+        self._found: list[_Mixer] | None = None
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Within it, forwards of a step call them as `StateStep` does."""
+        if self._found is None:
+            model = self._model()
+            modules: Iterator[nn.Module] = iter(()) if model is None or not self._kinds else model.modules()
+            self._found = [_Mixer(module) for module in modules if type(module) in self._kinds]
+        return overriding(self._found)

@@ -1,0 +1,241 @@
+"""Blocks that hold a state of all of a sequence's tokens together: beside a memory that is read as a runner would."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from event_ledger import Ledger
+
+from hf_paged.core.batch import Batch
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.scheduler import Scheduler
+from hf_paged.core.sequence import Sequence
+from hf_paged.core.state_blocks import StateBlockManager
+
+State = tuple[tuple[int, ...], int] | None
+"""What a block of a state holds: all tokens that went into it, and which of its blocks it is."""
+
+
+class World:
+    """A scheduler over sequences with states, and the memory behind it."""
+
+    def __init__(
+        self, seed: int, state_blocks: int, windows: tuple[int | None, ...], swaps: bool, caching: bool
+    ) -> None:
+        self.rng = rng = random.Random(seed)
+        self.num_state_blocks = state_blocks
+        num_blocks = 2 * (state_blocks + 6 * len(windows)) + rng.randrange(12)
+        self.manager = StateBlockManager(
+            num_blocks, 3, caching, num_blocks if swaps else 0, windows=windows, state_blocks=state_blocks
+        )
+        self.scheduler = Scheduler(self.manager, 7, 4, prefers_swap=lambda group: rng.random() < 0.7)
+        self.memory: list[State] = [None] * num_blocks
+        self.cpu: list[State] = [None] * num_blocks
+        self.live: list[Sequence] = []
+        self.prompts = [[1, 2, 3, 4, 5, 6, 7, 8]]
+        self.ledger = Ledger()
+        self.events: Counter[str] = Counter()
+
+    def submit(self) -> None:
+        """A prompt that begins like an earlier one."""
+        source = self.rng.choice(self.prompts)
+        prompt = source[: self.rng.randint(0, 10)] + [self.rng.randrange(9) for _ in range(self.rng.randint(1, 4))]
+        self.prompts = [*self.prompts[-5:], prompt]
+        sequence = self.scheduler.new_sequence()
+        self._extend(sequence, prompt)
+        self.live.append(sequence)
+
+    def fork(self) -> None:
+        parent = self.rng.choice(self.live)
+        if len(parent.group.sequences) < 3:
+            self.live.append(self.scheduler.fork(parent))
+            self.events["fork"] += 1
+
+    def free(self) -> None:
+        self.scheduler.free(self.live.pop(self.rng.randrange(len(self.live))))
+
+    def crop(self) -> None:
+        """Back to fewer tokens: to be computed again, since a state knows no way back."""
+        sequence = self.rng.choice(self.live)
+        computed, num_tokens = sequence.num_computed_tokens, self.rng.randint(1, sequence.num_tokens)
+        self.scheduler.crop(sequence, num_tokens)
+        sequence.logits_from = num_tokens - 1
+        assert sequence.num_computed_tokens == (computed if num_tokens >= computed else 0)
+
+    def grow(self) -> None:
+        """Tokens to come, of all that wait for nothing."""
+        for sequence in self.live:
+            if not sequence.num_uncomputed_tokens and sequence.num_tokens < 15 and self.rng.random() < 0.8:
+                self._extend(sequence, [self.rng.randrange(9) for _ in range(self.rng.choice([1, 1, 1, 3]))])
+
+    def step(self) -> None:
+        """A step, which may fail when some states are written already."""
+        try:
+            batch = self.scheduler.schedule(forced=self.rng.random() < 0.5)
+        except OutOfBlocksError as error:
+            self._copy_out(error.swap_outs)
+            assert error.group is not None
+            for sequence in [s for s in self.live if s.group is error.group]:
+                self.live.remove(sequence)
+                self.scheduler.free(sequence)
+            self.events["too large"] += 1
+            return
+        self._move(batch)
+        if not batch.num_seqs:
+            return
+        fails = self.rng.random() < 0.1
+        rows = list(zip(self.scheduler.chunks(batch), self._pages(batch), strict=True))
+        for (sequence, start, num_tokens), pages in rows:
+            assert sequence.token_ids is not None
+            if start:  # else it must not be read
+                found = [self.memory[page] for page in pages]
+                expected = [(tuple(sequence.token_ids[:start]), index) for index in range(self.num_state_blocks)]
+                assert found == expected, f"sequence {sequence.seq_id} reads another state"
+            for page in pages:
+                assert self.manager.pool.ref_count(page) == 1, "a shared state is written"
+            if not fails or self.rng.random() < 0.5:
+                for index, page in enumerate(pages):
+                    self.memory[page] = tuple(sequence.token_ids[: start + num_tokens]), index
+            is_cut = start + num_tokens < sequence.num_tokens
+            assert num_tokens > 1 or sequence.num_tokens - start == 1 or not is_cut, "a prompt's token by itself"
+        if fails:
+            self.events["failed step"] += 1
+            self.scheduler.undo(batch)
+            return
+        self.scheduler.settle(offers := self.scheduler.update(batch, is_checked=False), [True] * len(offers))
+
+    def check(self) -> None:
+        self.manager.check_invariants()
+        self.ledger.follow(self.manager)
+        stats = self.scheduler
+        self.events["preempted"] = stats.num_preemptions
+        self.events["swapped"] = stats.num_swapped_out
+        self.events["hits"] = self.manager.prefix.hit_tokens
+
+    def _extend(self, sequence: Sequence, tokens: list[int]) -> None:
+        assert sequence.token_ids is not None
+        sequence.token_ids += tokens
+        sequence.num_tokens += len(tokens)
+        sequence.logits_from = sequence.num_tokens - 1
+        sequence.is_wanted = True
+        self.scheduler.wake(sequence.group)
+
+    def _pages(self, batch: Batch) -> list[list[int]]:
+        blocks, size = batch.state_blocks.tolist(), self.num_state_blocks
+        assert len(blocks) == size * batch.num_seqs
+        return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+    def _copy_out(self, pairs: list[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self.cpu[destination] = self.memory[source]
+
+    def _move(self, batch: Batch) -> None:
+        self._copy_out(batch.swap_outs)
+        for source, destination in batch.swap_ins:
+            self.memory[destination] = self.cpu[source]
+        sources = [self.memory[source] for source, _ in batch.block_copies]
+        for (_, destination), content in zip(batch.block_copies, sources, strict=True):
+            self.memory[destination] = content
+        for block in batch.new_blocks:
+            self.memory[block] = None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("windows", [(None,), (), (None, 4)], ids=["attention", "states alone", "windows"])
+@pytest.mark.parametrize("state_blocks", [1, 3])
+def test_random_walks(windows: tuple[int | None, ...], state_blocks: int) -> None:
+    """Would break: a state shared by writers, lost by a swap, found for another prompt, kept by a failed step."""
+    events: Counter[str] = Counter()
+    for seed in range(40):
+        world = World(seed, state_blocks, windows, swaps=seed % 3 > 0, caching=seed % 4 > 0)
+        for _ in range(60):
+            actions = [world.submit] * (len(world.live) < 6)
+            actions += [world.fork, world.free, world.crop] if world.live and world.rng.random() < 0.4 else []
+            if actions:
+                world.rng.choice(actions)()
+            world.grow()
+            world.step()
+            world.check()
+        while world.live:
+            world.free()
+        world.check()
+        assert world.manager.pool.num_in_use == world.manager.swap.num_in_use == 0
+        assert world.manager.num_states == 0
+        events += world.events
+    assert all(events[name] > 5 for name in ("fork", "failed step", "preempted", "swapped", "hits")), events
+
+
+def manager(num_blocks: int = 12, state_blocks: int = 2) -> StateBlockManager:
+    """Of blocks of two tokens."""
+    return StateBlockManager(num_blocks, 2, state_blocks=state_blocks)
+
+
+def test_a_failed_allocation_changes_nothing() -> None:
+    """Would break: a state that is taken for tokens that find no room."""
+    blocks = manager(num_blocks=4)
+    blocks.add(1)
+    assert blocks.append_need([(1, 6)]) == 5
+    with pytest.raises(OutOfBlocksError):
+        blocks.append([(1, 6)])
+    assert blocks.pool.num_free == 4 and blocks.all_blocks(1) == []
+    assert blocks.append([(1, 4)]) == [] and blocks.pool.num_free == 0
+
+
+def test_copied_before_the_first_of_two_goes_on() -> None:
+    """Would break: a parent and its fork that write to one state, or a copy too many."""
+    blocks = manager()
+    blocks.add(1)
+    blocks.append([(1, 2)])
+    blocks.fork(1, 2)
+    assert blocks.num_states == 1 and blocks.states([1]) == blocks.states([2])
+    shared = blocks.states([1]).tolist()
+    copies = blocks.append([(2, 1)])
+    assert copies == list(zip(shared, blocks.states([2]).tolist())) and blocks.states([1]).tolist() == shared
+    assert blocks.append([(1, 1)]) == [], "the last holder keeps it"
+    blocks.check_invariants()
+
+
+def test_a_kept_state_is_left_alone_while_there_is_room() -> None:
+    """Would break: prefix hits that end with the first one, and a pool that is full of what is kept."""
+    blocks, prompt = manager(num_blocks=9), [1, 2, 3, 4, 5]
+    blocks.add(1)
+    blocks.append([(1, 4)])
+    blocks.prefix.commit(1, prompt[:4])
+    blocks.snapshot(1, 4)
+    kept = blocks.states([1]).tolist()
+    copies = blocks.append([(1, 1)])
+    assert [source for source, _ in copies] == kept
+    blocks.free(1)
+    blocks.add(2)
+    assert blocks.prefix.match(2, prompt) == 4 and blocks.states([2]).tolist() == kept
+    blocks.add(3)
+    blocks.append([(3, 2)])  # of nine blocks two are left: too few for a copy and a block
+    assert blocks.append([(2, 1)]) == [] and blocks.states([2]).tolist() == kept
+    blocks.check_invariants()
+
+
+def test_no_way_back() -> None:
+    """Would break: a state taken for that of fewer tokens."""
+    blocks = manager()
+    blocks.add(1)
+    blocks.append([(1, 3)])
+    assert not blocks.can_crop(1, 2) and blocks.can_crop(1, 3) and not blocks.can_share(1, 2)
+    with pytest.raises(ValueError, match="cannot crop"):
+        blocks.crop(1, 2)
+    with pytest.raises(ValueError, match="can't change"):
+        blocks.resize_states(3)
+    with pytest.raises(ValueError, match="at least 1"):
+        manager(state_blocks=0)
+
+
+def test_other_models_have_none() -> None:
+    """Would break: a step of a plain model that carries anything for states."""
+    plain = Scheduler(BlockManager(4, 2), 8, 4)
+    sequence = plain.new_sequence()
+    sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1], 1, True
+    plain.wake(sequence.group)
+    batch = plain.schedule()
+    assert not batch.state_blocks and not batch.nums_at_once

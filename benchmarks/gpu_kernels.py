@@ -609,7 +609,7 @@ def swap_points(bench: Bench) -> Points:
     @functools.cache
     def kv_cache() -> KVCache:
         return KVCache(
-            KVGeometry(scale.layers, scale.kv_heads, scale.head_dim, DTYPE),
+            KVGeometry.uniform(scale.layers, scale.kv_heads, scale.head_dim, DTYPE),
             4 * n,
             16,
             bench.device,

@@ -42,6 +42,35 @@ _GQA = _COMMON | {"num_key_value_heads": 2}
 _FOUR_LAYERS = _GQA | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
 _GPT2_NAMES = _SPECIAL | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LATENTS = (_COMMON | {"num_key_value_heads": 4}) | {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_SHARING = _SPECIAL | {
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "max_position_embeddings": 256,
+}
 _FALCON = _SPECIAL | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _HALF_HEAD = 8  # frequencies of a rotary embedding over 16 dimensions
 
@@ -128,6 +157,66 @@ MODELS: dict[str, TinyModel] = {
         seed=1,
     ),
     "smollm3": TinyModel(lambda: hf.SmolLM3Config(**_GQA), seed=4),
+    # Layers that cache more than others, values narrower than keys, and layers that attend to another one's keys.
+    "gemma4": TinyModel(
+        lambda: hf.Gemma4TextConfig(**(_SHARING | {"num_kv_shared_layers": 0}), global_head_dim=32), seed=1
+    ),
+    "gemma4_sharing": TinyModel(lambda: hf.Gemma4TextConfig(**_SHARING, global_head_dim=32)),
+    "gemma3n": TinyModel(
+        lambda: hf.Gemma3nTextConfig(
+            **_SHARING, laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.5, *[0.0] * 5]
+        ),
+        seed=1,
+    ),
+    "mimo_v2_flash": TinyModel(
+        lambda: hf.MiMoV2FlashConfig(
+            **(_FOUR_LAYERS | {"num_hidden_layers": 3, "v_head_dim": 12}),
+            **(_ROUTED | {"routed_scaling_factor": 1.0}),
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        ),
+    ),
+    # Latents in place of keys and values.
+    "deepseek_v2": TinyModel(
+        lambda: hf.DeepseekV2Config(**_LATENTS, **_ROUTED, topk_method="greedy"), runs_packed=False
+    ),
+    "deepseek_v3": TinyModel(lambda: hf.DeepseekV3Config(**_LATENTS, **_ROUTED), runs_packed=False),
+    # A sequence cut into chunks of 12 tokens; layers without rotary positions are scaled by the position.
+    "llama4": TinyModel(
+        lambda: hf.Llama4TextConfig(
+            **(_GQA | {"num_hidden_layers": 4, "intermediate_size": 48}),
+            intermediate_size_mlp=96,
+            head_dim=16,
+            attention_chunk_size=12,
+            no_rope_layers=[1, 0, 1, 0],
+            num_local_experts=4,
+            interleave_moe_layer_step=2,
+        ),
+    ),
+    # A layer's indexer, whose keys are cached too, chooses eight of the tokens.
+    "deepseek_v32": TinyModel(
+        lambda: hf.DeepseekV32Config(
+            **_LATENTS, **_ROUTED, index_topk=8, index_n_heads=16, index_head_dim=14, num_nextn_predict_layers=0
+        ),
+        runs_packed=False,
+        seed=1,
+    ),
+    "glm4_moe_lite": TinyModel(
+        lambda: hf.Glm4MoeLiteConfig(**_LATENTS, **_ROUTED, mlp_layer_types=["dense", "sparse"]), runs_packed=False
+    ),
+    "minicpm3": TinyModel(lambda: hf.MiniCPM3Config(**_LATENTS), runs_packed=False, seed=1),
+    "longcat_flash": TinyModel(
+        lambda: hf.LongcatFlashConfig(
+            **(_LATENTS | {"num_layers": 2, "head_dim": 8}),
+            ffn_hidden_size=96,
+            expert_ffn_hidden_size=32,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=2,
+        ),
+        runs_packed=False,
+        seed=3,
+    ),
+    "youtu": TinyModel(lambda: hf.YoutuConfig(**_LATENTS), runs_packed=False),
     "falcon_alibi": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=True), runs_packed=False, seed=12),
     "falcon_rotary": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=False), runs_packed=False, seed=3),
     "falcon_new": TinyModel(
@@ -180,25 +269,6 @@ def _t5() -> nn.Module:
     )
 
 
-def _deepseek_v3() -> nn.Module:
-    return hf.DeepseekV3ForCausalLM(
-        hf.DeepseekV3Config(
-            **(_COMMON | {"num_key_value_heads": 4}),
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=32,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=16,
-            first_k_dense_replace=1,
-        )
-    )
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "t5": (_t5, "encoder-decoder"),
     "xlstm": (
@@ -206,7 +276,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "recurrent state",
     ),
     "minimax": (lambda: AutoModelForCausalLM.from_config(hf.MiniMaxConfig(**_GQA)), "cache of its own"),
-    "deepseek_v3": (_deepseek_v3, "multi-head latent attention"),
     "no_lm_head": (lambda: hf.LlamaModel(hf.LlamaConfig(**_GQA)), "language-model head"),
     "plain_module": (lambda: nn.Linear(2, 2), "PreTrainedModel"),
 }
@@ -219,7 +288,7 @@ def _built(name: str, layers: int | None, seed: int | None, attention: str | Non
     config = row.config()
     if layers is not None:
         config.num_hidden_layers = layers
-        for kind in ("layer_types", "no_rope_layers"):
+        for kind in ("layer_types", "mlp_layer_types", "no_rope_layers"):
             if getattr(config, kind, None):
                 setattr(config, kind, (getattr(config, kind) * layers)[:layers])
     with torch.random.fork_rng(devices=[]):
@@ -285,7 +354,7 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
 def least_blocks(model: str | PreTrainedModel, num_tokens: int, block_size: int, chunk: int) -> int:
     """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
     traits = hf_paged.is_supported(build(model) if isinstance(model, str) else model).traits
-    groups = CacheGroups.of(traits.layers)
+    groups = CacheGroups.of(traits.stored)
     needed = BlockManager(1, block_size, windows=groups.windows).most_blocks(num_tokens, chunk)
     if traits.states:
         page_bytes = traits.geometry(groups, torch.float32, block_size).bytes_per_block(block_size)
@@ -319,7 +388,7 @@ def watch_tokens(model: nn.Module) -> list[int]:
     @hf_paged.packed_hook
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
-        seen.append(states.shape[0] * states.shape[1])
+        seen.append(states.shape[-3] * states.shape[-2])
 
     decoder_layers(model)[0].register_forward_pre_hook(note, with_kwargs=True)
     return seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,13 +28,18 @@ _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.d
 class StepCache(Cache):
     """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them.
 
-    Attributes:
+    Args:
         states: The states of the step's rows, of a model with layers that keep one.
+        positions: `[T]`, for layers that reckon with the length of what is cached: they are told, for each token, what
+            makes its place in the forward its position. `None`: no layer asks.
     """
 
-    def __init__(self, states: Any = None) -> None:
+    def __init__(self, states: Any = None, positions: Tensor | None = None) -> None:
         super().__init__(layers=[])
         self.states = states
+        self._past: Any = 0
+        if positions is not None:
+            self._past = positions - torch.arange(len(positions), device=positions.device)
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -44,11 +49,23 @@ class StepCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        return 0 if layer_idx is None else self._past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
+
+
+def as_indexer(update: Callable[..., tuple[Tensor, Tensor]], key_states: Tensor, place: int) -> Tensor:
+    """An indexer's keys are those of one head, without values.
+
+    Args:
+        update: Of a cache.
+        key_states: `[batch, new, width]`.
+        place: Theirs among all that is stored.
+    """
+    own = key_states[:, None]
+    return update(own, own[..., :0], place)[0][:, 0]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -73,12 +90,16 @@ class PagedLayer(CacheLayerMixin):
 
         Of a layer with a window, as in a `DynamicCache`, the last columns: all but one of those that a query sees.
         """
-        return self._cache.read_layer(self._layer_idx)[0] if self.is_initialized else None
+        return self._cache.read_layer(self._layer_idx)[0] if self._has_states else None
 
     @property
     def values(self) -> Tensor | None:
         """Like `keys`."""
-        return self._cache.read_layer(self._layer_idx)[1] if self.is_initialized else None
+        return self._cache.read_layer(self._layer_idx)[1] if self._has_states else None
+
+    @property
+    def _has_states(self) -> bool:
+        return self.is_initialized and self._cache.store.stores(self._layer_idx)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool exists."""
@@ -157,7 +178,7 @@ class PagedCache(Cache):
         self._width = 0
         self._windows = store.windows()
         self._records_past = False
-        self._lengths = [0] * store.num_layers  # differ from the width only inside a forward
+        self._lengths = [0] * len(self._windows)  # differ from the width only inside a forward
         self._active: list[int] | None = None  # rows a forward runs on, when not on all
         kinds = enumerate(store.caches_tokens())
         super().__init__(layers=[(PagedLayer if has_keys else StateLayer)(self, i) for i, has_keys in kinds])
@@ -266,6 +287,10 @@ class PagedCache(Cache):
         self._lengths[layer_idx] = start + new
         self._width = max(self._width, start + new)
         return states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Stores new keys of a layer's indexer, `[batch, new, index_head_dim]`, and returns all of them."""
+        return as_indexer(self.update, indexer_key_states, self.store.num_layers + layer_idx)
 
     def read_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer for the whole batch, as its `keys` and `values`."""

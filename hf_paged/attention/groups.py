@@ -28,38 +28,56 @@ class WindowError(ValueError):
 
 
 class GroupedStep:
-    """Hands each layer's keys, values and queries to the step of its group."""
+    """Hands each layer's keys, values and queries to the step of its group.
+
+    A layer that stores nothing attends to another one's keys: to those of the layer that it gives again.
+    """
 
     def __init__(self, steps: Sequence[PagedStep], groups: CacheGroups) -> None:
         self._steps = steps
-        self._windows, self._places = groups.windows, groups.places
+        # A sequence that is cut into chunks comes as several, of which a layer sees all.
+        kept = zip(groups.windows, groups.chunks, strict=True)
+        self._windows = [window if chunk is None else None for window, chunk in kept]
+        self._places = groups.places
+        self._shares = NOWHERE in groups.places
+        self._given: dict[int, tuple[int, int]] = {}  # where keys at this address are
+        self._borrowed: dict[int, tuple[int, int]] = {}
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        group, index = self._place(layer)
+        place = group, index = self._checked(layer)
+        if self._shares:
+            if place == NOWHERE:
+                if key.data_ptr() not in self._given:
+                    raise ValueError(f"layer {layer} stores nothing, and its keys are no other layer's")
+                self._borrowed[layer] = self._given[key.data_ptr()]
+                return
+            self._given[key.data_ptr()] = place
         self._steps[group].write(key, value, index)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
-        group, index = self._place(params.layer)
+        place = self._checked(params.layer)
+        group, index = self._borrowed[params.layer] if place == NOWHERE else place
         asked, kept = params.sliding_window, self._windows[group]
         if kept is not None and (asked is None or asked > kept):
             raise WindowError(params.layer, asked, kept)
         own = AttentionParams(index, params.scale, asked, params.softcap, params.sinks)
         return self._steps[group].attend(query, own)
 
-    def _place(self, layer: int) -> tuple[int, int]:
-        if not 0 <= layer < len(self._places) or self._places[layer] == NOWHERE:
+    def _checked(self, layer: int) -> tuple[int, int]:
+        if not 0 <= layer < len(self._places):
             raise ValueError(f"the pool has {len(self._places)} layers, and none of number {layer}")
         return self._places[layer]
 
 
-def paged_step(backend: Backend, metadata: Sequence[AttentionMetadata], groups: CacheGroups) -> PagedStep:
+def paged_step(backends: Sequence[Backend], metadata: Sequence[AttentionMetadata], groups: CacheGroups) -> PagedStep:
     """What every layer of a forward calls.
 
     Args:
-        backend: Of the pool.
+        backends: Of each group.
         metadata: Of each group.
         groups: The pool's.
     """
-    if groups.is_plain:
-        return backend.step(metadata[0])
-    return GroupedStep([backend.step(own) for own in metadata], groups)
+    if groups.is_single:  # its layers are the pool's
+        return backends[0].step(metadata[0])
+    steps = [backend.step(own) for backend, own in zip(backends, metadata, strict=False)]
+    return GroupedStep(steps, groups)

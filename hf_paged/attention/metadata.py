@@ -87,6 +87,24 @@ class AttentionMetadata:
         other._use(tables)
         return other
 
+    def in_chunks(self, tables: np.ndarray, chunk: int) -> AttentionMetadata:
+        """The same step for layers of another group, which cut sequences into chunks: a sequence for each chunk.
+
+        Args:
+            tables: Of that group.
+            chunk: Tokens, a multiple of the block size.
+        """
+        size, starts, ends = self.block_size, self.host_seq_lens - self.host_query_lens, self.host_seq_lens
+        counts = (ends - 1) // chunk - starts // chunk + 1
+        row = np.repeat(np.arange(len(counts)), counts)
+        first = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row] + (starts // chunk)[row]) * chunk
+        lens = np.minimum(ends[row], first + chunk) - first
+        query_lens = np.minimum(lens, first + lens - starts[row])
+        columns = (first // size)[:, None] + np.arange(-(-lens.max() // size))
+        own = np.take_along_axis(tables[row], np.minimum(columns, tables.shape[1] - 1), axis=1)
+        own = np.where(columns < tables.shape[1], own, self.null_block)
+        return AttentionMetadata(own, query_lens, lens, size, self.null_block, self._device)
+
     @classmethod
     def of_groups(
         cls,

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_paged.attention.backends.registry import PagedStep
+from hf_paged.attention.cache import as_indexer
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
@@ -74,7 +75,7 @@ class PaddedCache(Cache):
         super().__init__(layers=[])
         self._layout = layout
         self._step = step
-        self._kv_cache, self._places = kv_cache.tensor, kv_cache.groups.places
+        self._kv_cache, self._places = kv_cache, kv_cache.groups.places
         self._past = layout.width - layout.query_width
         self._lengths = [self._past] * len(self._places)
         places = layout.token_index.reshape(-1)
@@ -85,16 +86,21 @@ class PaddedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores `[B, num_kv_heads, Q, head_dim]` keys and values; returns `[B, num_kv_heads, W, head_dim]`."""
+        """Stores `[B, num_kv_heads, Q, width]` keys and values; returns `[B, num_kv_heads, W, width]`."""
         new = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
         key, value = new if self._new is None else (states.index_select(0, self._new) for states in new)
         self._step.write(key, value, layer_idx)
         self._lengths[layer_idx] = self._layout.width
-        if self._past == 0 and key_states.dtype is self._kv_cache.dtype:
-            return key_states, value_states
         group, index = self._places[layer_idx]
-        key, value = reference.gather_slots(self._kv_cache, index, self._slots[group])
+        pool = self._kv_cache.views[group]
+        if self._past == 0 and key_states.dtype is pool.dtype:
+            return key_states, value_states
+        key, value = reference.gather_slots(pool, index, self._slots[group], self._kv_cache.key_dims[group])
         return key.to(key_states.dtype), value.to(value_states.dtype)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Stores `[B, Q, width]` keys of a layer's indexer; returns `[B, W, width]`."""
+        return as_indexer(self.update, indexer_key_states, layer_idx + len(self._places) // 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._lengths[layer_idx]

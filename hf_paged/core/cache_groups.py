@@ -1,19 +1,21 @@
 """`CacheGroups`: which layers share pages and a block table, so that all pages are of one size.
 
 A page is one block of tokens in the layers of one group. Layers that cache alike (a *kind*) form one group, or several
-where there are more of them than of another kind: a group has as many layers as every other one, some of them empty if
-need be. So any group's page fits any place of the pool, and a group whose layers look back over a window only gives
-back what lies behind it.
+where there are more of them than go into a page: a page has as many places for layers of a kind as fit, some of them
+empty if need be. So any group's page fits any place of the pool, and a group whose layers look back over a window only
+gives back what lies behind it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-NOWHERE = (-1, -1)  # the place of a layer that caches no tokens
-MAX_PADDING = 0.1  # empty layers that fewer groups may cost, as a share of the layers of their kind
+# What fewer groups may leave empty, as a share of what is filled: by all layers, and by those of any kind.
+MAX_PADDING, MAX_PADDING_OF_A_KIND = 0.1, 0.125
+NOWHERE = (-1, -1)  # the place of a layer that stores nothing
 
 
 class LayerKind(Hashable, Protocol):
@@ -23,67 +25,109 @@ class LayerKind(Hashable, Protocol):
     def window(self) -> int | None:
         """Tokens that a query sees, itself included; `None`: all before it."""
 
+    @property
+    def chunk(self) -> int | None:
+        """Pieces that a sequence is cut into, of which a query sees its own; `None`: it is not."""
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that a token takes."""
+
+    @property
+    def row_elements(self) -> int:
+        """Of these, how many lie side by side."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
     """The groups of a model's layers; those that see all tokens come first.
 
     Attributes:
-        layers_per_page: layers of every group, empty ones included.
-        windows: of each group, the tokens that its layers see; `None`: all.
-        places: of each layer, its group and its index within that group's pages; `NOWHERE`: it caches no tokens. A
-            group's last layer is never empty.
+        elements: Numbers that a token takes in a page, the same for all groups.
+        sizes: Of each group, for how many layers a page has places.
+        windows: Of each group, the tokens that its layers see; `None`: all.
+        chunks: Of each group, the pieces that its layers cut a sequence into; `None`: they don't.
+        places: Of each layer, its group and its index within that group's pages; `NOWHERE` if it stores nothing. A
+            group's last place is never empty.
+        is_single: Whether there is one group that sees all tokens, with each layer at its own index.
     """
 
-    layers_per_page: int
+    elements: int
+    sizes: tuple[int, ...]
     windows: tuple[int | None, ...]
+    chunks: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is one group, which keeps everything, and whose layers are all of the model's."""
-        return self.windows == (None,) and self.layers_per_page == len(self.places)
+    is_single: bool
 
     @classmethod
-    def single(cls, num_layers: int) -> CacheGroups:
+    def single(cls, num_layers: int, elements: int = 0) -> CacheGroups:
         """All layers in one group that sees all tokens."""
-        return cls(num_layers, (None,), tuple((0, index) for index in range(num_layers)))
+        places = tuple((0, index) for index in range(num_layers))
+        return cls(elements, (num_layers,), (None,), (None,), places, True)
 
     @classmethod
     def of(cls, layers: Sequence[LayerKind | None]) -> CacheGroups:
-        """The fewest groups with at most `MAX_PADDING` of empty layers; layers that are all alike are one group.
+        """The fewest groups with at most `MAX_PADDING` of empty places; layers that are all alike are one group.
+
+        Where the kinds' sizes have no page in common that keeps to that, the one that leaves least empty.
 
         Args:
-            layers: Of each layer, in the model's order; `None`: it caches no tokens. If all are, there is no group.
+            layers: Of each layer, in the model's order; `None`: it stores nothing.
 
         Raises:
-            ValueError: There are none.
+            ValueError: None of them stores anything.
         """
-        if not layers:
-            raise ValueError("a model without layers caches nothing")
         kinds: dict[LayerKind, list[int]] = {}
         for index, kind in enumerate(layers):
             if kind is not None:
                 kinds.setdefault(kind, []).append(index)
-        windows: list[int | None] = []
-        places = [NOWHERE] * len(layers)
         if not kinds:
-            return cls(0, (), tuple(places))
-        size = _layers_per_page([len(members) for members in kinds.values()])
+            return cls(0, (), (), (), (NOWHERE,) * len(layers), False)
+        elements = _elements_per_page({kind: len(members) for kind, members in kinds.items()})
+        sizes: list[int] = []
+        windows: list[int | None] = []
+        chunks: list[int | None] = []
+        places = [NOWHERE] * len(layers)
         for kind, members in sorted(kinds.items(), key=lambda item: item[0].window is not None):
+            size = elements // kind.elements_per_token
             for start in range(0, len(members), size):
                 own = members[start : start + size]
                 for index, layer in enumerate(own, size - len(own)):
                     places[layer] = len(windows), index
+                sizes.append(size)
                 windows.append(kind.window)
-        return cls(size, tuple(windows), tuple(places))
+                chunks.append(kind.chunk)
+        is_single = windows == [None] and NOWHERE not in places
+        return cls(elements, tuple(sizes), tuple(windows), tuple(chunks), tuple(places), is_single)
+
+    def padding(self, layers: Sequence[LayerKind | None]) -> float:
+        """What of the pages of one token stays empty, as a share of what these layers fill."""
+        filled = sum(kind.elements_per_token for kind in layers if kind is not None)
+        return self.elements * len(self.sizes) / filled - 1
 
 
-def _layers_per_page(counts: Sequence[int]) -> int:
-    """Layers of a page, for kinds of so many layers each."""
+def _elements_per_page(counts: dict[LayerKind, int]) -> int:
+    """Numbers of a token in a page, for so many layers of each kind."""
+    rows = math.lcm(*(kind.row_elements for kind in counts))
+    filled = {kind: count * kind.elements_per_token for kind, count in counts.items()}
 
-    def cost(size: int) -> tuple[int, int]:
-        return sum(-(-count // size) for count in counts), sum(-count % size for count in counts)
+    def padding(elements: int, kind: LayerKind, count: int) -> tuple[int, int]:
+        """Groups of this kind, and numbers that they leave empty."""
+        num_groups = -(-count // (elements // kind.elements_per_token))
+        return num_groups, num_groups * elements - filled[kind]
 
-    sizes = range(1, max(counts) + 1)
-    return min((size for size in sizes if all(-n % size <= MAX_PADDING * n for n in counts)), key=cost)
+    def cost(elements: int) -> tuple[bool, int, int, int]:
+        found = {kind: padding(elements, kind, count) for kind, count in counts.items()}
+        num_groups, empty = (sum(numbers) for numbers in zip(*found.values(), strict=True))
+        is_wide = empty > MAX_PADDING * sum(filled.values()) or any(
+            own > MAX_PADDING_OF_A_KIND * filled[kind] for kind, (_, own) in found.items()
+        )
+        return is_wide, empty if is_wide else num_groups, num_groups if is_wide else empty, elements
+
+    least = max(kind.elements_per_token for kind in counts)
+    sizes = {
+        -(-max(least, number * kind.elements_per_token) // rows) * rows
+        for kind, count in counts.items()
+        for number in range(1, count + 1)
+    }
+    return min(sizes, key=cost)

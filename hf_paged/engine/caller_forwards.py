@@ -192,7 +192,8 @@ class CallerForwards:
                     for sequence in sequences:
                         sequence.is_stale = True
                 offers = self._core.scheduler.book_computed(sequences)
-                sums = kv_cache.block_sums([offer.block_id for offer in offers]).wait() if offers else torch.empty(0)
+                blocks, groups = [offer.block_id for offer in offers], [offer.group for offer in offers]
+                sums = kv_cache.block_sums(blocks, groups).wait() if offers else torch.empty(0)
                 self._core.scheduler.settle(offers, sums.isfinite().tolist())
                 self._book_forward(sequences, lengths, started)
         cache.advance(packed.length)

@@ -68,6 +68,12 @@ class EngineCore:
             forward: The forward function of the model's class before patching, unbound.
             traits: What `is_supported` found out about its architecture.
         """
+        chunk = next((layer.chunk for layer in traits.layers if layer and layer.chunk), config.block_size)
+        if chunk % config.block_size:
+            raise ValueError(
+                f"the model attends in chunks of {chunk} tokens, which blocks of {config.block_size} don't divide: "
+                "patch with another block_size"
+            )
         self.config = config
         self.traits = traits
         self.linears = PackedLinears(model, config.memory_fraction)
@@ -84,7 +90,7 @@ class EngineCore:
             num_moves=lambda: state.num_moves,
             config=config,
         )
-        runner, groups = self.runner, CacheGroups.of(traits.layers)
+        runner, groups = self.runner, CacheGroups.of(traits.stored)
         self.pool = KVPool(
             config,
             groups,

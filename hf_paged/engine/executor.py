@@ -286,7 +286,7 @@ class StepExecutor:
 
 def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
     try:
-        return kv_cache.block_sums([offer.block_id for offer in offers])
+        return kv_cache.block_sums([offer.block_id for offer in offers], [offer.group for offer in offers])
     except Exception as error:  # out of memory: the step is over, only its blocks are not shared
         return error
 

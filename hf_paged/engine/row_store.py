@@ -33,7 +33,7 @@ class RowStore:
 
     @property
     def num_layers(self) -> int:
-        """Layers that store keys and values."""
+        """Layers of the model."""
         return self._core.traits.num_layers
 
     def transaction(self) -> AbstractContextManager[None]:
@@ -96,7 +96,12 @@ class RowStore:
 
     def windows(self) -> list[int | None]:
         """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
-        return [None if layer is None else layer.window for layer in self._core.traits.layers]
+        return [None if layer is None else layer.window for layer in self._core.traits.stored]
+
+    def stores(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own; `num_layers + layer`: its indexer."""
+        stored = self._core.traits.stored
+        return 0 <= layer < len(stored) and stored[layer] is not None
 
     def caches_tokens(self) -> list[bool]:
         """Whether each layer has keys and values."""
@@ -213,14 +218,14 @@ class RowStore:
     def _write(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         with among_steps(key.device), self.transaction():
             length = key.shape[2]
-            group, index = self._pool.kv_cache.groups.places[layer]
+            group, index = self._place(layer)
             slots = np.stack(
                 [
                     self._slots(sequence, group, np.arange(first, first + length))
                     for sequence, first in zip(sequences, start, strict=True)
                 ]
             )
-            kv_cache = self._pool.kv_cache.tensor
+            kv_cache = self._pool.kv_cache.views[group]
             reference.reshape_and_cache(
                 key.detach().transpose(1, 2).flatten(0, 1),
                 value.detach().transpose(1, 2).flatten(0, 1),
@@ -239,20 +244,25 @@ class RowStore:
         """
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self.resident(held), self.transaction():
-            group, index = self._pool.kv_cache.groups.places[layer]
+            group, index = self._place(layer)
             null_slot = self._pool.kv_cache.null_block * self._core.config.block_size
             slots = np.full((len(sequences), width), null_slot, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
-            kv_cache = self._pool.kv_cache.tensor
-            self._pool.flush_copies()
-            key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device))
+            pool = self._pool.flush_copies()
+            kv_cache, key_dim = pool.views[group], pool.key_dims[group]
+            key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device), key_dim)
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self._core.model.dtype
                 key, value = key.to(dtype), value.to(dtype)
         hand_out((key, value))
         return key, value
+
+    def _place(self, layer: int) -> tuple[int, int]:
+        if not self.stores(layer):
+            raise ValueError(f"layer {layer} stores no keys and values of its own")
+        return self._pool.kv_cache.groups.places[layer]
 
     def _slots(self, sequence: Sequence, group: int, token_index: np.ndarray) -> np.ndarray:
         table = np.array(self._core.manager.blocks(sequence.seq_id, group), dtype=np.int64)

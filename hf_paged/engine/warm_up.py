@@ -85,7 +85,7 @@ def _run(pool: KVPool, runner: ModelRunner, kv_cache: KVCache) -> None:
     for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
         check_interrupt()
         runner.rehearse(kv_cache, lens)
-    kv_cache.backend.warm_up(kv_cache.null_block)
+    kv_cache.backend.warm_up(kv_cache.tensor, kv_cache.null_block)
 
 
 def _counting(kv_cache: KVCache) -> AbstractContextManager[list[str]]:

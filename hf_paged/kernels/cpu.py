@@ -180,12 +180,12 @@ class CPUKernels:
         self._decode(ctypes.addressof(arguments))
 
     def _is_own(self, kv_cache: Tensor) -> bool:
-        """Whether the kernels are made for this pool, which they take to be contiguous."""
+        """Whether the kernels are made for this pool, whose blocks they take to be contiguous."""
         return (
             kv_cache.dtype is self._dtype
             and kv_cache.shape[5] == self._head_dim
             and kv_cache.shape[2] == 2
-            and kv_cache.is_contiguous()
+            and (kv_cache.is_contiguous() or kv_cache[0].is_contiguous())
             and kv_cache.is_cpu
         )
 

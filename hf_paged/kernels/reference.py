@@ -1,7 +1,9 @@
 """The plain-torch truth of each paged operation: any dtype up to float64, any device, vectorised over the batch.
 
-The KV tensor is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous; index 2 of it is key (0)
-or value (1). A slot is `block * block_size + offset`.
+The KV tensor is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; index 2 of it is key (0) or value
+(1). Where values are not as wide as keys, it is `[num_blocks, num_layers, 1, num_kv_heads, block_size, key_dim +
+value_dim]`: a token's key and value lie side by side. A block's numbers are contiguous; from one block to the next it
+is a multiple of `block_size * width` numbers. A slot is `block * block_size + offset`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, 
 
 
 def slot_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """Where the keys of layer 0 lie in the KV tensor seen as `[-1, head_dim]`; the same for all layers of a step.
+    """Where the keys of layer 0 lie in the KV tensor seen as `rows`; the same for all layers of a step.
 
     Args:
         kv_cache: The KV tensor.
@@ -57,65 +59,91 @@ def slot_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
     Returns:
         `[..., T, num_kv_heads]` int64.
     """
-    _, num_layers, _, num_heads, block_size, _ = kv_cache.shape
+    _, _, _, num_heads, block_size, width = kv_cache.shape
     heads = torch.arange(num_heads, device=slots.device)
-    first = (slots // block_size) * (num_layers * 2 * num_heads)
+    first = (slots // block_size) * (kv_cache.stride(0) // (block_size * width))
     return (first[..., None] + heads) * block_size + (slots % block_size)[..., None]
 
 
 def write_rows(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, rows: Tensor) -> None:
     """`reshape_and_cache` with the slots' rows at hand: `rows` is `slot_rows(kv_cache, slot_mapping)`."""
-    _, num_layers, _, num_heads, block_size, head_dim = kv_cache.shape
+    _, num_layers, num_parts, num_heads, block_size, width = kv_cache.shape
     if not 0 <= layer < num_layers:  # else it would be some layer of the next block
         raise ValueError(f"the pool has {num_layers} layers, and none of number {layer}")
-    if not key.shape == value.shape == (*rows.shape, head_dim):
+    widths = (width, width) if num_parts == 2 else (key.shape[-1], width - key.shape[-1])
+    if (key.shape, value.shape) != tuple((*rows.shape, own) for own in widths):
         raise ValueError(
-            f"keys and values must be [tokens, num_kv_heads, head_dim] = {[*rows.shape, head_dim]}, "
-            f"got {list(key.shape)} and {list(value.shape)}"
+            f"keys and values must be [tokens, num_kv_heads, head_dim] = {[*rows.shape, widths[0]]} and "
+            f"{[*rows.shape, widths[1]]}, got {list(key.shape)} and {list(value.shape)}"
         )
-    flat = elements(kv_cache).view(-1, head_dim)
-    rows = rows.reshape(-1) + layer * 2 * num_heads * block_size
+    flat = _rows(kv_cache, width)
+    rows = rows.reshape(-1) + layer * num_parts * num_heads * block_size
+    if num_parts == 1:
+        both = torch.cat([key, value], dim=-1).reshape(-1, width)
+        flat.index_copy_(0, rows, elements(quantize(both, kv_cache.dtype)))
+        return
+    head_dim = width
     for part_rows, states in ((rows, key), (rows + num_heads * block_size, value)):
         flat.index_copy_(0, part_rows, elements(quantize(states.reshape(-1, head_dim), kv_cache.dtype)))
 
 
-def gather_blocks(kv_cache: Tensor, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(kv_cache: Tensor, width: int) -> Tensor:
+    """The KV tensor as `[-1, width]`, whatever lies between its blocks included."""
+    if kv_cache.is_contiguous():
+        return elements(kv_cache).view(-1, width)
+    pool = elements(kv_cache)
+    num_rows = ((pool.shape[0] - 1) * pool.stride(0) + pool[0].numel()) // width
+    return pool.as_strided((num_rows, width), (width, 1))
+
+
+def gather_blocks(
+    kv_cache: Tensor, layer: int, block_table: Tensor, key_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys and values of one layer for every block of a table, in one copy each.
 
     Args:
         kv_cache: The KV tensor.
         layer: Layer index.
         block_table: `[G, N]` int64.
+        key_dim: Width of a head's key; `None`: as its value's.
 
     Returns:
-        Key and value, `[G, num_kv_heads, N * block_size, head_dim]`, contiguous.
+        Key and value, `[G, num_kv_heads, N * block_size, head_dim]`.
     """
-    return gather_rows(kv_cache, layer, block_rows(kv_cache, block_table), block_table.shape[0])
+    return gather_rows(kv_cache, layer, block_rows(kv_cache, block_table), block_table.shape[0], key_dim)
 
 
 def block_rows(kv_cache: Tensor, block_table: Tensor) -> Tensor:
-    """Where the keys and the values of layer 0 lie in the KV tensor seen as `[-1, block_size * head_dim]`.
+    """Where the keys and the values of layer 0 lie in the KV tensor seen as rows of a head's part of a block.
 
     Args:
         kv_cache: The KV tensor.
         block_table: `[G, N]` int64.
 
     Returns:
-        `[2 * G * num_kv_heads * N]` int64, keys first; the same for all layers of a step.
+        `[2 * G * num_kv_heads * N]` int64, keys first (where both lie side by side half of that); the same for all
+        layers of a step.
     """
-    _, num_layers, _, num_heads, _, _ = kv_cache.shape
+    _, _, num_parts, num_heads, block_size, width = kv_cache.shape
     heads = torch.arange(num_heads, device=block_table.device)
-    keys = (block_table * (num_layers * 2 * num_heads))[:, None, :] + heads[:, None]
-    return torch.cat([keys.reshape(-1), keys.reshape(-1) + num_heads])
+    keys = (block_table * (kv_cache.stride(0) // (block_size * width)))[:, None, :] + heads[:, None]
+    return torch.cat([keys.reshape(-1) + part * num_heads for part in range(num_parts)])
 
 
-def gather_rows(kv_cache: Tensor, layer: int, rows: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+def gather_rows(
+    kv_cache: Tensor, layer: int, rows: Tensor, num_sequences: int, key_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """`gather_blocks` with the table's rows at hand: `rows` is `block_rows(kv_cache, block_table)`."""
-    _, _, _, num_heads, block_size, head_dim = kv_cache.shape
-    flat = elements(kv_cache).view(-1, block_size * head_dim)
-    states = flat.index_select(0, rows + layer * 2 * num_heads).view(2, num_sequences, num_heads, -1, head_dim)
-    states = states.view(kv_cache.dtype)
-    return states[0], states[1]
+    _, _, num_parts, num_heads, block_size, width = kv_cache.shape
+    states = _rows(kv_cache, block_size * width).index_select(0, rows + layer * num_parts * num_heads)
+    states = states.view(num_parts, num_sequences, num_heads, -1, width).view(kv_cache.dtype)
+    return (states[0], states[1]) if num_parts == 2 else _parted(states[0], key_dim)
+
+
+def _parted(states: Tensor, key_dim: int | None) -> tuple[Tensor, Tensor]:
+    """Keys and values that lie side by side."""
+    assert key_dim is not None, "keys and values of two widths"
+    return states[..., :key_dim], states[..., key_dim:]
 
 
 def paged_attention(
@@ -159,7 +187,7 @@ def paged_attention(
             # Whole prompts: torch skips what is above the diagonal, and no mask is made.
             if group.block_rows is None:
                 group.block_rows = block_rows(kv_cache, group.block_table)
-            states = gather_rows(kv_cache, layer, group.block_rows, len(group.block_table))
+            states = gather_rows(kv_cache, layer, group.block_rows, len(group.block_table), query.shape[-1])
             key, value = (part[:, :, : group.longest].to(query.dtype) for part in states)
             is_grouped = key.shape[1] != rows.shape[2]
             result = F.scaled_dot_product_attention(
@@ -169,7 +197,7 @@ def paged_attention(
         view = group.view(sliding_window, query.dtype)
         if view.block_rows is None:
             view.block_rows = block_rows(kv_cache, view.block_table)
-        key, value = gather_rows(kv_cache, layer, view.block_rows, len(view.block_table))
+        key, value = gather_rows(kv_cache, layer, view.block_rows, len(view.block_table), query.shape[-1])
         key, value = key.to(query.dtype), value.to(query.dtype)
         packed = _pack_heads(rows, key.shape[1])
         if is_plain:
@@ -188,7 +216,8 @@ def paged_attention(
     for group in groups:  # a few buckets of similar length, not sequences
         result = attend(query[group.token_index], group)
         if output is None:
-            output = result.new_empty(query.shape)  # under autocast the result has another dtype than the query
+            # Under autocast the result has another dtype than the query, and values may be of another width.
+            output = result.new_empty(*query.shape[:2], result.shape[-1])
         if group.is_real is None:
             output[group.token_index] = result
         else:
@@ -260,22 +289,25 @@ def _unpack_heads(result: Tensor, length: int) -> Tensor:
     return rows.permute(0, 3, 1, 2, 4).reshape(groups, length, -1, head_dim)
 
 
-def gather_slots(kv_cache: Tensor, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+def gather_slots(kv_cache: Tensor, layer: int, slots: Tensor, key_dim: int | None = None) -> tuple[Tensor, Tensor]:
     """Keys and values of one layer, token by token.
 
     Args:
         kv_cache: The KV tensor.
         layer: Layer index.
         slots: `[B, S]` int64.
+        key_dim: Width of a head's key; `None`: as its value's.
 
     Returns:
         Key and value, `[B, num_kv_heads, S, head_dim]`.
     """
-    _, _, _, num_heads, block_size, head_dim = kv_cache.shape
+    _, _, num_parts, num_heads, block_size, head_dim = kv_cache.shape
     batch, width = slots.shape
-    rows = slot_rows(kv_cache, slots).transpose(1, 2).reshape(-1) + layer * 2 * num_heads * block_size
-    flat = elements(kv_cache).view(-1, head_dim)
+    rows = slot_rows(kv_cache, slots).transpose(1, 2).reshape(-1) + layer * num_parts * num_heads * block_size
+    flat = _rows(kv_cache, head_dim)
     shape = (batch, num_heads, width, head_dim)
+    if num_parts == 1:
+        return _parted(flat.index_select(0, rows).view(kv_cache.dtype).view(shape), key_dim)
     key = flat.index_select(0, rows).view(kv_cache.dtype).view(shape)
     value = flat.index_select(0, rows + num_heads * block_size).view(kv_cache.dtype).view(shape)
     return key, value

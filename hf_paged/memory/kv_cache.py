@@ -23,24 +23,63 @@ BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
 
 
 @dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """Shape of the keys and values of one token in a page's layers.
+class PageShape:
+    """Keys and values of one token in the layers of a group's page.
 
     Attributes:
         num_layers: Layers of a page.
         num_kv_heads: Key/value heads of each layer.
-        head_dim: Elements of one head.
-        dtype: Element type.
+        key_dim: Elements of a head's key.
+        value_dim: Elements of a head's value.
     """
 
     num_layers: int
     num_kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers that a token takes."""
+        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
+
+    def tensor_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        """Of a block: `[num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values; where these differ in
+        width they lie side by side, `[num_layers, 1, num_kv_heads, block_size, key_dim + value_dim]`.
+        """
+        if self.key_dim == self.value_dim:
+            return self.num_layers, 2, self.num_kv_heads, block_size, self.key_dim
+        return self.num_layers, 1, self.num_kv_heads, block_size, self.key_dim + self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """What a pool's pages hold.
+
+    Attributes:
+        groups: The shape of each group's pages.
+        elements: Numbers that a token takes in any page.
+        dtype: Element type.
+    """
+
+    groups: tuple[PageShape, ...]
+    elements: int
     dtype: torch.dtype
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVGeometry:
+        """Of one group of layers that are all alike."""
+        page = PageShape(num_layers, num_kv_heads, head_dim, head_dim)
+        return cls((page,), page.elements, dtype)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all pages are of one shape and full."""
+        return len(set(self.groups)) == 1 and self.groups[0].elements == self.elements
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block: keys and values of `block_size` tokens in a page's layers."""
-        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
+        return self.elements * block_size * self.dtype.itemsize
 
 
 def num_blocks_for_memory(
@@ -92,12 +131,17 @@ def check_size(geometry: KVGeometry, num_blocks: int, block_size: int, device: t
 
 
 class KVCache:
-    """Keys and values of all layers and blocks: `[num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+    """Keys and values of all layers and blocks.
 
     A block is one contiguous piece across the layers of its page, so copying or moving it is one operation. The extra
     block at index `null_block` stays zero and pads block tables.
 
     Attributes:
+        tensor: All blocks, `[num_blocks + 1, ...]`: each as its page's shape says where all pages are of one shape,
+            else as plain numbers.
+        views: Of each group, all blocks as its own page's shape says.
+        key_dims: Of each group, the width of a head's key.
+        backends: Of each group, what computes over its view; one for groups of one shape.
         groups: Where a layer's keys and values are: in the blocks of its group's tables, at its index of a page.
         states: What layers keep of all of a sequence's tokens together.
     """
@@ -129,13 +173,13 @@ class KVCache:
             ValueError: The device cannot hold it, the message names both sizes; or the backend can't run there.
         """
         self.geometry = geometry
-        self.groups = groups or CacheGroups.single(geometry.num_layers)
+        self.groups = groups or CacheGroups.single(geometry.groups[0].num_layers)
         self.block_size = block_size
         self._swap_space: SwapSpace | None = None
         self.num_blocks = self.null_block = num_blocks  # the one behind those that sequences own
-        shape = (num_blocks + 1, geometry.num_layers, 2, geometry.num_kv_heads, block_size, geometry.head_dim)
+        page = geometry.groups[0].tensor_shape(block_size) if geometry.is_uniform else (geometry.elements * block_size,)
         try:
-            self.tensor = _zeros(shape, geometry.dtype, device)
+            self.tensor = _zeros((num_blocks + 1, *page), geometry.dtype, device)
         except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
             size = (num_blocks + 1) * geometry.bytes_per_block(block_size)
             raise ValueError(
@@ -143,13 +187,31 @@ class KVCache:
                 "lower num_blocks (or memory_fraction)"
             ) from error
         self.compute_dtype = compute_dtype or geometry.dtype
-        self.backend = make_backend(self.tensor, self.compute_dtype)
+        self.key_dims = [own.key_dim for own in geometry.groups]
+        if geometry.is_uniform:
+            self.views = [self.tensor] * len(geometry.groups)
+            self.backends = [make_backend(self.tensor, self.compute_dtype)] * len(geometry.groups)
+        else:
+            views = {own: self._view(own) for own in geometry.groups}
+            backends = {own: make_backend(view, self.compute_dtype) for own, view in views.items()}
+            self.views = [views[own] for own in geometry.groups]
+            self.backends = [backends[own] for own in geometry.groups]
+
         self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
+
+    def _view(self, page: PageShape) -> Tensor:
+        shape = page.tensor_shape(self.block_size)
+        return self.tensor[:, : math.prod(shape)].unflatten(1, shape)
+
+    @property
+    def backend(self) -> Any:
+        """The first group's, which does what concerns whole blocks."""
+        return self.backends[0]
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Executes copy-on-write pairs `(source, destination)`, all layers at once."""
         if copies:
-            self.backend.copy_blocks(copies)
+            self.backend.copy_blocks(self.tensor, copies)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]], num_swap_blocks: int) -> None:
         """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one.
@@ -171,14 +233,27 @@ class KVCache:
         """Blocks and seconds of the copies one way that have ended since this was last asked."""
         return self._swap_space.finished() if self._swap_space is not None else []
 
-    def block_sums(self, blocks: Sequence[int]) -> ToHost:
+    def block_sums(self, blocks: Sequence[int], groups: Sequence[int] | None = None) -> ToHost:
         """`[len(blocks)]` float32, on its way to the host: of a block whose tokens met NaN or infinity, not finite.
+
+        Args:
+            blocks: Which.
+            groups: The group that each belongs to; `None`: the first.
 
         Only of the values of a page's last layer (which is one of each group): what attention brings to a token from a
         bad one beside it is NaN, which stays in the token's hidden state, and so is in all that later layers compute.
         """
-        values = elements(self.tensor)[:, -1, 1][to_device(list(blocks), self.tensor.device)]
-        return ToHost(values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32))
+        if groups is None or self.geometry.is_uniform:
+            return ToHost(self._sums(0, list(blocks)))
+        sums = torch.empty(len(blocks), dtype=torch.float32, device=self.tensor.device)
+        for group in set(groups):
+            own = [place for place, each in enumerate(groups) if each == group]
+            sums[to_device(own, sums.device)] = self._sums(group, [blocks[place] for place in own])
+        return ToHost(sums)
+
+    def _sums(self, group: int, blocks: list[int]) -> Tensor:
+        values = elements(self.views[group])[:, -1, -1][to_device(blocks, self.tensor.device)]
+        return values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32)
 
     @contextmanager
     def lent_null_block(self) -> Iterator[None]:
@@ -194,7 +269,7 @@ class KVCache:
         The torch attention multiplies what masked slots hold by zero, so whatever an earlier owner left there (a NaN
         of a failed request) must be gone.
         """
-        if blocks and self.backend.reads_empty_slots:
+        if blocks and any(backend.reads_empty_slots for backend in self.backends):
             elements(self.tensor).index_fill_(0, to_device(list(blocks), self.tensor.device), 0)
 
 

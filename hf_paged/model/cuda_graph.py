@@ -431,8 +431,11 @@ def recorder(kv_cache: KVCache) -> Callable[[Callable[[], Tensor]], Recording] |
     device = kv_cache.tensor.device
     if device.type != "cuda":
         return f"need a CUDA device, the model is on {device}"
-    if not kv_cache.backend.can_record:
-        return f"need a backend that can be recorded, this pool is served by {kv_cache.backend.name!r}"
+    if any(kv_cache.groups.chunks):
+        return "need layers that see a sequence as it is, some of this model cut it into chunks"
+    for backend in kv_cache.backends:
+        if not backend.can_record:
+            return f"need a backend that can be recorded, this pool is served by {backend.name!r}"
     stream, made = capture_stream(device), weakref.WeakSet[CUDARecording]()
 
     def record(function: Callable[[], Tensor]) -> CUDARecording:

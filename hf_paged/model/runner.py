@@ -28,7 +28,7 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
-from hf_paged.memory.kv_cache import KVCache, KVGeometry
+from hf_paged.memory.kv_cache import KVCache, KVGeometry, PageShape
 from hf_paged.memory.spec import AttentionSpec, StateSpec
 from hf_paged.model import cuda_graph
 from hf_paged.model.cache_argument import cache_argument
@@ -47,7 +47,9 @@ class ModelTraits:
     """What the engine has to know about a model's architecture.
 
     Attributes:
-        layers: The keys and values that each of its layers caches; `None`: none.
+        layers: What each of its layers caches; `None`: nothing of its own.
+        tells_positions: Whether its layers reckon with how much is cached before each token.
+        indexers: Beside that: the keys of what chooses the tokens that a layer attends to. Empty if there is no such.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
@@ -73,6 +75,13 @@ class ModelTraits:
     carries_state: bool = True
     forms_differ: bool = False
     shares_attention: bool = False
+    indexers: tuple[AttentionSpec | None, ...] = ()
+    tells_positions: bool = False
+
+    @property
+    def stored(self) -> tuple[AttentionSpec | None, ...]:
+        """All that is cached of a token: of each layer, then of each layer's indexer."""
+        return (*self.layers, *self.indexers)
 
     @property
     def is_batched(self) -> bool:
@@ -85,12 +94,18 @@ class ModelTraits:
         return len(self.layers)
 
     def geometry(self, groups: CacheGroups, dtype: torch.dtype, block_size: int) -> KVGeometry:
-        """Shape of one token's keys and values in a page, in a model of this dtype."""
-        layer = next((layer for layer in self.layers if layer is not None), None)  # they differ in their windows alone
-        if layer is None:  # a block for a whole state
+        """What the pages of these groups hold, in a pool of this dtype."""
+        if not groups.sizes:  # a block for a whole state
             width, size = 64, sum(spec.num_bytes(torch.float32) for spec in self.states.values())
-            return KVGeometry(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)
-        return KVGeometry(groups.layers_per_page, layer.kv_heads, layer.key_dim, dtype)
+            return KVGeometry.uniform(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)
+        kinds = {
+            group: layer for (group, _), layer in zip(groups.places, self.stored, strict=True) if layer is not None
+        }
+        pages = [
+            PageShape(size, kinds[group].kv_heads, kinds[group].key_dim, kinds[group].value_dim)
+            for group, size in enumerate(groups.sizes)
+        ]
+        return KVGeometry(tuple(pages), groups.elements, dtype)
 
 
 def _output_type(forward: Callable[..., Any]) -> type[ModelOutput]:
@@ -378,6 +393,10 @@ class ModelRunner:
         metadata = AttentionMetadata.of_groups(
             tables, query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
         )
+        for group, chunk in enumerate(kv_cache.groups.chunks):
+            if chunk is not None:
+                plain = metadata[group]
+                metadata[group] = plain.in_chunks(tables[group], chunk)
         # A model that can choose rows still computes at least one.
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._traits.runs_packed:
@@ -466,7 +485,7 @@ class ModelRunner:
             wanted = np.searchsorted(rows, sequence[mine]), from_end
             own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
             layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
-            cache = PaddedCache(layouts, paged_step(kv_cache.backend, own, kv_cache.groups), kv_cache)
+            cache = PaddedCache(layouts, paged_step(kv_cache.backends, own, kv_cache.groups), kv_cache)
             parts.append(
                 self._run_rows(tokens, layouts[0], cache, wanted, may_infer, self._masks(layouts[0], rows, spans))
             )
@@ -563,12 +582,16 @@ class ModelRunner:
             inputs["position_ids"] = tokens.position_ids[..., None, :]
         if self._supports_logits_to_keep and rows is not None:
             inputs["logits_to_keep"] = rows
-        cache = LayerNotingCache(states) if self._traits.shares_attention else StepCache(states)
+        cache = (
+            LayerNotingCache(states)
+            if self._traits.shares_attention
+            else StepCache(states, tokens.position_ids if self._traits.tells_positions else None)
+        )
         inputs[self.cache_argument] = cache
         # Not inference_mode(False), which would turn gradients on.
         mode = torch.inference_mode() if may_infer else nullcontext()
         forward, scopes = self._compile() if is_compiled else (self._forward, self._scopes())
-        step = paged_step(kv_cache.backend, metadata, kv_cache.groups)
+        step = paged_step(kv_cache.backends, metadata, kv_cache.groups)
         if isinstance(cache, LayerNotingCache):
             step = SharedLayersStep(step, cache)
         with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
@@ -664,7 +687,8 @@ class ModelRunner:
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._vocab_size, device), to_device(positions, device))
         rows = to_device(np.cumsum(query_lens) - 1, device)
-        self._run_model(tokens, [metadata] * len(kv_cache.groups.windows), kv_cache, rows, self._may_infer())
+        others = (metadata.with_tables(metadata.host_tables) for _ in kv_cache.groups.windows[1:])
+        self._run_model(tokens, [metadata, *others], kv_cache, rows, self._may_infer())
 
     def _make_graphs(self, kv_cache: KVCache, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
         max_blocks = min(kv_cache.num_blocks, -(-self.max_context // kv_cache.block_size))
@@ -757,7 +781,7 @@ class ModelRunner:
             tables = [np.full((len(lengths), width), kv_cache.null_block)]
         metadata = AttentionMetadata.of_groups(tables, new, lengths, kv_cache.block_size, kv_cache.null_block, device)
         layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
-        cache = PaddedCache(layouts, paged_step(kv_cache.backend, metadata, kv_cache.groups), kv_cache)
+        cache = PaddedCache(layouts, paged_step(kv_cache.backends, metadata, kv_cache.groups), kv_cache)
         arguments[self.cache_argument] = cache
         if states is None or kv_cache.states is None:
             return self.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)

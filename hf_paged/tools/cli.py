@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_paged.api.patching import patch, unpatch
 from hf_paged.core.replay import replay
+from hf_paged.tools.families import families, families_table, family_names
 from hf_paged.tools.report import RunReport, comparison_table, generated_lengths, paged_kv_usage, stock_kv_usage
 
 TINY_MODEL = Path(__file__).parents[1] / "assets" / "tiny_lm"
@@ -322,6 +323,29 @@ def replay_recording(
         )
         raise typer.Exit(code=1)
     console.print(f"all {num_steps} steps are the same")
+
+
+@app.command("models")
+def list_models(
+    names: Annotated[list[str] | None, typer.Argument(help="Families (model types); default: all.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+) -> None:
+    """Try every family of models that the installed transformers knows: taken how, at what cost, refused why.
+
+    Each is a tiny random model of the family's default config; nothing is downloaded. The bytes are those of the
+    default config's keys and values in bfloat16.
+    """
+    found = []
+    try:
+        known = names or sorted(family_names())
+        for family in tqdm(families(known), total=len(known), unit="family", leave=False, disable=None):
+            found.append(family)
+    except ValueError as error:
+        _fail(error)
+    table = families_table(found, as_markdown=markdown)
+    (Console(width=10_000, highlight=False) if markdown else console).print(table)
+    num_taken = sum(family.report.supported for family in found)
+    console.print(f"{num_taken} of {len(found)} are taken, with transformers {version('transformers')}")
 
 
 def _make_batches(

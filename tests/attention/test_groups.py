@@ -53,10 +53,10 @@ def test_each_layer_over_its_own_tables() -> None:
     groups = CacheGroups.of(layers)
     assert groups.windows == (None, 5, 5)
     tables = [[3, 1, 4], [NULL, 5, 0], [NULL, 2, 6]]
-    pool = torch.zeros(10, groups.layers_per_page, 2, 2, 4, 8, dtype=torch.float64)
+    pool = torch.zeros(10, groups.sizes[0], 2, 2, 4, 8, dtype=torch.float64)
     first = metadata(tables[0])
     step = paged_step(
-        TorchBackend(pool), [first, *(first.with_tables(np.array([table])) for table in tables[1:])], groups
+        [TorchBackend(pool)] * 3, [first, *(first.with_tables(np.array([table])) for table in tables[1:])], groups
     )
     for layer, kind in enumerate(layers):
         group, index = groups.places[layer]
@@ -79,7 +79,7 @@ def test_each_layer_over_its_own_tables() -> None:
 @pytest.mark.parametrize("asked", [None, 6])
 def test_a_window_wider_than_kept(asked: int | None) -> None:
     pool = torch.zeros(10, 2, 2, 2, 4, 8, dtype=torch.float64)
-    step = paged_step(TorchBackend(pool), [metadata([3, 1, 4])], CacheGroups.of([NEAR, NEAR]))
+    step = paged_step([TorchBackend(pool)], [metadata([3, 1, 4])], CacheGroups.of([NEAR, NEAR]))
     query = random_tensor(3, 4, 8)
     with pytest.raises(WindowError, match=r"layer 1 attends to .* its cache keeps the last 5") as caught:
         step.attend(query, AttentionParams(1, 0.3, asked))

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.core.cache_groups import MAX_PADDING, CacheGroups
+from hf_paged.core.cache_groups import MAX_PADDING, MAX_PADDING_OF_A_KIND, NOWHERE, CacheGroups
 
 
 @dataclass(frozen=True)
 class Kind:
     window: int | None
-    width: int = 64
+    elements_per_token: int = 64
+    row_elements: int = 8
+    chunk: int | None = None
 
 
 FULL, NEAR, FAR = Kind(None), Kind(512), Kind(4096)
@@ -37,30 +39,74 @@ FULL, NEAR, FAR = Kind(None), Kind(512), Kind(4096)
 )
 def test_known_models(layers: list[Kind], layers_per_page: int, windows: tuple[int | None, ...]) -> None:
     groups = CacheGroups.of(layers)
-    assert (groups.layers_per_page, groups.windows) == (layers_per_page, windows)
+    assert (set(groups.sizes), groups.windows) == ({layers_per_page}, windows)
+    assert groups.elements == layers_per_page * 64 and len(groups.sizes) == len(windows)
 
 
 def test_one_group_keeps_the_order_of_the_layers() -> None:
     assert CacheGroups.of([NEAR] * 5).places == tuple((0, index) for index in range(5))
 
 
-@given(st.lists(st.sampled_from([FULL, NEAR, FAR, Kind(None, 32), Kind(512, 32)]), min_size=1, max_size=60))
-def test_any_list_of_layers(layers: list[Kind]) -> None:
+WIDE = [Kind(None, 128, 16), Kind(512, 128, 16), Kind(None, 96, 12), Kind(512, 320, 40)]
+
+
+@given(st.lists(st.sampled_from([FULL, NEAR, FAR, *WIDE, None]), min_size=1, max_size=60).filter(any))
+def test_any_list_of_layers(layers: list[Kind | None]) -> None:
     groups = CacheGroups.of(layers)
-    size, num_groups = groups.layers_per_page, len(groups.windows)
-    assert len(set(groups.places)) == len(groups.places) == len(layers)
+    num_groups = len(groups.windows)
+    assert len(groups.sizes) == num_groups and len(groups.places) == len(layers)
+    stored = {place: kind for kind, place in zip(layers, groups.places, strict=True) if kind is not None}
+    assert len(stored) == sum(kind is not None for kind in layers)
+    assert all((place == NOWHERE) == (kind is None) for kind, place in zip(layers, groups.places, strict=True))
     kinds: dict[int, set[Kind]] = {}
-    for kind, (group, index) in zip(layers, groups.places, strict=True):
-        assert 0 <= index < size and groups.windows[group] == kind.window
+    for (group, index), kind in stored.items():
+        assert 0 <= index < groups.sizes[group] and groups.windows[group] == kind.window
         kinds.setdefault(group, set()).add(kind)
     assert sorted(kinds) == list(range(num_groups)) and all(len(own) == 1 for own in kinds.values())
-    counts = Counter(layers).values()
-    assert all(-count % size <= MAX_PADDING * count for count in counts)
-    assert all((group, size - 1) in groups.places for group in range(num_groups)), "the last layer holds something"
+    for group, (kind,) in kinds.items():
+        assert groups.sizes[group] == groups.elements // kind.elements_per_token > 0
+        assert groups.elements % kind.row_elements == 0, "rows of one block would overlap those of the next"
+        assert (group, groups.sizes[group] - 1) in stored, "the last layer holds something"
     assert list(groups.windows) == sorted(groups.windows, key=lambda window: window is not None)
+    assert groups.is_single == (
+        groups.places == tuple((0, index) for index in range(len(layers))) and groups.windows == (None,)
+    )
+    filled = sum(kind.elements_per_token for kind in stored.values())
+    assert groups.padding(layers) == pytest.approx(num_groups * groups.elements / filled - 1)
+
+
+@given(st.lists(st.sampled_from([FULL, NEAR, FAR, Kind(None, 64, 32), Kind(512, 64, 32)]), min_size=1, max_size=60))
+def test_layers_of_one_size(layers: list[Kind]) -> None:
+    """As few groups as there can be with hardly anything left empty."""
+    groups = CacheGroups.of(layers)
+    counts = Counter(layers).values()
+    (size,) = set(groups.sizes)
+
+    def is_tight(size: int) -> bool:
+        empty = [-count % size for count in counts]
+        return sum(empty) <= MAX_PADDING * len(layers) and all(
+            own <= MAX_PADDING_OF_A_KIND * count for own, count in zip(empty, counts, strict=True)
+        )
+
+    assert is_tight(size)
     for other in range(1, len(layers) + 1):
-        num_others = sum(-(-count // other) for count in counts)
-        assert num_others >= num_groups or any(-count % other > MAX_PADDING * count for count in counts)
+        assert not is_tight(other) or sum(-(-count // other) for count in counts) >= len(groups.sizes)
+
+
+LOCAL, GLOBAL = Kind(512, 2 * 16 * 256, 256), Kind(None, 2 * 4 * 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "padding"),
+    [
+        (([LOCAL] * 5 + [GLOBAL]) * 10, (10, *[5] * 10), 0.0),  # Gemma 4's proportions
+        ([Kind(None, 4 * 320, 320)] * 9 + [Kind(128, 8 * 320, 320)] * 39, (10, *[5] * 8), 0.035),  # MiMo's
+        ([FULL] * 3 + [None] * 2, (3,), 0.0),
+    ],
+)
+def test_layers_of_two_sizes(layers: list[Kind | None], sizes: tuple[int, ...], padding: float) -> None:
+    groups = CacheGroups.of(layers)
+    assert groups.padding(layers) <= padding and len(groups.sizes) <= len(sizes)
 
 
 def test_no_layers() -> None:

@@ -111,7 +111,7 @@ def test_interpreted_kernels() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *FP8])
 def test_what_is_finite(dtype: torch.dtype) -> None:
     kv_cache = KVCache(
-        KVGeometry(2, 2, 16, dtype), 6, BLOCK, torch.device("cpu"), partial(choose, "torch"), torch.float32
+        KVGeometry.uniform(2, 2, 16, dtype), 6, BLOCK, torch.device("cpu"), partial(choose, "torch"), torch.float32
     )
     for value, block in ((float("nan"), 1), (float("inf"), 3), (torch.finfo(dtype).max, 4)):
         kv_cache.tensor[block, -1, 1, 1, 2, 3] = value

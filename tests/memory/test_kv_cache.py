@@ -17,8 +17,8 @@ from hf_paged.memory.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
 
 CPU = torch.device("cpu")
 TORCH = partial(choose, "torch")
-LLAMA_8B = KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-SMALL = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+LLAMA_8B = KVGeometry.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+SMALL = KVGeometry.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
 def filled(num_blocks: int = 6, geometry: KVGeometry = SMALL) -> KVCache:
@@ -44,7 +44,7 @@ def test_bytes_per_block() -> None:
 )
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (5, 3), (4, 16)])
 def test_shape_and_size(dtype: torch.dtype, num_blocks: int, block_size: int) -> None:
-    geometry = KVGeometry(3, 2, 4, dtype)
+    geometry = KVGeometry.uniform(3, 2, 4, dtype)
     cache = KVCache(geometry, num_blocks, block_size, CPU, TORCH)
     assert cache.tensor.shape == (num_blocks + 1, 3, 2, 2, block_size, 4)
     assert cache.tensor.dtype == dtype and cache.tensor.device == CPU and cache.tensor.is_contiguous()
@@ -215,7 +215,7 @@ def test_a_pool_of_absurd_size(num_blocks: int) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copy_blocks(copies: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    cache = filled(geometry=KVGeometry(3, 2, 4, dtype))
+    cache = filled(geometry=KVGeometry.uniform(3, 2, 4, dtype))
     before, expected = cache.tensor.clone(), cache.tensor.clone()
     address = cache.tensor.data_ptr()
     for source, destination in copies:

@@ -29,6 +29,8 @@ class CPUBackend(TorchBackend):
             return f"needs a model on CPU, this one is on {pool.device}"
         if pool.dtype != pool.compute_dtype:
             return f"needs a pool in the model's own dtype, this one is in {pool.dtype}"
+        if pool.has_two_widths:
+            return "takes keys and values of one width, this pool's differ"
         kernels = cpu.load(pool.dtype, pool.head_dim)
         return kernels if isinstance(kernels, str) else None
 

@@ -32,26 +32,30 @@ class PoolDescription:
         dtype: Of its keys and values.
         compute_dtype: Of the model.
         head_dim: Elements of one head.
+        has_two_widths: Whether its values are not as wide as its keys.
     """
 
     device: torch.device
     dtype: torch.dtype
     compute_dtype: torch.dtype
     head_dim: int
+    has_two_widths: bool = False
 
 
 class PagedStep(Protocol):
     """One step's packed batch over one pool: what every attention layer of a forward calls."""
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        """Stores the new tokens' `[T, num_kv_heads, head_dim]` keys and values of one layer."""
+        """Stores the new tokens' `[T, num_kv_heads, width]` keys and values of one layer."""
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
-        """`[T, num_heads, head_dim]` of the new tokens' queries, of that shape."""
+        """`[T, num_heads, width]` of the values for the new tokens' queries, `[T, num_heads, width]` of the keys."""
 
 
 class Backend(ABC):
-    """The operations over one KV tensor, `[blocks, layers, 2, kv_heads, block_size, head_dim]`.
+    """The operations over one KV tensor, `[blocks, layers, 2, kv_heads, block_size, head_dim]`, or (where keys and
+    values differ in width) `[blocks, layers, 1, kv_heads, block_size, key_dim + value_dim]`. What a block holds is
+    contiguous; blocks may have other numbers between them.
 
     Attributes:
         name: As it is registered.
@@ -77,10 +81,12 @@ class Backend(ABC):
         """The operations of one step."""
 
     @abstractmethod
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies whole blocks, pairs `(source, destination)`; all sources are read before anything is written."""
+    def copy_blocks(self, pool: Tensor, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks of a pool `[blocks, ...]`, pairs `(source, destination)`; all sources are read before
+        anything is written.
+        """
 
-    def warm_up(self, block: int) -> None:
+    def warm_up(self, pool: Tensor, block: int) -> None:
         """Launches the kernels that no forward does, on a block that stays as it is."""
         return
 
@@ -132,7 +138,7 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
     Raises:
         ValueError: There is none of this name, or it can't serve the pool; the message says why.
     """
-    pool = PoolDescription(kv_cache.device, kv_cache.dtype, dtype, kv_cache.shape[5])
+    pool = PoolDescription(kv_cache.device, kv_cache.dtype, dtype, kv_cache.shape[5], kv_cache.shape[2] == 1)
     known = names()
     if name != "auto":
         if name not in known:

@@ -23,8 +23,8 @@ class TorchBackend(Backend):
     def step(self, metadata: AttentionMetadata) -> PagedStep:
         return TorchStep(self._kv_cache, metadata)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        reference.copy_blocks(self._kv_cache, *block_pairs(copies, self._kv_cache.device))
+    def copy_blocks(self, pool: Tensor, copies: list[tuple[int, int]]) -> None:
+        reference.copy_blocks(pool, *block_pairs(copies, pool.device))
 
 
 class TorchStep:

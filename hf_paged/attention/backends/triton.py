@@ -56,6 +56,8 @@ class TritonBackend(Backend):
                 return f"needs a CUDA or ROCm device, the model is on {device}"
         if pool.compute_dtype not in HALF_OR_SINGLE:
             return f"computes in float32 and half precision, the model is in {pool.compute_dtype}"
+        if pool.has_two_widths:
+            return "takes keys and values of one width, this pool's differ"
         if pool.head_dim > MAX_HEAD_DIM:
             return f"takes head dims up to {MAX_HEAD_DIM}, the model has {pool.head_dim}"
         return launch_failure(device) if device.type == "cuda" else None
@@ -64,15 +66,15 @@ class TritonBackend(Backend):
         partials = self._recorded_partials if metadata.is_recorded else self._partials
         return TritonStep(self._kv_cache, metadata, partials, self._scales)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        sources, destinations = block_pairs(copies, self._kv_cache.device)
+    def copy_blocks(self, pool: Tensor, copies: list[tuple[int, int]]) -> None:
+        sources, destinations = block_pairs(copies, pool.device)
         if {source for source, _ in copies}.isdisjoint(destination for _, destination in copies):
-            self._ops.copy_blocks(self._kv_cache, sources, destinations)
+            self._ops.copy_blocks(pool, sources, destinations)
         else:  # a block that is copied from and then reused as the copy of another one: order matters
-            reference.copy_blocks(self._kv_cache, sources, destinations)
+            reference.copy_blocks(pool, sources, destinations)
 
-    def warm_up(self, block: int) -> None:
-        self._ops.copy_blocks(self._kv_cache, *block_pairs([(block, block)], self._kv_cache.device))
+    def warm_up(self, pool: Tensor, block: int) -> None:
+        self._ops.copy_blocks(pool, *block_pairs([(block, block)], pool.device))
 
 
 class TritonStep:

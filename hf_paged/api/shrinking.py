@@ -1,0 +1,221 @@
+"""A model's architecture in small: the same kinds of layers, few of them and narrow, made from its config."""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import suppress
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+SPECIAL = 60  # ids from here on are special, where a config insists on having such
+_VOCAB = 64
+_MOST_LAYERS = 8
+
+# By the common names of what a config may state: the first that matches decides, a number above it becomes it.
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r"vocab_size.*", _VOCAB),
+    (r"moe_intermediate_size|shared_expert_intermediate_size|expert_.*_(size|dim)|moe_.*_size", 24),
+    (r".*intermediate_size.*|(.*_)?ffn_dim|n_inner|ffn_hidden_size|inner_dim|d_ff|d_inner", 48),
+    (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 64),
+    (r"sliding_window|attention_window", 5),
+    (r"attention_chunk_size", 6),
+    (r"floor_scale", 4),
+    (r"(n|num)_(routed_|local_|moe_)?experts|(moe_)?num_(local_)?experts|n_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_selected_experts|moe_k|experts_top_k", 2),
+    (r"n_group|topk_group|num_expert_groups?|first_k_dense_replace", 1),
+    (r"q_lora_rank", 24),
+    (r"index_topk", 4),
+    (r"index_n_heads", 16),  # their scores are often 0, and where all are, ties decide
+    (r"(num_)?(n_)?(encoder|decoder)_layers|num_hidden_layers|n_layers?|num_layers|num_blocks", 2),
+)
+_LATENT_WIDTH = 64  # of the hidden states where heads have widths of their own
+
+
+def shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+    """A model in small: its language model shrunken, its towers, which are not tried, of one layer.
+
+    Args:
+        config: Of the model.
+        heads: See `_shrink_text`.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    if text is small:
+        return _shrink_text(config, heads)
+    for name, part in list(vars(small).items()):
+        if part is text:
+            put(small, name, _shrink_text(text, heads))
+        elif isinstance(part, PreTrainedConfig):
+            for size in ("num_hidden_layers", "num_blocks", "depth", "encoder_layers", "n_layer"):
+                if isinstance(getattr(part, size, None), int):
+                    put(part, size, 1)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"):
+        if getattr(small, name, None) is not None:
+            put(small, name, None)
+    return small
+
+
+def _shrink_text(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+    """The same kinds of layers, few of them, a tiny vocabulary.
+
+    Args:
+        config: Of the model.
+        heads: So many key/value heads, and as narrow; `None`: the width as it is.
+    """
+    small = copy.deepcopy(config)
+    overrides = _take_overrides(small)
+    for name in ("quantization_config",):
+        vars(small).pop(name, None)
+    layers = _chosen_layers(config)
+    num_layers = stated(config, "num_hidden_layers")
+    for name, value in list(vars(small).items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, PreTrainedConfig):  # towers of another kind, which the probe doesn't use
+            for own in ("num_hidden_layers", "num_blocks"):
+                if isinstance(getattr(value, own, None), int):
+                    put(value, own, 2)
+            continue
+        if isinstance(value, list | tuple) and num_layers and len(value) == num_layers:
+            put(small, name, type(value)(_shrunken(name, value[index]) for index in layers))
+        else:
+            put(small, name, _shrunken(name, value))
+    put(small, "num_hidden_layers", len(layers))
+    shared = stated(config, "num_kv_shared_layers")
+    if shared and num_layers:
+        put(small, "num_kv_shared_layers", sum(index >= num_layers - shared for index in layers))
+    widths = {} if heads is None else _widths(config, heads)
+    for name, value in widths.items():
+        if stated(small, name) is not None:
+            put(small, name, value)
+    for number, name in enumerate(("bos_token_id", "eos_token_id", "pad_token_id")):
+        put(small, name, None)
+        if getattr(small, name, None) is not None:  # the config insists on one
+            put(small, name, SPECIAL + number)
+    if overrides:
+        ratio = _ratio(config)
+        small.per_layer_config = {
+            new: {name: _narrow(name, value, widths, ratio) for name, value in overrides[old].items()}
+            for new, old in enumerate(layers)
+            if old in overrides
+        }
+    return small
+
+
+def stated(config: PreTrainedConfig, name: str) -> int | None:
+    """A positive number of a config; `None` where it has none of that name, or one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # it varies from layer to layer
+        value = vars(config).get(name)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def put(config: PreTrainedConfig, name: str, value: Any) -> None:
+    """Sets what a config can have set: not a property that follows from others, nor what it insists is otherwise."""
+    with suppress(Exception):
+        setattr(config, name, value)
+
+
+def _shrunken(name: str, value: Any) -> Any:
+    """A size, or all in a list of them, as small as the table says."""
+    limit = next((limit for pattern, limit in _SIZES if re.fullmatch(pattern, name)), None)
+    if limit is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return min(value, limit)
+    if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value):
+        return type(value)(min(each, limit) for each in value)
+    return value
+
+
+def _chosen_layers(config: PreTrainedConfig) -> list[int]:
+    """Which layers the small copy has: two of each type, and one of whatever else varies from layer to layer."""
+    num_layers = stated(config, "num_hidden_layers") or stated(config, "decoder_layers") or 2
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == num_layers and not name.startswith("_")
+    }
+    shared = stated(config, "num_kv_shared_layers") or 0
+    chosen: list[int] = []
+    for part in (range(num_layers - shared), range(num_layers - shared, num_layers)):
+        seen: dict[tuple[str, str], int] = {}
+        own: list[int] = []
+        for index in part:
+            traits = [(name, repr(value[index])) for name, value in lists.items()]
+            if any(seen.get(trait, 0) < (2 if trait[0] == "layer_types" else 1) for trait in traits):
+                own.append(index)
+                for trait in traits:
+                    seen[trait] = seen.get(trait, 0) + 1
+        chosen += (own if len(own) >= 2 else list(part)[:2])[:_MOST_LAYERS]
+    return chosen if len(chosen) >= 2 else [0, 0]
+
+
+def _ratio(config: PreTrainedConfig) -> float:
+    """Of the narrow heads' width to the wide ones'."""
+    width = _head_dim(config)
+    return 1.0 if width is None else 16 / width
+
+
+def _head_dim(config: PreTrainedConfig) -> int | None:
+    hidden_size, num_heads = stated(config, "hidden_size"), stated(config, "num_attention_heads")
+    own = stated(config, "head_dim")
+    return own if own or not (hidden_size and num_heads) else hidden_size // num_heads
+
+
+def _widths(config: PreTrainedConfig, heads: int) -> dict[str, int]:
+    """Heads and widths, few and narrow. What differs goes on to differ."""
+    num_heads = stated(config, "num_attention_heads") or heads
+    num_kv_heads = stated(config, "num_key_value_heads") or stated(config, "num_kv_heads") or num_heads
+    kv_heads = 1 if num_kv_heads == 1 else heads
+    num = kv_heads * min(max(num_heads // num_kv_heads, 1), 4)
+    names = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+    widths = dict.fromkeys(names, num) | dict.fromkeys(("num_key_value_heads", "num_kv_heads"), kv_heads)
+    few = ("num_global_key_value_heads", "swa_num_key_value_heads")
+    widths |= {
+        name: max(1, kv_heads * own // num_kv_heads) for name in few if (own := stated(config, name)) is not None
+    }
+    if stated(config, "kv_lora_rank"):
+        # Heads made from latents keep their widths, which are what is to be tried; the rest is narrow.
+        return widths | {"hidden_size": _LATENT_WIDTH}
+    head_dim = 16
+    hidden_size = num * head_dim
+    widths |= {
+        "head_dim": head_dim,
+        "hidden_size": hidden_size,
+        "word_embed_proj_dim": hidden_size,
+        "rotary_dim": min(stated(config, "rotary_dim") or head_dim, head_dim),
+    }
+    ratio = _ratio(config)
+    wide = ("global_head_dim", "v_head_dim", "value_head_dim", "swa_head_dim", "swa_v_head_dim")
+    return widths | {name: _scaled(own, ratio) for name in wide if (own := stated(config, name)) is not None}
+
+
+def _scaled(width: int, ratio: float) -> int:
+    """Another width beside heads of 16: a multiple of 4, and 16 only if it is one with theirs."""
+    scaled = max(4, round(width * ratio / 4) * 4)
+    return scaled if scaled != 16 or width * ratio == 16 else 12 if width * ratio < 16 else 20
+
+
+def _take_overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """What a config says of single layers (transformers' heterogeneous configs); it says nothing of that any more."""
+    spec = vars(config).get("_heterogeneity_spec")
+    if spec is None:
+        return {}
+    overrides: dict[int, dict[str, Any]] = spec.per_layer_overrides
+    config.per_layer_config = None
+    return overrides
+
+
+def _narrow(name: str, value: Any, widths: dict[str, int], ratio: float) -> Any:
+    """A layer's own number, as its kind is narrow."""
+    if not isinstance(value, int) or isinstance(value, bool) or not widths:
+        return value
+    if name == "head_dim":
+        return _scaled(value, ratio)
+    if name == "num_key_value_heads":
+        return 1
+    return _shrunken(name, value)

@@ -30,6 +30,7 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.model.runner import ModelTraits
 from hf_paged.model.weights_version import is_batch_dependent
+from hf_paged.model.wrapper import Wrapper
 
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
 _LENGTHS = (11, 3, 1, 6)
@@ -44,7 +45,8 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
         config: Its own; not changed.
     """
     if keeps_states(config):
-        shrunken = [partial(shrink, config, heads) for heads in (2, 4, None)]
+        beginnings = (False, True)
+        shrunken = [partial(shrink, config, heads, start) for heads in (2, 4, None) for start in beginnings]
         return state_traits(base, config, partial(_build, base), shrunken)
     tried = _tiny(base, config)
     if isinstance(tried, str):
@@ -60,7 +62,10 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
         return found if isinstance(found, str) else str(tiny_stored)
     layers, indexers = found
     failure, alone = "", None
-    for traits, has_windows in _ways(base, config.get_text_config(decoder=True), tiny, *tiny_stored, stock.is_asked):
+    # Of a wrapper the calls themselves say what they see.
+    is_causal = Wrapper.of(tiny) is not None or not _sees_ahead(tiny)
+    text = config.get_text_config(decoder=True)
+    for traits, has_windows in _ways(base, text, tiny, *tiny_stored, stock.is_asked, is_causal):
         if traits.tells_positions and alone is None:  # stock tells a padded row's layers its columns
             rows = range(len(_LENGTHS))
             alone = torch.cat([_logits(tiny, NotingCache(tiny.config), row) for row in rows])
@@ -81,7 +86,7 @@ def _tiny(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTra
             stock = NotingCache(tiny.config)
             return tiny, _logits(tiny, stock), stock
         except Exception as error:
-            failure = _text(error)
+            failure = failure or _text(error)
     return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
 
 
@@ -110,10 +115,14 @@ def _ways(
     layers: Layers,
     indexers: Layers,
     is_asked: bool,
+    is_causal: bool,
 ) -> Iterator[tuple[ModelTraits, bool]]:
     """What may be tried, the best first, and whether it is with the windows that the config states."""
     rows_independent = not any(map(is_batch_dependent, _rope_types(getattr(config, "rope_parameters", None))))
     own = ModelTraits(layers, runs_packed=False, rows_independent=rows_independent, indexers=indexers)
+    if not is_causal:  # keys of a token follow from those behind it in its forward: none can be computed again
+        yield own, False
+        return
     # Without position_ids a model places tokens by their column, which a packed batch doesn't have.
     if rows_independent and "position_ids" in inspect.signature(base.forward).parameters:
         # The windows that the config states, unless a layer turns out to attend to more than that.
@@ -212,6 +221,19 @@ def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedM
                 else:
                     parameter.add_(0.1 * noise)
     return model.eval()
+
+
+@torch.no_grad()
+def _sees_ahead(model: PreTrainedModel) -> bool:
+    """Whether what the model computes of a token depends on what comes behind it (BERT's, if not made a decoder)."""
+    with torch.device("cpu"):
+        ids = torch.randint(0, SPECIAL, (1, 6), generator=torch.Generator().manual_seed(2))
+        other = ids.clone()
+        other[0, -1] = (ids[0, -1] + 1) % SPECIAL
+        before, after = (
+            model(input_ids=each, attention_mask=torch.ones_like(each)).logits[0, :-1].float() for each in (ids, other)
+        )
+    return bool((before - after).abs().max() > _TOLERANCE * before.abs().max())
 
 
 @torch.no_grad()

@@ -26,6 +26,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_selected_experts|moe_k|experts_top_k", 2),
     (r"n_group|topk_group|num_expert_groups?|first_k_dense_replace", 1),
     (r"q_lora_rank", 24),
+    (r"mamba_d_state|ssm_state_size|state_size", 16),
+    (r"mamba_chunk_size|chunk_size", 8),
+    (r"mamba_dt_rank|time_step_rank", 8),
     (r"index_topk", 4),
     (r"index_n_heads", 16),  # their scores are often 0, and where all are, ties decide
     (r"(num_)?(n_)?(encoder|decoder)_layers|num_hidden_layers|n_layers?|num_layers|num_blocks", 2),
@@ -33,42 +36,49 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _LATENT_WIDTH = 64  # of the hidden states where heads have widths of their own
 
 
-def shrink(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, heads: int | None, is_beginning: bool = False) -> PreTrainedConfig:
     """A model in small: its language model shrunken, its towers, which are not tried, of one layer.
 
     Args:
         config: Of the model.
         heads: See `_shrink_text`.
+        is_beginning: See `_shrink_text`.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
     if text is small:
-        return _shrink_text(config, heads)
+        return _shrink_text(config, heads, is_beginning)
     for name, part in list(vars(small).items()):
         if part is text:
-            put(small, name, _shrink_text(text, heads))
+            shrunken = _shrink_text(text, heads, is_beginning)
+            put(shrunken, "pad_token_id", SPECIAL + 2)  # what stands for a picture's token where embeddings are made
+            put(small, name, shrunken)
         elif isinstance(part, PreTrainedConfig):
             for size in ("num_hidden_layers", "num_blocks", "depth", "encoder_layers", "n_layer"):
                 if isinstance(getattr(part, size, None), int):
                     put(part, size, 1)
+            for size in ("hidden_size", "embed_dim", "intermediate_size", "out_hidden_size") if heads else ():
+                if isinstance(getattr(part, size, None), int):
+                    put(part, size, 64)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"):
         if getattr(small, name, None) is not None:
             put(small, name, None)
     return small
 
 
-def _shrink_text(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool) -> PreTrainedConfig:
     """The same kinds of layers, few of them, a tiny vocabulary.
 
     Args:
         config: Of the model.
         heads: So many key/value heads, and as narrow; `None`: the width as it is.
+        is_beginning: Its first layers, of which kinds they may be: for configs that tell this by a rule, not by a list.
     """
     small = copy.deepcopy(config)
     overrides = _take_overrides(small)
     for name in ("quantization_config",):
         vars(small).pop(name, None)
-    layers = _chosen_layers(config)
+    layers = _beginning(config) if is_beginning else _chosen_layers(config)
     num_layers = stated(config, "num_hidden_layers")
     for name, value in list(vars(small).items()):
         if name.startswith("_"):
@@ -87,9 +97,12 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfi
     if shared and num_layers:
         put(small, "num_kv_shared_layers", sum(index >= num_layers - shared for index in layers))
     widths = {} if heads is None else _widths(config, heads)
+    widths |= _mixer_widths(config, widths)
     for name, value in widths.items():
         if stated(small, name) is not None:
             put(small, name, value)
+    if widths:
+        _shrink_sections(getattr(small, "rope_parameters", None), widths.get("head_dim"))
     for number, name in enumerate(("bos_token_id", "eos_token_id", "pad_token_id")):
         put(small, name, None)
         if getattr(small, name, None) is not None:  # the config insists on one
@@ -152,6 +165,59 @@ def _chosen_layers(config: PreTrainedConfig) -> list[int]:
                     seen[trait] = seen.get(trait, 0) + 1
         chosen += (own if len(own) >= 2 else list(part)[:2])[:_MOST_LAYERS]
     return chosen if len(chosen) >= 2 else [0, 0]
+
+
+def _shrink_sections(parameters: Any, head_dim: int | None) -> None:
+    """Of a rotary embedding of several axes, the share of each: together half a head."""
+    if not isinstance(parameters, dict) or head_dim is None:
+        return
+    for value in parameters.values():
+        _shrink_sections(value, head_dim)
+    sections = parameters.get("mrope_section")
+    if isinstance(sections, list | tuple):
+        half, whole = head_dim // 2, sum(sections)
+        own = [max(1, half * section // whole) for section in sections]
+        own[0] += half - sum(own)
+        parameters["mrope_section"] = own
+
+
+def _beginning(config: PreTrainedConfig) -> list[int]:
+    """The first layers, as far as the first one of the last kind."""
+    for name in ("layers_block_type", "layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds:
+            return list(range(max(2, 1 + max(list(kinds).index(kind) for kind in set(kinds)))))
+    return _chosen_layers(config)
+
+
+def _mixer_widths(config: PreTrainedConfig, widths: dict[str, int]) -> dict[str, int]:
+    """Heads and widths of layers with a state, which hang together; none where the width stays as it is."""
+    if not widths:
+        return {}
+    found: dict[str, int] = {}
+    inner = widths["hidden_size"] * (stated(config, "mamba_expand") or stated(config, "expand") or 2)
+    for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):
+        found[name] = 16
+    for name in ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"):
+        found[name] = inner // 16
+    if stated(config, "num_attention_heads") is None:  # nothing but mixers
+        found |= {"head_dim": 16, "num_heads": inner // 16}
+    for name in ("mamba_n_groups", "n_groups", "mamba_ngroups"):
+        found[name] = min(stated(config, name) or 1, 2)
+    key_heads, value_heads = stated(config, "linear_num_key_heads") or 1, stated(config, "linear_num_value_heads") or 1
+    found |= {
+        "mamba_d_ssm": inner,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2 * min(value_heads // key_heads, 2),
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16
+        if stated(config, "linear_key_head_dim") == stated(config, "linear_value_head_dim")
+        else 24,
+    }
+    if stated(config, "attention_hidden_size"):
+        wide = 2 * widths["hidden_size"]
+        found |= {"attention_hidden_size": wide, "attention_head_dim": wide // widths["num_attention_heads"]}
+    return found
 
 
 def _ratio(config: PreTrainedConfig) -> float:

@@ -16,8 +16,10 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.stored_states import StateNotes, StateNotingCache
 from hf_paged.attention.cache import PagedCache
+from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.memory.spec import AttentionSpec
+from hf_paged.memory.state_cache import StateLayout
 from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.runner import ModelTraits
 
@@ -60,7 +62,7 @@ def state_traits(
             tiny_layers, tiny_notes, shares = _stored(base, small)
             break
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = failure or f"{type(error).__name__}: {error}"
     else:
         return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
     if isinstance(tiny_layers, str):
@@ -151,7 +153,8 @@ def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) ->
     """What is wrong with the tiny model's logits over the pool; empty if they are as expected."""
     longest = max(_LENGTHS)
     try:
-        attach(tiny, PagedConfig(num_blocks=512, block_size=4, cuda_graphs=False), traits)
+        num_blocks = 64 + 4 * len(_LENGTHS) * _pages(traits)
+        attach(tiny, PagedConfig(num_blocks=num_blocks, block_size=4, cuda_graphs=False), traits)
         found = _logits(tiny, PagedCache(tiny), [0, longest, longest + 2, longest + 3, longest + 4])
         error_size = float((found - expected).abs().max() / expected.abs().max())
         return "" if error_size < _TOLERANCE else f"logits differ by {error_size:.1%}"
@@ -159,6 +162,12 @@ def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) ->
         return f"{type(error).__name__}: {error}"
     finally:
         detach(tiny)
+
+
+def _pages(traits: ModelTraits) -> int:
+    """Blocks of a float32 pool that a sequence's state takes, at most."""
+    page = traits.geometry(CacheGroups.of(traits.stored), torch.float32, 4).bytes_per_block(4)
+    return StateLayout.of(traits.states, page, torch.float32).num_pages
 
 
 @torch.no_grad()

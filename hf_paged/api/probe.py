@@ -223,13 +223,19 @@ def _build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedM
     return model.eval()
 
 
+def _num_plain(model: PreTrainedModel) -> int:
+    """Ids below the special ones."""
+    return min(SPECIAL, model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type,type-var]
+
+
 @torch.no_grad()
 def _sees_ahead(model: PreTrainedModel) -> bool:
     """Whether what the model computes of a token depends on what comes behind it (BERT's, if not made a decoder)."""
     with torch.device("cpu"):
-        ids = torch.randint(0, SPECIAL, (1, 6), generator=torch.Generator().manual_seed(2))
+        high = _num_plain(model)
+        ids = torch.randint(0, high, (1, 6), generator=torch.Generator().manual_seed(2))
         other = ids.clone()
-        other[0, -1] = (ids[0, -1] + 1) % SPECIAL
+        other[0, -1] = (ids[0, -1] + 1) % high
         before, after = (
             model(input_ids=each, attention_mask=torch.ones_like(each)).logits[0, :-1].float() for each in (ids, other)
         )
@@ -247,7 +253,7 @@ def _logits(model: PreTrainedModel, past: Cache, row: int | None = None) -> Tens
     """
     with torch.device("cpu"):
         longest, rows = max(_LENGTHS), len(_LENGTHS)
-        ids = torch.randint(0, SPECIAL, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(0, _num_plain(model), (rows, longest + 4), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)
         for index, length in enumerate(_LENGTHS):
             mask[index, : longest - length] = 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
+from hf_paged.api.shrinking import SPECIAL
 from hf_paged.api.stored_states import StateNotes, StateNotingCache
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.cache_groups import CacheGroups
@@ -176,7 +177,8 @@ def _logits(model: PreTrainedModel, past: Cache, edges: list[int]) -> Tensor:
     parameters = inspect.signature(model.forward).parameters
     with torch.device("cpu"):
         longest, rows = max(_LENGTHS), len(_LENGTHS)
-        ids = torch.randint(0, 60, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
+        num_plain = min(SPECIAL, model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type,type-var]
+        ids = torch.randint(0, num_plain, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)
         for row, length in enumerate(_LENGTHS):
             mask[row, : longest - length] = 0

@@ -72,10 +72,7 @@ class CacheGroups:
         Where the kinds' sizes have no page in common that keeps to that, the one that leaves least empty.
 
         Args:
-            layers: Of each layer, in the model's order; `None`: it stores nothing.
-
-        Raises:
-            ValueError: None of them stores anything.
+            layers: Of each layer, in the model's order; `None`: it stores nothing. If none does, there are no groups.
         """
         kinds: dict[LayerKind, list[int]] = {}
         for index, kind in enumerate(layers):

@@ -37,10 +37,13 @@ def _padding(call: ForwardCall, before: list[int], width: int, takes_positions: 
         return None
     length = call.tokens.shape[1]
     positions = call.position_ids
-    if positions is not None and (
-        positions.ndim not in (2, 3)
-        or positions.shape[-2:] not in ((1, length), (len(before), length))
-        or positions.is_floating_point()
+    if (
+        positions is not None
+        and (
+            positions.ndim not in ((2,) if call.given is None else (2, 3))  # only wrappers take several axes
+            or positions.shape[-2:] not in ((1, length), (len(before), length))
+            or positions.is_floating_point()
+        )
     ):
         return None  # the model itself broadcasts them, or refuses
     mask = call.on_host().attention_mask

@@ -96,7 +96,11 @@ def stock_kv_usage(cache: Any, attention_mask: torch.Tensor, lengths: Sequence[i
         attention_mask: `[rows, prompt]`, the prompts' mask.
         lengths: Real generated tokens of each row, as `generated_lengths` counts them.
     """
-    is_real = _real_slots(attention_mask, lengths, int(cache.get_seq_length()))
+    try:
+        width = int(cache.get_seq_length())
+    except (AttributeError, ValueError):  # of a model that keeps states only
+        return KVUsage(0, 0)
+    is_real = _real_slots(attention_mask, lengths, width)
     allocated = filled = 0.0
     for keys, values in _cache_tensors(cache):
         layer_bytes = keys.nbytes + values.nbytes

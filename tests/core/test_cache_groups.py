@@ -110,5 +110,7 @@ def test_layers_of_two_sizes(layers: list[Kind | None], sizes: tuple[int, ...], 
 
 
 def test_no_layers() -> None:
-    with pytest.raises(ValueError, match="without layers"):
-        CacheGroups.of([])
+    """Of a model that keeps states only."""
+    for layers in ([], [None, None]):
+        groups = CacheGroups.of(layers)
+        assert groups.sizes == groups.windows == () and len(groups.places) == len(layers)

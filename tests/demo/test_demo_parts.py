@@ -415,13 +415,11 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_paged_is_one_sentence(tmp_path: Path, loaded: Any) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    MambaForCausalLM(MambaConfig(vocab_size=2048, hidden_size=32, num_hidden_layers=1, state_size=4)).save_pretrained(
-        tmp_path
-    )
+    RwkvForCausalLM(RwkvConfig(vocab_size=2048, hidden_size=32, num_hidden_layers=2)).save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
-    assert "hf_paged does not support MambaForCausalLM" in failed("--model", str(tmp_path))
+    assert "hf_paged does not support RwkvForCausalLM" in failed("--model", str(tmp_path))
 
 
 def test_a_port_that_is_taken_is_one_sentence() -> None:

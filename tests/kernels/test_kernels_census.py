@@ -64,10 +64,11 @@ def test_a_model_has_few_kernels() -> None:
 
 def test_copies_are_one_kernel_whatever_their_number() -> None:
     """Would break: the destinations lie behind the sources, aligned for an even number of pairs alone."""
-    backend = TritonBackend(torch.zeros(20, 2, 2, 2, 4, 16))
+    pool = torch.zeros(20, 2, 2, 2, 4, 16)
+    backend = TritonBackend(pool)
     with keys.record() as found:
         for count in (1, 2, 3, 4, 8):
-            backend.copy_blocks([(source, source + 10) for source in range(count)])
+            backend.copy_blocks(pool, [(source, source + 10) for source in range(count)])
     assert list(found.values()) == [5]
 
 

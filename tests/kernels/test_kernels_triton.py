@@ -1119,7 +1119,7 @@ def test_backends_read_all_sources_first(
 ) -> None:
     for made in (TritonBackend, TorchBackend):
         pool = random_pool((9, 2, 2, 3, 16, 96), dtype).to(device)
-        check_copy(pool, copies, lambda pool, made=made: made(pool).copy_blocks(copies))
+        check_copy(pool, copies, lambda pool, made=made: made(pool).copy_blocks(pool, copies))
 
 
 # Custom ops

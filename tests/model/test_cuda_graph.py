@@ -23,6 +23,7 @@ from torch._dynamo.utils import counters
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.attention.decode_work import WorkKind, share_out
+from hf_paged.core.cache_groups import NOWHERE
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
 
@@ -34,6 +35,9 @@ SMALL = {"num_blocks": 128, "block_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Of experts in float32, torch reads on the host how many rows each has: on a GPU, such steps can't be recorded.
 READ_BACK = ("mixtral", "qwen3_moe", "gpt_oss")
+# Not recorded: of chunks; values narrower than keys; layers that read others' keys. What keeps them from it is said.
+REFUSED = ("llama4", "gemma4_sharing", "gemma3n")
+NOT_RECORDED = (*REFUSED, "mimo_v2_flash")
 
 
 class Again:
@@ -89,6 +93,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     original = cuda_graph.recorder
 
     def make(kv_cache: Any) -> Any:
+        if any(kv_cache.groups.chunks) or NOWHERE in kv_cache.groups.places:
+            return "need layers of another kind"
         if kv_cache.tensor.device.type == "cuda":
             made.make = original(kv_cache)
         return made
@@ -202,7 +208,7 @@ def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> None:
     """Ragged prompts that end one by one: batches of every size, padded to the next recorded one."""
     prompts = ragged(6)
-    model = patch(name, device)
+    model = patch(name, device, cuda_graphs=None if name in REFUSED else True)
     requests = [
         model.paged.submit(prompt, **GREEDY | {"max_new_tokens": 4 + 2 * index}) for index, prompt in enumerate(prompts)
     ]
@@ -214,6 +220,10 @@ def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> Non
     model.paged.check_invariants()
     if device == "cuda" and name in READ_BACK:
         assert not recorder.sizes and "waits for the device" in model.paged.core.runner._graphs[1].reason
+        return
+    if name in NOT_RECORDED:
+        graphs = model.paged.core.runner._graphs
+        assert not recorder.steps and (graphs is None or graphs[1].reason)
         return
     assert recorder.sizes == capture_sizes(12)[::-1], "all sizes, once"
     assert len(recorder.steps) >= 13 and set(recorder.steps) > {1, 2, 4}

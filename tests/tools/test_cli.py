@@ -116,15 +116,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_an_unsupported_model_is_refused_with_its_reasons(tmp_path, prompt_file):
-    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+    from transformers import AutoTokenizer, RwkvConfig, RwkvForCausalLM
 
     from hf_paged.tools.cli import TINY_MODEL
 
-    config = MambaConfig(vocab_size=2048, hidden_size=16, state_size=4, num_hidden_layers=1)
-    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "mamba")
-    message = refused("--model", tmp_path / "mamba", "--limit", 1, "--max-new-tokens", 2)
-    assert "error: hf_paged does not support MambaForCausalLM" in message
+    config = RwkvConfig(vocab_size=2048, hidden_size=16, num_hidden_layers=2)
+    RwkvForCausalLM(config).save_pretrained(tmp_path / "rwkv")
+    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "rwkv")
+    message = refused("--model", tmp_path / "rwkv", "--limit", 1, "--max-new-tokens", 2)
+    assert "error: hf_paged does not support RwkvForCausalLM" in message
 
 
 # ----------------------------------------------------------------------------------------------------------- prompts

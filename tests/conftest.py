@@ -287,7 +287,8 @@ def assert_same_cache(expected: Cache, found: Cache, mask: Tensor | None = None)
         mask: `[batch, columns]`, 0 at padding, whose keys are never read.
     """
     assert found.get_seq_length() == expected.get_seq_length()
-    assert len(found.layers) == len(expected.layers)
+    num_layers = len(expected.layers)  # transformers 5.17 has none for those that only read others' keys
+    assert all(layer.keys is None for layer in found.layers[num_layers:])
     for index, (stock, paged) in enumerate(zip(expected.layers, found.layers)):
         if stock.keys is None:
             assert paged.keys is None and paged.values is None, f"layer {index} stores nothing of its own"

@@ -196,6 +196,7 @@ def test_models(name: str, dtype: torch.dtype) -> None:
             assert (module in found) == getattr(module, "with_scale", True), kind
         elif kind.endswith("MLP"):
             is_gated = (hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj")) and name != "gpt_oss"
+            is_gated &= not getattr(module, "activation_sparsity", 0)
             assert (module in found) == is_gated, kind
         elif kind.endswith("Attention"):
             is_rotary = "apply_rotary_pos_emb" in type(module).forward.__code__.co_names

@@ -12,6 +12,7 @@ preempted; what it says is compared with stock `generate()`. Text only. A mode t
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import sys
 import threading
@@ -38,7 +39,7 @@ from hf_paged.api.shrinking import shrink
 from hf_paged.tools.families import family_names
 
 SECONDS = 240  # for a family
-POOLS = (256, 44)  # blocks of 4 tokens: with room, and with less than the batch needs
+POOLS = (256, 56)  # blocks of 4 tokens: with room, and with less than the batch needs
 NEW = {"max_new_tokens": 14}
 Batch = dict[str, Tensor]
 
@@ -49,9 +50,9 @@ def tiny_model(name: str) -> Any:
     if base.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
     failure: Exception | None = None
-    for heads in (2, 4, None):
+    for heads, is_beginning in itertools.product((2, 4, None), (False, True)):
         try:
-            small = shrink(config, heads)
+            small = shrink(config, heads, is_beginning)
             with torch.device("meta"):
                 num_elements = sum(parameter.numel() for parameter in base._from_config(small).parameters())
             if num_elements > 3e8:
@@ -61,7 +62,7 @@ def tiny_model(name: str) -> Any:
             model(input_ids=torch.tensor([[5, 6, 7]]))
             break
         except Exception as error:
-            failure = error
+            failure = failure or error
     else:
         raise failure or ValueError(name)
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +159,7 @@ def survey(name: str) -> dict[str, Any]:
             left_out[mode] = text_of(error)
     num_preemptions = 0
     for num_blocks in POOLS:
-        paged = hf_paged.patch(copy.deepcopy(model), num_blocks=num_blocks, block_size=4)
+        paged = hf_paged.patch(copy.deepcopy(model), num_blocks=num_blocks, block_size=2 if "llama4" in name else 4)
         for mode, tokens in expected.items():
             try:
                 if MODES[mode](paged, batch) != tokens:

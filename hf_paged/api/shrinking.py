@@ -105,7 +105,8 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
         _shrink_sections(getattr(small, "rope_parameters", None), widths.get("head_dim"))
     for number, name in enumerate(("bos_token_id", "eos_token_id", "pad_token_id")):
         put(small, name, None)
-        if getattr(small, name, None) is not None:  # the config insists on one
+        # The config insists on one, or positions are counted from it (RoBERTa's).
+        if getattr(small, name, None) is not None or (name == "pad_token_id" and stated(config, name)):
             put(small, name, SPECIAL + number)
     if overrides:
         ratio = _ratio(config)

@@ -63,7 +63,7 @@ def memory_maps(loaded: LoadedModel, record: RunRecord) -> list[MemoryMap]:
     """Three maps of a finished run. Runs stock `generate()` on its prompts, which takes a moment.
 
     Raises:
-        RefusedError: The run is too large for that, or holds nothing.
+        RefusedError: The run is too large for that, or holds nothing, or its model keeps states.
     """
     if not record.held or not record.sequences:
         raise RefusedError("There is no finished run to map: run some requests first.")
@@ -86,6 +86,8 @@ def reserved_map(record: RunRecord) -> MemoryMap:
 def stock_map(loaded: LoadedModel, record: RunRecord) -> MemoryMap:
     """What stock transformers holds at the end of one padded batch of them: measured on its own cache."""
     usage, rows = _run_stock(loaded, record)
+    if usage.waste is None:
+        raise RefusedError("The maps count keys and values token by token; this model keeps states, which have none.")
     note = (
         f"Stock generate() was run just now on the same prompts as one left-padded batch and made to choose the same "
         f"tokens; its DynamicCache held {format_bytes(usage.allocated_bytes)}, {usage.waste:.1%} of it padding and "

@@ -259,7 +259,8 @@ class Work:
                 lengths = generated_lengths(new_tokens, self.eos_token_ids)
                 report.token_ids += [row[:length].tolist() for row, length in zip(new_tokens, lengths, strict=True)]
                 if measure_cache:
-                    kv = stock_kv_usage(output.past_key_values, batch.attention_mask, lengths)
+                    cache = output.get("past_key_values", None) or output["cache_params"]  # of pure Mamba models
+                    kv = stock_kv_usage(cache, batch.attention_mask, lengths)
                     report.peak_kv = max(report.peak_kv, kv, key=lambda usage: usage.allocated_bytes)
                 total -= len(lengths) * self.max_new_tokens - sum(lengths)  # what ended before the limit
                 bar.total = total

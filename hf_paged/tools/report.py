@@ -27,15 +27,18 @@ class KVUsage:
 
     Attributes:
         allocated_bytes: Keys and values that the cache had room for.
-        filled_bytes: Of these, the ones that belong to a real token.
+        filled_bytes: Of these, the ones that belong to a real token; `None` where states are among them, which belong
+            to all tokens together.
     """
 
     allocated_bytes: int = 0
-    filled_bytes: int = 0
+    filled_bytes: int | None = 0
 
     @property
-    def waste(self) -> float:
-        """The share of the allocated bytes that holds no real token, 0 for an empty cache."""
+    def waste(self) -> float | None:
+        """The share of the allocated bytes that holds no real token, 0 for an empty cache; `None`: no such thing."""
+        if self.filled_bytes is None:
+            return None
         return 1 - self.filled_bytes / self.allocated_bytes if self.allocated_bytes else 0.0
 
 
@@ -96,11 +99,10 @@ def stock_kv_usage(cache: Any, attention_mask: torch.Tensor, lengths: Sequence[i
         attention_mask: `[rows, prompt]`, the prompts' mask.
         lengths: Real generated tokens of each row, as `generated_lengths` counts them.
     """
-    try:
-        width = int(cache.get_seq_length())
-    except (AttributeError, ValueError):  # of a model that keeps states only
-        return KVUsage(0, 0)
-    is_real = _real_slots(attention_mask, lengths, width)
+    states = sum(state.nbytes for layer in cache.layers for state in _states(layer))
+    if states:
+        return KVUsage(states + sum(keys.nbytes + values.nbytes for keys, values in _cache_tensors(cache)), None)
+    is_real = _real_slots(attention_mask, lengths, int(cache.get_seq_length()))
     allocated = filled = 0.0
     for keys, values in _cache_tensors(cache):
         layer_bytes = keys.nbytes + values.nbytes
@@ -113,6 +115,8 @@ def paged_kv_usage(engine: Any) -> KVUsage:
     """The KV memory of a patched model's engine (`model.paged`) at the moment when most blocks were in use."""
     stats = engine.stats()
     allocated = stats.peak_blocks_in_use * engine.bytes_per_block
+    if engine.core.traits.states:
+        return KVUsage(allocated, None)
     slots = stats.peak_kv_slots_allocated
     return KVUsage(allocated, round(allocated * stats.peak_kv_tokens_stored / slots) if slots else 0)
 
@@ -146,7 +150,7 @@ def comparison_table(stock: RunReport, paged: RunReport, caption: str | None = N
     table.add_row("seconds", f"{stock.seconds:.2f}", f"{paged.seconds:.2f}")
     table.add_row("tokens / second", f"{stock.tokens_per_second:,.0f}", f"{paged.tokens_per_second:,.0f}")
     table.add_row("peak KV memory", *(format_bytes(run.peak_kv.allocated_bytes) for run in (stock, paged)))
-    table.add_row("of it wasted", *(f"{run.peak_kv.waste:.1%}" for run in (stock, paged)))
+    table.add_row("of it wasted", *(_share(run.peak_kv.waste) for run in (stock, paged)))
     table.add_row("blocks used / total", *(_blocks(run) for run in (stock, paged)))
     return table
 
@@ -170,6 +174,18 @@ def _cache_tensors(cache: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.numel():
             yield keys, values
+
+
+def _states(layer: Any) -> Iterator[torch.Tensor]:
+    """The states of a recurrent layer."""
+    for name in ("conv_states", "recurrent_states"):
+        found = getattr(layer, name, None)
+        each = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else [found]
+        yield from (state for state in each if isinstance(state, torch.Tensor))
+
+
+def _share(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
 
 
 def _real_slots(attention_mask: torch.Tensor, lengths: Sequence[int], slots: int) -> torch.Tensor:

@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from hf_paged.tools.report import (
     KVUsage,
@@ -93,14 +101,26 @@ def test_stock_usage_measures_the_slots_that_a_sliding_window_keeps():
     assert usage.filled_bytes == (kept + min(kept, 3)) * BYTES_PER_SLOT  # the second row: two of the prompt and one new
 
 
-def engine(**stats):
-    return SimpleNamespace(bytes_per_block=1024, stats=lambda: SimpleNamespace(**stats))
+def engine(states=(), **stats):
+    core = SimpleNamespace(traits=SimpleNamespace(states=states))
+    return SimpleNamespace(bytes_per_block=1024, core=core, stats=lambda: SimpleNamespace(**stats))
 
 
 def test_paged_usage_is_that_of_the_fullest_moment():
     usage = paged_kv_usage(engine(peak_blocks_in_use=5, peak_kv_tokens_stored=72, peak_kv_slots_allocated=80))
     assert usage == KVUsage(5 * 1024, round(5 * 1024 * 0.9))
     assert usage.waste == pytest.approx(0.1)
+
+
+def test_usage_of_a_model_with_states_has_no_waste():
+    usage = paged_kv_usage(engine(["conv"], peak_blocks_in_use=5, peak_kv_tokens_stored=9, peak_kv_slots_allocated=10))
+    assert usage == KVUsage(5 * 1024, None)
+    assert usage.waste is None
+    model = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4))
+    ids = torch.ones(2, 3, dtype=torch.long)
+    cache = model(ids, use_cache=True).cache_params
+    states = sum(layer.conv_states[0].nbytes + layer.recurrent_states[0].nbytes for layer in cache.layers)
+    assert stock_kv_usage(cache, torch.ones_like(ids), [1, 1]) == KVUsage(states, None)
 
 
 def test_paged_usage_of_an_unused_engine_is_nothing():

@@ -290,7 +290,7 @@ class RowStore:
         def needs_step() -> bool:
             return has_forward or any(sequence.num_uncomputed_tokens for sequence in sequences)
 
-        if self._core.runner.is_inside and all(group.num_pins for group in groups.values()):
+        if self._core.bound.is_inside and all(group.num_pins for group in groups.values()):
             yield  # the forward that this thread is in has them there
             return
         with self._core.worker.pause.forwarding(needs_step, self._core.current_loop):

@@ -14,6 +14,7 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.step_loop import StepLoop, without_modes
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import among_steps
+from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
 
 Lens = tuple[int, int]  # of a sequence: its new tokens, and its tokens in all
@@ -40,7 +41,7 @@ class WarmUp:
     no_graphs: str | None
 
 
-def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool) -> WarmUp:
+def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop, runs_packed: bool) -> WarmUp:
     """Runs steps of no sequence's and records the graphs; what runs otherwise waits meanwhile.
 
     Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros again
@@ -48,7 +49,8 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool
 
     Args:
         pool: Makes its tensor, if it has none.
-        runner: Runs the steps.
+        model: The model.
+        runner: Runs its steps.
         loop: Of the other steps.
         runs_packed: Whether steps run over the pool: for a model that doesn't, there is nothing to prepare.
 
@@ -66,8 +68,8 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool
         with among_steps(device), torch.autocast(device.type, enabled=False):
             if runs_packed:
                 with _counting(kv_cache) as kernels, kv_cache.lent_null_block():
-                    _run(pool, runner, kv_cache)
-                    graphs = runner.record_graphs(kv_cache)
+                    _run(pool, model, runner, kv_cache)
+                    graphs = runner.graphs.record(kv_cache)
                 num_kernels = len(kernels)
                 if isinstance(graphs, str):
                     no_graphs = graphs
@@ -79,12 +81,12 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool
     return WarmUp(seconds, kv_cache.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
 
 
-def _run(pool: KVPool, runner: ModelRunner, kv_cache: KVCache) -> None:
-    longest = min(runner.max_context, kv_cache.num_blocks * kv_cache.block_size)
+def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, kv_cache: KVCache) -> None:
+    longest = min(model.max_context, kv_cache.num_blocks * kv_cache.block_size)
     batches = rehearsals(longest, pool.config.max_num_batched_tokens, pool.config.max_num_seqs)
     for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
         check_interrupt()
-        runner.rehearse(kv_cache, lens)
+        runner.packed.rehearse(kv_cache, lens)
     kv_cache.backend.warm_up(kv_cache.tensor, kv_cache.null_block)
 
 

@@ -168,7 +168,8 @@ class CallerForwards:
                 self._extend(cache, packed, width)
                 new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
                 self._store.append(sequences, new)
-                kv_cache = self._core.kv_cache
+                attention = self._core.pool.attention
+                kv_cache = attention.kv_cache
                 tables = padded_tables(
                     group_tables(self._core.manager.tables([sequence.seq_id for sequence in sequences])),
                     kv_cache.groups.windows,
@@ -180,7 +181,7 @@ class CallerForwards:
                 tables,
                 np.array(new),
                 np.array([sequence.num_tokens for sequence in sequences]),
-                kv_cache,
+                attention,
                 (width + packed.length, packed.length),
                 call.arguments(),
                 call.twin,

@@ -140,9 +140,9 @@ class StepExecutor:
         try:
             device = self._model.placement[1]
             with on_steps_stream(device), _autocast(batch.batch_key):
-                kv_cache = pool.execute_moves(batch)
+                attention = pool.execute_moves(batch)
                 timer = DeviceTimer(device)
-                logits = self._runner.run(batch, kv_cache, self._embeddings(batch), self._chosen_before(batch))
+                logits = self._runner.run(batch, attention, self._embeddings(batch), self._chosen_before(batch))
         except BaseException:
             with pool.lock:
                 pool.scheduler.undo(batch)
@@ -150,7 +150,7 @@ class StepExecutor:
         with pool.lock, on_steps_stream(device):
             rows = StepRows.of(pool.scheduler.chunks(batch))
             offers = pool.scheduler.update(batch, is_checked=False)
-            check = _check(kv_cache, offers) if offers else None
+            check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)
             chosen, takers = self._deliver(batch, logits)
             step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, takers, offers, check)

@@ -250,7 +250,7 @@ class RowStore:
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
-            pool = self._pool.flush_copies()
+            pool = self._pool.flush_copies().kv_cache
             kv_cache, key_dim = pool.views[group], pool.key_dims[group]
             key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device), key_dim)
             if kv_cache.dtype in KV_DTYPES.values():

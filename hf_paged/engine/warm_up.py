@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.interrupts import check_interrupt
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.step_loop import StepLoop, without_modes
-from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
@@ -63,13 +63,13 @@ def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop
     num_kernels, num_graphs, graph_bytes = 0, 0, 0
     no_graphs: str | None = "the model's own attention runs, over gathered keys and values"
     with loop.exclusive(), without_modes():
-        kv_cache = pool.kv_cache
-        device = kv_cache.tensor.device
+        attention = pool.attention
+        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
         with among_steps(device), torch.autocast(device.type, enabled=False):
             if runs_packed:
-                with _counting(kv_cache) as kernels, kv_cache.lent_null_block():
-                    _run(pool, model, runner, kv_cache)
-                    graphs = runner.graphs.record(kv_cache)
+                with _counting(attention) as kernels, kv_cache.lent_null_block():
+                    _run(pool, model, runner, attention)
+                    graphs = runner.graphs.record(attention)
                 num_kernels = len(kernels)
                 if isinstance(graphs, str):
                     no_graphs = graphs
@@ -78,21 +78,22 @@ def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
     seconds = time.perf_counter() - started
-    return WarmUp(seconds, kv_cache.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
+    return WarmUp(seconds, attention.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
 
 
-def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, kv_cache: KVCache) -> None:
+def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAttention) -> None:
+    kv_cache = attention.kv_cache
     longest = min(model.max_context, kv_cache.num_blocks * kv_cache.block_size)
     batches = rehearsals(longest, pool.config.max_num_batched_tokens, pool.config.max_num_seqs)
     for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
         check_interrupt()
-        runner.packed.rehearse(kv_cache, lens)
-    kv_cache.backend.warm_up(kv_cache.tensor, kv_cache.null_block)
+        runner.packed.rehearse(attention, lens)
+    attention.warm_up()
 
 
-def _counting(kv_cache: KVCache) -> AbstractContextManager[list[str]]:
+def _counting(attention: PoolAttention) -> AbstractContextManager[list[str]]:
     """Within it, names of the kernels that Triton loads."""
-    if kv_cache.backend.name != "triton":
+    if attention.backend.name != "triton":
         return nullcontext([])
     from hf_paged.kernels.launch import loaded_kernels
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.metadata import DecodeMetadata
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
-from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model import cuda_graph
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.cuda_graph import DecodeBatch, DecodeGraphs, Recording
@@ -45,24 +45,25 @@ class GraphRunner:
         self._moves_before = 0  # when the graphs were made
         self.held: DecodeGraphs | None = None
 
-    def replay(self, batch: Batch, kv_cache: KVCache, chosen: Tensor | None) -> Tensor | None:
+    def replay(self, batch: Batch, attention: PoolAttention, chosen: Tensor | None) -> Tensor | None:
         """A decode step; `None`: there is no graph for it. Arguments as in `ModelRunner.run`."""
         if self._config.cuda_graphs is False or batch.embedded or batch.axes is not None:
             return None
-        if torch.is_autocast_enabled(kv_cache.tensor.device.type):
+        if torch.is_autocast_enabled(attention.kv_cache.tensor.device.type):
             return None
-        graphs = self._graphs(kv_cache)
+        graphs = self._graphs(attention)
         return None if isinstance(graphs, str) else graphs.run(batch, chosen)
 
-    def record(self, kv_cache: KVCache) -> DecodeGraphs | str:
+    def record(self, attention: PoolAttention) -> DecodeGraphs | str:
         """Records now what the first decode step would, over rows in the null block; or why there are no graphs.
 
         Raises:
             ValueError: `cuda_graphs=True` or `compile_decode=True`, and there can be none here.
         """
+        kv_cache = attention.kv_cache
         if not self._model.may_infer:
             return "code of a user's own runs in the model"
-        graphs = self._graphs(kv_cache)
+        graphs = self._graphs(attention)
         if isinstance(graphs, str):
             return graphs
         if not graphs.sizes and graphs.reason is None:
@@ -82,32 +83,33 @@ class GraphRunner:
         self.held = None
         self._model.forget_compiled()
 
-    def _graphs(self, kv_cache: KVCache) -> DecodeGraphs | str:
+    def _graphs(self, attention: PoolAttention) -> DecodeGraphs | str:
         """The graphs over this pool and the weights as they are, or why there can be none."""
         if self._config.cuda_graphs is False:
             return "cuda_graphs=False"
         num_moves = self._num_moves()
-        if self.held is None or not self.held.is_of(kv_cache) or self._moves_before != num_moves:
+        if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != num_moves:
             self.held = None  # before the next ones are recorded: two sets need not fit
-            record = cuda_graph.recorder(kv_cache)
+            record = cuda_graph.recorder(attention)
             if isinstance(record, str):
                 if self._config.cuda_graphs:
                     raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
                 if self._config.compile_decode:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return f"CUDA graphs {record}"
-            self.held, self._moves_before = self._make(kv_cache, record), num_moves
+            self.held, self._moves_before = self._make(attention, record), num_moves
         return self.held
 
-    def _make(self, kv_cache: KVCache, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
+    def _make(self, attention: PoolAttention, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
+        kv_cache = attention.kv_cache
         max_blocks = min(kv_cache.num_blocks, -(-self._model.max_context // kv_cache.block_size))
         max_num_seqs = min(self._config.max_num_seqs, kv_cache.num_blocks)
-        packed, pool, is_compiled = self._packed, weakref.ref(kv_cache), self._config.compile_decode
+        packed, pool, is_compiled = self._packed, weakref.ref(attention), self._config.compile_decode
 
         def forward(ids: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata]) -> Tensor:
-            kv_cache = pool()
-            assert kv_cache is not None
+            own = pool()
+            assert own is not None
             with torch.inference_mode():
-                return packed.run(TokenInputs(ids, positions), metadata, kv_cache, None, is_compiled=is_compiled)
+                return packed.run(TokenInputs(ids, positions), metadata, own, None, is_compiled=is_compiled)
 
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)

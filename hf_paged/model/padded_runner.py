@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.groups import paged_step
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.kernels.transfers import to_device
-from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.mixers import PaddedStates
 from hf_paged.model.token_inputs import TokenInputs
@@ -33,7 +32,7 @@ class PaddedRunner:
         self,
         tokens: TokenInputs,
         metadata: list[AttentionMetadata],
-        kv_cache: KVCache,
+        attention: PoolAttention,
         logit_rows: np.ndarray,
         spans: Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
@@ -42,14 +41,14 @@ class PaddedRunner:
         Args:
             tokens: `[T]`, on the device.
             metadata: Of each group of layers.
-            kv_cache: The pool.
+            attention: Over the pool.
             logit_rows: `[K]` int64, the tokens whose logits are wanted.
             spans: See `Batch`: masks say which tokens see others behind them.
 
         Returns:
             `[K, vocab_size]`.
         """
-        start = metadata[0].host_start_loc
+        kv_cache, start = attention.kv_cache, metadata[0].host_start_loc
         sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
         groups = metadata[0].alike()
         parts: list[Tensor] = []
@@ -61,7 +60,7 @@ class PaddedRunner:
                 wanted = np.searchsorted(rows, sequence[mine]), from_end
                 own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
                 layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
-                cache = PaddedCache(layouts, paged_step(kv_cache.backends, own, kv_cache.groups), kv_cache)
+                cache = PaddedCache(layouts, attention.step(own), kv_cache)
                 parts.append(self._run_rows(tokens, layouts[0], cache, wanted, self._masks(layouts[0], rows, spans)))
                 order.append(mine)
         if len(parts) == 1:
@@ -117,7 +116,7 @@ class PaddedRunner:
     def run_called(
         self,
         metadata: list[AttentionMetadata],
-        kv_cache: KVCache,
+        attention: PoolAttention,
         shape: tuple[int, int],
         arguments: dict[str, Any],
         twin: Twin | None = None,
@@ -127,7 +126,7 @@ class PaddedRunner:
 
         Args:
             metadata: Of each group of layers; some rows may have no new token.
-            kv_cache: The pool.
+            attention: Over the pool.
             shape: Columns in all, and new ones.
             arguments: What the caller gave.
             twin: See `BoundModel.run_unpatched`.
@@ -136,9 +135,10 @@ class PaddedRunner:
         Returns:
             What the model's forward does.
         """
-        device, model = kv_cache.tensor.device, self._model
+        kv_cache, model = attention.kv_cache, self._model
+        device = kv_cache.tensor.device
         layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
-        cache = PaddedCache(layouts, paged_step(kv_cache.backends, metadata, kv_cache.groups), kv_cache)
+        cache = PaddedCache(layouts, attention.step(metadata), kv_cache)
         arguments[model.cache_argument] = cache
         if states is None or kv_cache.states is None:
             return model.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.metadata import AttentionMetadata, padded_tables
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
@@ -46,7 +47,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def run(
-        self, batch: Batch, kv_cache: KVCache, embeddings: Tensor | None = None, chosen: Tensor | None = None
+        self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None = None, chosen: Tensor | None = None
     ) -> Tensor:
         """Runs a step through the model: cache writes, attention, logits.
 
@@ -55,7 +56,7 @@ class ModelRunner:
 
         Args:
             batch: The step; what it does to blocks is done.
-            kv_cache: The pool.
+            attention: Over the pool.
             embeddings: `[E, hidden_size]`, what the tokens of `batch.embedded` were given as.
             chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
 
@@ -65,14 +66,14 @@ class ModelRunner:
         model = self._model
         may_infer = model.may_infer
         if may_infer and batch.is_decode and model.traits.runs_packed:
-            logits = self.graphs.replay(batch, kv_cache, chosen)
+            logits = self.graphs.replay(batch, attention, chosen)
             if logits is not None:
                 return logits
         with model.mode():
-            return self._run(batch, kv_cache, embeddings, chosen)
+            return self._run(batch, attention, embeddings, chosen)
 
-    def _run(self, batch: Batch, kv_cache: KVCache, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
-        device = kv_cache.tensor.device
+    def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
+        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
         tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._model.embed)
         starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
@@ -83,22 +84,22 @@ class ModelRunner:
         # A model that can choose rows still computes at least one.
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._model.traits.runs_packed:
-            return self.padded.run(tokens, metadata, kv_cache, logit_rows)
+            return self.padded.run(tokens, metadata, attention, logit_rows)
         if batch.spans:
-            return self._run_apart(batch.spans, tokens, metadata, kv_cache, logit_rows)
-        states = self.packed.states(batch, kv_cache)
-        return self.packed.run(tokens, metadata, kv_cache, to_device(logit_rows, device), states)
+            return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
+        states = self.packed.states(batch, attention)
+        return self.packed.run(tokens, metadata, attention, to_device(logit_rows, device), states)
 
     def _run_apart(
         self,
         spans: tuple[tuple[int, int, int], ...],
         tokens: TokenInputs,
         metadata: list[AttentionMetadata],
-        kv_cache: KVCache,
+        attention: PoolAttention,
         logit_rows: np.ndarray,
     ) -> Tensor:
         """A step some of whose tokens see others behind them: their rows by the model's own attention, under masks."""
-        device, lens = kv_cache.tensor.device, metadata[0].host_query_lens
+        device, lens = attention.kv_cache.tensor.device, metadata[0].host_query_lens
         token_rows = np.repeat(np.arange(len(lens)), lens)
         has_spans = np.isin(np.arange(len(lens)), [row for row, _, _ in spans])
         logits: list[tuple[np.ndarray, Tensor]] = []
@@ -115,9 +116,9 @@ class ModelRunner:
             if chosen:
                 renamed = {row: number for number, row in enumerate(rows.tolist())}
                 own_spans = [(renamed[row], *span) for row, *span in spans]
-                found = self.padded.run(own_tokens, own_metadata, kv_cache, own_rows, own_spans)
+                found = self.padded.run(own_tokens, own_metadata, attention, own_rows, own_spans)
             else:
-                found = self.packed.run(own_tokens, own_metadata, kv_cache, to_device(own_rows, device))
+                found = self.packed.run(own_tokens, own_metadata, attention, to_device(own_rows, device))
             if len(wanted):
                 logits.append((wanted, found))
         if len(logits) == 1:
@@ -130,7 +131,7 @@ class ModelRunner:
         tables: Sequence[np.ndarray],
         new: np.ndarray,
         lengths: np.ndarray,
-        kv_cache: KVCache,
+        attention: PoolAttention,
         shape: tuple[int, int],
         arguments: dict[str, Any],
         twin: Twin | None = None,
@@ -142,17 +143,18 @@ class ModelRunner:
             tables: Of each group of layers the rows' block tables, `[B, N]` int64; see `padded_tables`.
             new: `[B]` int64, new tokens of each row; some may have none.
             lengths: `[B]` int64, its tokens with the new ones.
-            kv_cache: The pool.
+            attention: Over the pool.
             shape: Columns in all, and new ones.
             arguments: What the caller gave.
             twin: See `BoundModel.run_unpatched`.
             states: `[B, pages]` int64, of each row's state, of a model that has any.
         """
+        kv_cache = attention.kv_cache
         if not tables:  # no layer looks at them
             width = -(-int(lengths.max()) // kv_cache.block_size)
             tables = [np.full((len(lengths), width), kv_cache.null_block)]
         metadata = _metadata(tables, new, lengths, kv_cache)
-        return self.padded.run_called(metadata, kv_cache, shape, arguments, twin, states)
+        return self.padded.run_called(metadata, attention, shape, arguments, twin, states)
 
 
 def _metadata(

@@ -164,7 +164,7 @@ def test_auto_takes_the_kernels(name: str) -> None:
     """Breaks if a GPU silently gets the gathering attention."""
     model = hf_paged.patch(build(name).to("cuda"), num_blocks=64)
     model.generate(random_ids(1, 5).to("cuda"), max_new_tokens=3)
-    assert model.paged.core.kv_cache.backend.name == "triton"
+    assert model.paged.core.pool.attention.backend.name == "triton"
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])

@@ -315,7 +315,7 @@ class PagedBatchManager(ContinuousBatchingManager):
         try:
             engine = self.model.paged
             vocab_size = self.model.get_input_embeddings().num_embeddings
-            arguments = request.generate_arguments(engine.core.runner.max_context, vocab_size)
+            arguments = request.generate_arguments(engine.core.pool.max_context, vocab_size)
             if config.return_logprobs:
                 arguments |= {"logprobs": 0, "logprobs_mode": "processed"}
             if not config.allow_block_sharing:

@@ -233,6 +233,22 @@ class Request:
         state = self._state
         state.listen(lambda: listener() if state.is_done else None)
 
+    def on_news(self, listener: Callable[[], None]) -> None:
+        """`listener` is called now, and on any thread with every token and at the end; it must only hand that on."""
+        state = self._state
+
+        def look() -> None:
+            if state.is_done:
+                state.unlisten(look)
+            listener()
+
+        state.listen(look)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of its one sequence so far; [] if it has several, or beams."""
+        return list(self._state.tokens)
+
     def _tokens(self) -> Iterator[int]:
         state, position = self._state, 0
         while True:

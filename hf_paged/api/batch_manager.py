@@ -334,13 +334,13 @@ class PagedBatchManager(ContinuousBatchingManager):
             is_dropped = request.is_dropped
         if is_dropped:
             handle.cancel()
-        handle.on_news(lambda: self._look(request, handle))
+        handle.listen(lambda: self._look(request, handle))
 
     def _look(self, request: BatchRequest, handle: Request) -> None:
         """On whatever thread has news of a request: only hands them on."""
         if handle.is_done:
             self._finish(request, None)
-        elif not request.is_dropped and (output := request.so_far(handle.tokens)) is not None:
+        elif not request.is_dropped and (output := request.so_far(_tokens(handle))) is not None:
             self._results.deliver(output)
 
     def _finish(self, request: BatchRequest, error: BaseException | None) -> None:
@@ -365,7 +365,7 @@ class PagedBatchManager(ContinuousBatchingManager):
         try:
             output = handle.result()
         except Exception as failure:
-            return request.failures(str(failure), handle.tokens)
+            return request.failures(str(failure), _tokens(handle))
         if output.finish_reason == "cancelled":
             return request.failures("the request was cancelled", output.token_ids)
         request.so_far(output.token_ids)  # for its time
@@ -379,7 +379,12 @@ class PagedBatchManager(ContinuousBatchingManager):
             self._pending.clear()
         for request in left:
             handle = request.handle
-            for output in request.failures(error, [] if handle is None else handle.tokens):
+            for output in request.failures(error, [] if handle is None else _tokens(handle)):
                 self._results.deliver(output)
             if handle is not None:
                 handle.cancel()
+
+
+def _tokens(handle: Request) -> list[int]:
+    """Tokens that have come of its one sequence."""
+    return [event.token_id for event in handle.events_since()]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -30,11 +31,14 @@ from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.engine.scoring import LogitRows
+from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 from hf_paged.sampling.random import default_generator
 
-# Begins a request; returns what ends it, without a lock, and what is to be called then, where locks may be taken.
-_Begin = Callable[[], tuple[Callable[[], None], Callable[[], None]]]
+NO_CONTROLS = SamplingControls()
+
+# Begins a request; returns what ends it, without a lock, and what ends it or one of its sequences, with locks.
+_Begin = Callable[[], tuple[Callable[[], None], Callable[[int | None], None]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +95,7 @@ class Submissions:
         logprobs: LogprobsWanted | None,
         prompt_logprobs: PromptLogprobsWanted | None,
         arguments: dict[str, Any],
+        controls: SamplingControls = NO_CONTROLS,
     ) -> Request:
         """See `Engine.submit`."""
         prompt = one_prompt(input_ids, self._core.model)
@@ -108,29 +113,31 @@ class Submissions:
                 raise ValueError(f"request_id {request_id!r} {problem}")
             self._active[request_id] = _Active()
         try:
+            if processors := controls.processors(prompt.shape[1]):
+                arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
             begin: _Begin
             if prompt_logprobs is not None and arguments.get("max_new_tokens") == 0:
-                state = RequestState(request_id, prompt[0].tolist(), is_streaming=True)
+                state = RequestState(request_id, prompt[0].tolist(), is_streaming=True, has_events=True)
                 self._check_scored(state, generation_config, arguments)
                 begin = partial(self._end_scored, state)
             else:
                 call = self._prepare(prompt, generation_config, arguments)
                 _check_logprobs(call, logprobs, prompt_logprobs)
-                _split_generators(call)
-                state = RequestState(request_id, prompt[0].tolist(), call.is_streamable)
+                if controls.seed is None:
+                    _split_generators(call)
+                else:
+                    _seed_generators(call, controls.seed)
+                has_events = call.is_streamable or isinstance(call.work, SampleCall)
+                state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
                 begin = partial(start, state, call, priority, logprobs)
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
                 if prompt_logprobs is not None:
                     begin = partial(self._start_scoring, state, prompt_logprobs, priority, begin)
-                abandon, wake = begin()
+                abandon, cancel = begin()
         except BaseException:
             self._active.pop(request_id, None)
             raise
-
-        def cancel() -> None:
-            abandon()
-            wake()
 
         return Request(state, cancel, abandon, self._waiting)
 
@@ -147,19 +154,19 @@ class Submissions:
 
     def _start_scoring(
         self, state: RequestState, wanted: PromptLogprobsWanted, priority: int, begin: _Begin
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         """Looks at the prompt on a thread, and begins the request then."""
         loop = DecodingLoop(priority, state.request_id)
         ends: list[Callable[[], None]] = []  # of what was begun
-        wakes: list[Callable[[], None]] = []
+        cancels: list[Callable[[int | None], None]] = []
+        cancelled: list[int | None] = []  # before it was: sequences, or all
 
         def then() -> None:
-            end_rest, wake_rest = begin()
+            end_rest, cancel_rest = begin()
             ends.append(end_rest)
-            wakes.append(wake_rest)
-            if loop.is_cancelled:
-                end_rest()
-                wake_rest()
+            cancels.append(cancel_rest)
+            for index in [*cancelled, *([None] if loop.is_cancelled else [])]:
+                cancel_rest(index)
 
         def end() -> None:
             self._active.pop(state.request_id, None)
@@ -177,15 +184,18 @@ class Submissions:
         self._active[state.request_id] = _Active(state, abandon)
         job = self._threads.add(loop, scoring.run)
 
-        def wake() -> None:
-            if self._threads.remove(job):
-                self._active.pop(state.request_id, None)
-                state.finish([[]], ["cancelled"])
-            for wake_rest in list(wakes):
-                wake_rest()
+        def cancel(index: int | None) -> None:
+            cancelled.append(index)
+            if index is None:
+                abandon()
+                if self._threads.remove(job):
+                    self._active.pop(state.request_id, None)
+                    state.finish([[]], ["cancelled"])
+            for cancel_rest in list(cancels):
+                cancel_rest(index)
             self._calls.wake()
 
-        return abandon, wake
+        return abandon, cancel
 
     def _check_scored(self, state: RequestState, generation_config: Any, arguments: dict[str, Any]) -> None:
         """Raises `ValueError` for what a request that asks about its prompt only has no use for, or no room."""
@@ -195,15 +205,15 @@ class Submissions:
         num_tokens = len(state.prompt_token_ids)
         self._core.pool.check_fits(num_tokens, num_tokens, 0)
 
-    def _end_scored(self, state: RequestState) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _end_scored(self, state: RequestState) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         """What is left of a request that asks about its prompt only."""
         self._active.pop(state.request_id, None)
         state.finish([[]], ["length"])
-        return (lambda: None), (lambda: None)
+        return (lambda: None), (lambda index: None)
 
     def _start_run(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
         runs: list[SampledRequest] = []
@@ -224,17 +234,21 @@ class Submissions:
             for run in list(runs):
                 self._calls.cancel(run)
 
+        def cancel(index: int | None) -> None:
+            for run in list(runs):
+                self._calls.cancel(run, index)
+            self._calls.wake()
+
         # Before the run, whose end may come at once.
         self._active[state.request_id] = _Active(state, abandon)
-        on_token = state.push if call.is_streamable else None
-        runs.append(self._calls.start(call.work, on_token, waits=False, on_end=end))
+        runs.append(self._calls.start(call.work, state.push, waits=False, on_end=end))
         if state.is_done:
             runs.clear()
-        return abandon, self._calls.wake
+        return abandon, cancel
 
     def _start_loop(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         def end() -> None:
             self._active.pop(state.request_id, None)
             self._calls.wake()
@@ -244,13 +258,14 @@ class Submissions:
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
         job = self._threads.add(loop, request.run)
 
-        def wake() -> None:
+        def cancel(index: int | None) -> None:
+            loop.cancel()
             if self._threads.remove(job):
                 self._active.pop(state.request_id, None)
                 state.finish([[]], ["cancelled"])
             self._calls.wake()
 
-        return loop.cancel, wake  # the handle's finalizer must not lead to the state, as above
+        return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
 
     def generate(
         self,
@@ -323,6 +338,16 @@ def _check_logprobs(
         )
     if prompt_logprobs is not None and isinstance(call.work, SampleCall) and call.work.given is not None:
         raise ValueError("prompt_logprobs are of a prompt of token ids: not with pictures, sound or embeddings")
+
+
+def _seed_generators(call: PreparedCall, seed: int) -> None:
+    """Has a request draw as after `torch.manual_seed`."""
+    if isinstance(call.work, SampleCall):
+        if call.work.generator is not None:
+            call.work.generator.manual_seed(seed)
+        return
+    for device in call.states:  # its loop begins there
+        call.states[device] = torch.Generator(device).manual_seed(seed).get_state()
 
 
 def _split_generators(call: PreparedCall) -> None:

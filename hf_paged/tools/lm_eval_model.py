@@ -57,7 +57,10 @@ class _Generation:
         """
         assert self.request is not None
         is_done = self.request.is_done
-        self.tokens = self.request.result().token_ids if is_done else self.request.tokens
+        if is_done:
+            self.tokens = self.request.result().token_ids
+        else:
+            self.tokens += [event.token_id for event in self.request.events_since(len(self.tokens))]
         while self.end is None and self.num_seen < len(self.tokens):
             self.num_seen += 1
             ids = torch.tensor([self.tokens[: self.num_seen]], device="cpu")
@@ -185,7 +188,7 @@ class PagedLM(HFLM):  # type: ignore[misc]
         generation = _Generation(index, until, stop_sequences_criteria(self.tokenizer, until, 0, 1))
         with self._autocast():
             generation.request = request = self.engine.submit(ids, pad_token_id=self.tokenizer.pad_token_id, **settings)
-        request.on_news(partial(tell, generation))
+        request.listen(partial(tell, generation))
         return generation
 
     def _text(self, generation: _Generation) -> str:

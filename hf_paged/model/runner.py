@@ -37,7 +37,7 @@ from hf_paged.model.mixers import Mixers, MixerWay, PaddedStates, StateStep
 from hf_paged.model.placement import Placement
 from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.model.weights_version import is_batch_dependent
-from hf_paged.model.wrapper import InnerCall, Twin, Wrapper
+from hf_paged.model.wrapper import InnerCall, Twin, Wrapper, put_in
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
 
@@ -161,18 +161,16 @@ class TokenInputs:
         position_ids: `[N]` int64, or `[axes, N]` where they differ from axis to axis.
         chosen: Of ids that only the device knows: `[M]` tokens there, and for each of the N its place in them, or -1
             (`input_ids` knows it).
-        embedded: Of tokens given as embeddings: `[E]` their places among the N, and what was given: `[E, hidden_size]`,
-            or wider, with what else belongs to them (see `Wrapper`).
-        inputs_embeds: `[N, hidden_size]`, once some were given so: the ids' embeddings, too.
-        extras: `[N, width]`, what else belongs to tokens.
+        given: `[E, hidden_size]`, what tokens were given as that are not ids, or wider, with what else belongs to them
+            (see `Wrapper`); `None`: all are ids.
+        given_at: `[N]` int64, each token's place in these, or -1: it is an id.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     chosen: tuple[Tensor, np.ndarray] | None = None
-    embedded: tuple[np.ndarray, Tensor] | None = None
-    inputs_embeds: Tensor | None = None
-    extras: Tensor | None = None
+    given: Tensor | None = None
+    given_at: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, embeddings: Tensor | None, chosen: Tensor | None) -> TokenInputs:
@@ -191,7 +189,9 @@ class TokenInputs:
             assert chosen is not None
             known.chosen = chosen, np.frombuffer(batch.placeholders, np.int64)
         if embeddings is not None:
-            known.embedded = np.frombuffer(batch.embedded, np.int64), embeddings
+            known.given, known.given_at = embeddings, torch.full((len(ids),), -1)
+            places = torch.from_numpy(np.frombuffer(batch.embedded, np.int64))
+            known.given_at[places] = torch.arange(len(places))
         return known
 
     def select(self, places: Tensor) -> TokenInputs:
@@ -199,29 +199,17 @@ class TokenInputs:
         return TokenInputs(
             self.input_ids[places],
             self.position_ids[..., places],
-            inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[places],
-            extras=None if self.extras is None else self.extras[places],
+            given=self.given,
+            given_at=None if self.given_at is None else self.given_at[places],
         )
 
-    def to(self, device: torch.device, embed: Callable[[Tensor], Tensor]) -> TokenInputs:
-        """The same on a device, where all ids are known, and their embeddings if any are given.
-
-        Args:
-            device: Where the model is.
-            embed: Its embedding of ids.
-        """
+    def to(self, device: torch.device) -> TokenInputs:
+        """The same on a device, where all ids are known."""
         ids = to_device(self.input_ids, device)
         if self.chosen is not None:
             ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))
-        embeds = extras = None
-        if self.embedded is not None:
-            embeds = embed(ids)
-            places, given = to_device(self.embedded[0], device), self.embedded[1].to(device, embeds.dtype)
-            width = given.shape[-1] - embeds.shape[-1]
-            if width:
-                extras = embeds.new_zeros(len(ids), width).index_copy(0, places, given[:, -width:])
-            embeds = embeds.index_copy(0, places, given[:, : embeds.shape[-1]])
-        return TokenInputs(ids, to_device(self.position_ids, device), inputs_embeds=embeds, extras=extras)
+        given_at = None if self.given_at is None else to_device(self.given_at, device)
+        return TokenInputs(ids, to_device(self.position_ids, device), given=self.given, given_at=given_at)
 
 
 class ModelRunner:
@@ -375,7 +363,7 @@ class ModelRunner:
         Args:
             batch: The step; what it does to blocks is done.
             kv_cache: The pool.
-            embeddings: `[E, hidden_size]`, what the tokens of `batch.embedded` were given as.
+            embeddings: `[E, hidden_size]` or wider, what the tokens of `batch.embedded` were given as.
             chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
 
         Returns:
@@ -387,7 +375,7 @@ class ModelRunner:
             logits = self._replay(batch, kv_cache, chosen)
             if logits is not None:
                 return logits
-        tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._embed)
+        tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
         starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
         metadata = AttentionMetadata.of_groups(
@@ -449,17 +437,23 @@ class ModelRunner:
         back = np.argsort(np.concatenate([wanted for wanted, _ in logits]))
         return torch.cat([found for _, found in logits])[to_device(back, device)]
 
-    def _model_for(self, extras: Tensor | None) -> Any:
-        """What runs a forward: the model, or one that hands its language model `extras` (`[B, q, width]`), too."""
-        if extras is None:
-            return self.model
-        assert self.wrapper is not None
-        return self.wrapper.handing(self.model, extras)
+    def _told(
+        self, tokens: TokenInputs, ids: Tensor, given_at: Callable[[Tensor], Tensor]
+    ) -> tuple[Any, dict[str, Any]]:
+        """What runs a forward, and what it is told of tokens.
 
-    def _embed(self, ids: Tensor) -> Tensor:
+        Args:
+            tokens: Of the whole step.
+            ids: `[B, q]` of the forward's.
+            given_at: From `[N]` of the step to `[B, q]` of the forward.
+        """
+        if tokens.given is None or tokens.given_at is None:
+            return self.model, {"input_ids": ids}
+        given, places = tokens.given, given_at(tokens.given_at)
+        if self.wrapper is not None:
+            return self.wrapper.handing(self.model, given, places), {"input_ids": ids}
         embedding: nn.Module = self.model.get_input_embeddings()
-        states: Tensor = embedding(ids)
-        return states
+        return self.model, {"inputs_embeds": put_in(embedding(ids), given, places)}
 
     def _run_padded(
         self,
@@ -534,14 +528,9 @@ class ModelRunner:
         rows, from_end = wanted
         device = layout.attention_mask.device
         index = to_device(np.maximum(layout.token_index, 0), device)
-        inputs: dict[str, Any] = {}
-        if tokens.inputs_embeds is None:
-            inputs["input_ids"] = tokens.input_ids[index]
-        else:
-            inputs["inputs_embeds"] = tokens.inputs_embeds[index]
+        model, inputs = self._told(tokens, tokens.input_ids[index], lambda places: places[index])
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids[..., index]
-        model = self._model_for(None if tokens.extras is None else tokens.extras[index])
         num_kept = int(from_end.max(initial=1))
         if self._supports_logits_to_keep:
             inputs["logits_to_keep"] = num_kept
@@ -573,11 +562,7 @@ class ModelRunner:
         states: StateStep | None = None,
     ) -> Tensor:
         """The model's forward; logits of `rows` of the packed batch, or of all."""
-        inputs: dict[str, Any] = {}
-        if tokens.inputs_embeds is None:
-            inputs["input_ids"] = tokens.input_ids[None]
-        else:
-            inputs["inputs_embeds"] = tokens.inputs_embeds[None]
+        model, inputs = self._told(tokens, tokens.input_ids[None], lambda places: places[None])
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids[..., None, :]
         if self._supports_logits_to_keep and rows is not None:
@@ -596,7 +581,7 @@ class ModelRunner:
             step = SharedLayersStep(step, cache)
         with mode, scopes, self._stepping(), forward_context(step, kv_cache.tensor.device) as sentinel:
             output = forward(
-                self._model_for(None if tokens.extras is None else tokens.extras[None]),
+                model,
                 attention_mask=sentinel,
                 use_cache=True,
                 return_dict=True,

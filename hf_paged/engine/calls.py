@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.engine.beam_request import BeamRequest, EngineRequest
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.openmp import rest_threads
@@ -57,8 +58,8 @@ class Calls:
         call: SampleCall,
         on_token: Callable[[int], None] | None = None,
         waits: bool = True,
-        on_end: Callable[[SampledRequest], None] | None = None,
-    ) -> SampledRequest:
+        on_end: Callable[[EngineRequest], None] | None = None,
+    ) -> EngineRequest:
         """Starts a call whose rows the engine samples.
 
         Args:
@@ -71,7 +72,7 @@ class Calls:
         if waits:
             self._room.wait()
             core.worker.pause.warn()
-        run: SampledRequest | None = None
+        run: EngineRequest | None = None
         let_caller_first(core.pool.kv_device)
 
         def end() -> None:
@@ -85,7 +86,10 @@ class Calls:
             with core.transaction(), on_steps_stream(core.pool.kv_device):
                 _ = core.kv_cache
                 weights_key, batch_key = core.weights_version.key(), core.batch_key()
-                run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
+                if call.beams is not None:
+                    run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
+                else:
+                    run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 core.runs.add(run)
             if not waits:
                 core.worker.resign()
@@ -97,7 +101,7 @@ class Calls:
                 self.cancel(run)  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def cancel(self, run: SampledRequest) -> None:
+    def cancel(self, run: EngineRequest) -> None:
         """Ends a run before the next step. Takes no lock."""
         self._core.worker.loop.order(run.cancel)
 

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from hf_paged.core.errors import QueueFullError
 from hf_paged.core.interrupts import allowed_interrupt
+from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
@@ -27,7 +28,7 @@ from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
-from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.sampling.logprobs import LogprobsWanted
 from hf_paged.sampling.random import default_generator
 
@@ -133,9 +134,9 @@ class Submissions:
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
-        runs: list[SampledRequest] = []
+        runs: list[EngineRequest] = []
 
-        def end(run: SampledRequest) -> None:
+        def end(run: EngineRequest) -> None:
             runs.clear()
             self._active.pop(state.request_id, None)
             if run.error is not None:
@@ -143,7 +144,7 @@ class Submissions:
             else:
                 reasons = [row.finish_reason or "" for row in run.rows]
                 said = None if logprobs is None else [row.logprobs for row in run.rows]
-                state.finish([row.tokens for row in run.rows], reasons, logprobs=said)
+                state.finish([row.tokens for row in run.rows], reasons, run.scores, said)
 
         # The handle's finalizer holds this as long as the handle lives. It must not lead to an ended run, whose error's
         # traceback leads to the caller of `result()`, and so to the handle.

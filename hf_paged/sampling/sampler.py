@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.sampling.beams import Selection
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import merged_processor, needs_ids
 from hf_paged.sampling.random import SamplingNoise
@@ -95,7 +96,7 @@ class Chosen(NamedTuple):
     logprobs: list[TokenLogprobs] | None
 
 
-Outcome = Chosen | Exception
+Outcome = Chosen | Selection | Exception
 
 
 class SampledTokens:
@@ -131,7 +132,7 @@ class SampledTokens:
         flags = [own.to(tokens.device, tokens.dtype) for own in stops.values()]
         self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
-    def read(self) -> list[Outcome]:
+    def read(self) -> list[Chosen | Exception]:
         """The outcome of each batch. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
         found = self._to_host.wait().tolist()

@@ -16,6 +16,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.prepared_call import WANTS_LOGPROBS
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
@@ -236,7 +237,13 @@ def _beam_settings(call: LoopCall) -> BeamSettings | None:
     """How the engine is to search the beams of a call; `None` if there are none, or transformers' loop has to."""
     config = call.generation_config
     num_beams, ends = config.num_beams or 1, RowEnds.of(call.criteria)
-    if num_beams == 1 or config.low_memory or ends.others is not None or ends.max_length != config.max_length:
+    if (
+        num_beams == 1
+        or config.low_memory
+        or WANTS_LOGPROBS.get()
+        or ends.others is not None
+        or ends.max_length != config.max_length
+    ):
         return None
     eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.reshape(-1).tolist()
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)

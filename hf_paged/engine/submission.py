@@ -23,7 +23,7 @@ from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
 from hf_paged.engine.loop_request import LoopRequest
-from hf_paged.engine.prepared_call import PREPARES_ONLY, CallPrepared, PreparedCall
+from hf_paged.engine.prepared_call import PREPARES_ONLY, WANTS_LOGPROBS, CallPrepared, PreparedCall
 from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
@@ -102,7 +102,7 @@ class Submissions:
                 raise ValueError(f"request_id {request_id!r} {problem}")
             self._active[request_id] = _Active()
         try:
-            call = self._prepare(prompt, generation_config, arguments)
+            call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
             _split_generators(call)
             state = RequestState(request_id, prompt[0].tolist(), call.is_streamable)
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
@@ -118,15 +118,18 @@ class Submissions:
 
         return Request(state, cancel, abandon, self._waiting)
 
-    def _prepare(self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any]) -> PreparedCall:
+    def _prepare(
+        self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any], wants_logprobs: bool
+    ) -> PreparedCall:
         """Lets `model.generate()` prepare everything, up to its decoding loop."""
-        token = PREPARES_ONLY.set(True)
+        token, wants = PREPARES_ONLY.set(True), WANTS_LOGPROBS.set(wants_logprobs)
         try:
             self._core.model.generate(prompt, generation_config, **arguments)
         except CallPrepared as prepared:
             return prepared.call
         finally:
             PREPARES_ONLY.reset(token)
+            WANTS_LOGPROBS.reset(wants)
         raise ValueError("submit() does not take custom_generate: it has a decoding loop of its own")
 
     def _start_run(

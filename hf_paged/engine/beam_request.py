@@ -194,7 +194,7 @@ class BeamRequest:
         for place, number in enumerate(rows):
             prompt = self._prompts[number]
             if self._is_decided(prompt):
-                self._drop(prompt, "finished")
+                self._drop(prompt, self._reason(prompt.hypotheses[0]))
                 continue
             running = outcome.running[place]
             self._fork(prompt, [outcome.parents[place][candidate] for candidate in running])
@@ -284,18 +284,21 @@ class BeamRequest:
         num_returned = self._settings.num_return_sequences
         # A host read, once a call.
         self.scores = self._search.state.finished[:, :num_returned].flatten().tolist()
-        longest = self._settings.max_length - self._settings.prompt_length
         for prompt in self._prompts:
             for hypothesis in prompt.hypotheses[:num_returned]:
-                tokens = hypothesis.tolist()
-                reason = "length" if len(tokens) >= longest else "stop"
-                self.rows.append(Hypothesis(tokens, "eos" if tokens and tokens[-1] in self._settings.eos else reason))
-        self._end("finished")
+                self.rows.append(Hypothesis(hypothesis.tolist(), self._reason(hypothesis)))
+        self._end()
 
-    def _end(self, reason: str) -> None:
+    def _reason(self, hypothesis: np.ndarray) -> str:
+        """Why a hypothesis ended."""
+        if len(hypothesis) and int(hypothesis[-1]) in self._settings.eos:
+            return "eos"
+        return "length" if len(hypothesis) >= self._settings.max_length - self._settings.prompt_length else "stop"
+
+    def _end(self, reason: str | None = None) -> None:
         for prompt in self._prompts:
             if not prompt.is_decided:
-                self._drop(prompt, reason)
+                self._drop(prompt, reason or self._reason(prompt.hypotheses[0]))
         if self._table is not None:
             self._table.remove(self._table_rows)
         self._kept = None

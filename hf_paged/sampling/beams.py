@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
-from hf_paged.sampling.processors import merged_processor, needs_ids
+from hf_paged.sampling.processors import process
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
 
@@ -93,7 +93,6 @@ class BeamSearch:
         self.noise = noise
         self.table = table
         self.device = device
-        self.reads_ids = needs_ids(processors)
         num_beams = settings.num_beams
         self.table_rows = np.array(table_rows, dtype=np.int64).reshape(-1, num_beams)
         alone = None in kinds
@@ -322,14 +321,15 @@ def _processed(batches: list[BeamBatch], logits: Tensor) -> Tensor:
         )
     scores = torch.log_softmax(logits.to(first.device, torch.float32), dim=-1)
     counts = [len(batch.prompts) * batch.search.settings.num_beams for batch in batches]
-    ids: Any = None
-    if first.reads_ids and first.table is not None:  # then all of them have their tokens in it
+
+    def read(marks_ends: bool) -> Tensor:
+        assert first.table is not None  # then all of them have their tokens in it
         rows = [row for batch in batches for row in _table_rows(batch)]
-        lengths = [batch.search.settings.prompt_length + batch.num_new - 1 for batch in batches]
-        ids = first.table.read(rows, [n for n, count in zip(lengths, counts, strict=True) for _ in range(count)])
-    for own in zip(*(search.processors for search in searches), strict=True):
-        scores = merged_processor(own, counts, scores)(ids, scores)
-    return scores
+        tokens = [batch.search.settings.prompt_length + batch.num_new - 1 for batch in batches]
+        lengths = [length for length, count in zip(tokens, counts, strict=True) for _ in range(count)]
+        return first.table.read(rows, lengths, marks_ends)
+
+    return process([search.processors for search in searches], counts, scores, read)
 
 
 def _divided(scores: Tensor, divisors: Tensor) -> Tensor:

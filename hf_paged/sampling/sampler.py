@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.sampling.beams import Selection
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
-from hf_paged.sampling.processors import merged_processor, needs_ids
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
 
@@ -55,7 +54,6 @@ class RowSampler:
         self.width = width
         self.device = device
         self.logprobs = logprobs
-        self.reads_ids = needs_ids(processors)
         self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, *kinds)
 
 
@@ -219,11 +217,12 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     first = samplers[0]
     scores = raw = logits.to(first.device or logits.device, torch.float32)
     lengths = [len(batch.rows) for batch in batches]
-    ids: Any = None
-    if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
-        ids = first.table.read(*_table_rows(batches))
-    for own in zip(*(sampler.processors for sampler in samplers), strict=True):
-        scores = merged_processor(own, lengths, scores)(ids, scores)
+
+    def read(marks_ends: bool) -> Tensor:
+        assert first.table is not None  # then all of them have their tokens in it
+        return first.table.read(*_table_rows(batches), marks_ends)
+
+    scores = process([sampler.processors for sampler in samplers], lengths, scores, read)
     if first.noise is None:
         tokens = scores.argmax(dim=-1)
     else:

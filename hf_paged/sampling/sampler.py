@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.sampling.beams import Selection
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
+from hf_paged.sampling.processors import process
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
 

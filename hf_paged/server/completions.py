@@ -90,4 +90,4 @@ class _Answer:
         if isinstance(prompt, str):
             return prompt
         given = prompt[index // self._body.n] if not isinstance(prompt[0], int) else prompt
-        return given if isinstance(given, str) else self._serving.prompts.text_of(given)  # type: ignore[arg-type]
+        return given if isinstance(given, str) else self._serving.prompts.text_of(given, self._body.skip_special_tokens)  # type: ignore[arg-type]

@@ -64,9 +64,12 @@ class Prompts:
             raise bad_field("messages", f"the model's chat template does not take them: {error}") from error
         return self.of_text(text, "messages", add_special_tokens=False)
 
-    def text_of(self, token_ids: list[int], field: str = "tokens") -> str:
-        """The text of tokens, special ones included."""
-        return self._tokenizer.decode(self._checked(token_ids, field, may_be_empty=True))
+    def text_of(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        token_ids = self._checked(token_ids, "tokens", may_be_empty=True)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def _plain(self, message: Message, number: int) -> dict[str, Any]:
         plain: dict[str, Any] = message.model_dump(exclude_none=True)

@@ -60,6 +60,7 @@ class Serving:
         self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Wakeups] = weakref.WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
         self._num_starting = 0
+        self._end_listening = self.engine.on_step(self._flush)
         eos = getattr(model.generation_config, "eos_token_id", None)
         self._eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         pad = getattr(tokenizer, "pad_token_id", None)
@@ -104,7 +105,9 @@ class Serving:
         if self.engine.num_waiting + self._num_starting >= most:
             raise queue_full(f"{most} requests are waiting: ask again later")
         loop = asyncio.get_running_loop()
-        wakeups = self._wakeups.setdefault(loop, Wakeups(loop))
+        wakeups = self._wakeups.get(loop)
+        if wakeups is None:
+            wakeups = self._wakeups[loop] = Wakeups(loop, lambda: self.engine.is_handing_out)
         generation: Generation | None = None
         self._num_starting += 1
         try:
@@ -187,4 +190,9 @@ class Serving:
     def close(self) -> None:
         """Takes no more work."""
         self.is_draining = True
+        self._end_listening()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _flush(self) -> None:
+        for wakeups in list(self._wakeups.values()):
+            wakeups.flush()

@@ -24,7 +24,7 @@ from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.snapshot import Snapshot
 from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted
 
@@ -300,7 +300,8 @@ class Engine:
         core.check_outside()
         with core.transaction():
             core.weights_version.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(core.pool, core.runner, core.worker.loop, self.traits.runs_packed and self.forwards.is_batched())
+        runs_packed = self.traits.runs_packed and self.forwards.is_batched()
+        return warm_up(core.pool, core.bound, core.runner, core.worker.loop, runs_packed)
 
     # Step by step
 
@@ -366,6 +367,6 @@ class Engine:
         error = RuntimeError("this process was forked while the request was running in the parent")
         self.core.worker.loop.orphan(error)
         self._submissions.orphan(error)
-        model = self.core.runner.living_model
+        model = self.core.bound.living_model
         if model is not None:
             self._start(model)

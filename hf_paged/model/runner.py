@@ -42,7 +42,6 @@ class ModelRunner:
         self.padded = PaddedRunner(model)
         self.graphs = GraphRunner(model, self.packed, num_moves, config)
 
-    @torch.no_grad()
     def run(
         self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None = None, chosen: Tensor | None = None
     ) -> Tensor:

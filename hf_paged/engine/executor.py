@@ -20,6 +20,7 @@ from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.padded_runner import CalledForward
 from hf_paged.model.runner import ModelRunner
 from hf_paged.sampling.beams import BeamBatch, SelectedBeams, select_beams
 from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sample_tokens
@@ -149,15 +150,26 @@ class StepExecutor:
         """See `BoundModel.prepared`."""
         return self._model.prepared()
 
-    def launch(self, batch: Batch) -> None:
-        """Queues a step. Takes it back if anything raises. The step lock is held."""
+    def launch(self, batch: Batch, called: CalledForward | None = None) -> Any:
+        """Queues a step. Takes it back if anything raises. The step lock is held.
+
+        Args:
+            batch: The step.
+            called: The caller's forward that it is, if it is one in its caller's shape.
+
+        Returns:
+            What the model's forward does, for that caller; else the logits, which are handed out here.
+        """
         pool = self._pool
         try:
             device = self._model.placement[1]
             with on_steps_stream(device), _autocast(batch.batch_key):
                 attention = pool.execute_moves(batch)
                 timer = DeviceTimer(device)
-                logits = self._runner.run(batch, attention, self._embeddings(batch), self._chosen_before(batch))
+                if called is None:
+                    output = self._runner.run(batch, attention, self._embeddings(batch), self._chosen_before(batch))
+                else:
+                    output = self._runner.padded.run_called(batch, attention, called)
         except BaseException:
             with pool.lock:
                 pool.scheduler.undo(batch)
@@ -167,11 +179,12 @@ class StepExecutor:
             offers = pool.scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)
-            parts = self._deliver(batch, logits)
+            parts = self._deliver(batch, output) if called is None else []
             chosen = next((part for part, _ in parts if isinstance(part, SampledTokens)), None)
             step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, parts, offers, check)
             self._in_flight.append(step)
             timer.stop()
+        return output
 
     def collect(self) -> None:
         """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.core.batch import Batch
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenPrompt, Sequence
 from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
@@ -165,6 +166,8 @@ class SampledRequest:
         self.error: BaseException | None = None
         self.scores: list[float] | None = None
         num_rows, self._width = call.input_ids.shape
+        # Of new tokens, which no row may have more of.
+        self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
         self.rows = [_Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._max_context = pool.max_context
@@ -250,18 +253,18 @@ class SampledRequest:
         ]
 
     def add_placeholders(self, rows: list[int], place: int) -> None:
+        scheduler = self._pool.scheduler
         for own, index in enumerate(rows, place):
             row = self.rows[index]
             sequence = row.sequence
             if sequence is None:  # another row of the call has just failed
                 continue
             row.num_chosen += 1
-            is_last = self._is_full(row.num_chosen)
             # A position that the model may not have is not tried before it is known that the row gets there.
-            if is_last or sequence.num_tokens >= self._max_context:
+            if row.num_chosen >= self._limit or sequence.num_tokens >= self._max_context:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
             else:
-                self._pool.scheduler.add_placeholder(sequence, own)
+                scheduler.add_placeholder(sequence, own)
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
         # A row may have ended since: that step began before its last token was known.
@@ -275,14 +278,16 @@ class SampledRequest:
         if logprobs is not None:
             for row, said in compress(zip(rows, logprobs, strict=True), is_open):
                 self.rows[row].logprobs.append(said)
+        scheduler = self._pool.scheduler
         for row, token, stop in compress(zip(rows, tokens, stops, strict=True), is_open):
-            self._append(row, token, stop)
+            self._append(scheduler, row, token, stop)
 
     def _by_index(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
         """Rows whose result has the same length, and where their logits are: usually all rows."""
         by_index: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        is_split = self._call.num_samples > 1
         for row, start in zip(rows, starts, strict=True):
-            for sample in range(row, row + self._split(row)):
+            for sample in range(row, row + self._split(row)) if is_split else (row,):
                 samples, sources = by_index[self.rows[sample].num_chosen]
                 samples.append(sample)
                 sources.append(start)
@@ -297,7 +302,7 @@ class SampledRequest:
     def _split(self, row: int) -> int:
         """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
         first = self.rows[row]
-        if self._call.num_samples == 1 or first.num_chosen:
+        if first.num_chosen:
             return 1
         assert first.sequence is not None
         for sample in range(row + 1, row + self._call.num_samples):
@@ -305,12 +310,7 @@ class SampledRequest:
             self._worker.add(self, [(sample, child)])
         return self._call.num_samples
 
-    def _is_full(self, num_tokens: int) -> bool:
-        """Whether a row with so many new tokens is as long as any may become."""
-        max_length = self._call.ends.max_length
-        return max_length is not None and self._width + num_tokens >= max_length
-
-    def _append(self, index: int, token: int, stops: bool) -> None:
+    def _append(self, scheduler: Scheduler, index: int, token: int, stops: bool) -> None:
         if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         row = self.rows[index]
@@ -321,14 +321,14 @@ class SampledRequest:
             self._end(row, "eos")
         elif stops:
             self._end(row, "stop")
-        elif self._is_full(len(row.tokens)):
+        elif len(row.tokens) >= self._limit:
             self._end(row, "length")
         else:
             assert row.sequence is not None
             if not row.sequence.has_placeholders:
                 row.sequence.is_wanted = True
-                self._pool.scheduler.add_placeholder(row.sequence, -1)  # it is known right away
-            self._pool.scheduler.resolve_token(row.sequence, token)
+                scheduler.add_placeholder(row.sequence, -1)  # it is known right away
+            scheduler.resolve_token(row.sequence, token)
 
     def _end(self, row: _Row, reason: str) -> None:
         if row.finish_reason is not None:

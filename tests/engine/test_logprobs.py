@@ -146,7 +146,7 @@ def test_prompt(make_pair: MakePair, model: str, mode: str) -> None:
 
 
 def test_prompt_only(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: `[T, V]` logits at once, tokens generated that nobody wants, a context computed again and again."""
+    """Would break: `[T, V]` logits at once, tokens that were not asked for, a context computed again and again."""
     pair = make_pair(num_blocks=64)
     monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 8)
     widest = []

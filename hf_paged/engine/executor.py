@@ -160,8 +160,9 @@ class StepExecutor:
                 pool.scheduler.undo(batch)
             raise
         with pool.lock, on_steps_stream(device):
-            rows = StepRows.of(pool.scheduler.chunks(batch))
-            offers = pool.scheduler.update(batch, is_checked=False)
+            scheduler = pool.scheduler
+            rows = StepRows.of(scheduler.chunks(batch))
+            offers = scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)
             chosen, takers = self._deliver(batch, output) if called is None else (None, [])

@@ -293,8 +293,8 @@ class StepExecutor:
             num_prefill_tokens=rows.num_tokens - rows.num_decode,
             seconds=seconds,
             chunks=rows.columns,
-            num_waiting=scheduler.num_waiting,
-            num_swapped=scheduler.num_to_swap_in,
+            num_waiting=scheduler.queues.num_waiting,
+            num_swapped=scheduler.queues.num_to_swap_in,
             is_stalled=is_stalled,
             num_free_blocks=self._pool.manager.pool.num_free,
         )

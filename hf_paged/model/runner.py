@@ -53,7 +53,7 @@ class ModelRunner:
         Args:
             batch: The step; what it does to blocks is done.
             attention: Over the pool.
-            embeddings: `[E, hidden_size]`, what the tokens of `batch.embedded` were given as.
+            embeddings: `[E, hidden_size]` or wider, what the tokens of `batch.embedded` were given as.
             chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
 
         Returns:
@@ -70,7 +70,7 @@ class ModelRunner:
 
     def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
         kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
-        tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._model.embed)
+        tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
         starts, query_lens = np.frombuffer(batch.starts, np.int64), np.frombuffer(batch.query_lens, np.int64)
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
         metadata = AttentionMetadata.of_groups(

@@ -20,10 +20,11 @@ from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
+from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import SamplingNoise
-from hf_paged.sampling.sampler import Outcome, RowSampler, SamplingBatch
+from hf_paged.sampling.sampler import Chosen, Outcome, RowSampler, SamplingBatch
 from hf_paged.sampling.token_table import TokenTable
 
 TokenCallback = Callable[[int, int, TokenLogprobs | None], None]  # row, token, and what is said of it
@@ -37,7 +38,7 @@ class SampleCall:
         input_ids: `[rows, width]` on the CPU, left-padded; the rows of a prompt's `num_samples` samples follow each
             other.
         padding: Left padding of each row.
-        num_samples: Rows of each prompt.
+        num_samples: Rows of each prompt, samples or beams.
         processors: Row-wise ones of transformers.
         criteria: Row-wise ones of transformers.
         device: Where the caller had the prompts: there tokens are chosen, and there the result is to be.
@@ -48,6 +49,7 @@ class SampleCall:
         request_id: The request that it is.
         given: Of each prompt, its tokens, if these are not all ids.
         logprobs: What is to be said of each token.
+        beams: How they are searched, if a prompt's rows are beams.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
         ends: What ends a row.
@@ -66,6 +68,7 @@ class SampleCall:
     request_id: str | None = None
     given: list[GivenPrompt] | None = None
     logprobs: LogprobsWanted | None = None
+    beams: BeamSettings | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
     ends: RowEnds = field(init=False)
@@ -74,6 +77,31 @@ class SampleCall:
         self.prompts = [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
         self.kinds = processor_kinds(self.processors)
         self.ends = RowEnds.of(self.criteria)
+
+
+def new_sequences(
+    call: SampleCall, pool: KVPool, owner: object, weights_key: tuple[Hashable, ...], batch_key: Hashable
+) -> list[tuple[int, Sequence]]:
+    """A sequence for each prompt of a call, in a group of its own, and the first of the prompt's rows.
+
+    The pool's lock is held.
+    """
+    found: list[tuple[int, Sequence]] = []
+    salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+    for row in range(0, len(call.input_ids), call.num_samples):
+        group = pool.scheduler.new_group(call.priority, batch_key, owner, call.request_id)
+        sequence = pool.scheduler.new_sequence(group)
+        if call.given is None:
+            sequence.token_ids = call.prompts[row].copy()
+        else:
+            prompt = call.given[row // call.num_samples]
+            sequence.token_ids, sequence.spans = prompt.token_ids.copy(), prompt.spans
+            sequence.position_offset, sequence.given_end = prompt.position_offset, len(prompt.token_ids)
+        sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
+        sequence.logits_from = sequence.num_tokens - 1
+        sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
+        found.append((row, sequence))
+    return found
 
 
 @dataclass(slots=True)
@@ -105,6 +133,7 @@ class SampledRequest:
     Attributes:
         rows: The rows of the result.
         error: Why it failed.
+        scores: Of beams only: there are none here.
     """
 
     def __init__(
@@ -135,6 +164,7 @@ class SampledRequest:
         self._on_end = on_end
         self._done = threading.Event()
         self.error: BaseException | None = None
+        self.scores: list[float] | None = None
         num_rows, self._width = call.input_ids.shape
         # Of new tokens, which no row may have more of.
         self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
@@ -162,23 +192,10 @@ class SampledRequest:
             device=None if stays else call.device,
             logprobs=call.logprobs,
         )
-        uncomputed: list[tuple[int, Sequence]] = []
-        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
-        for row in range(0, num_rows, call.num_samples):
-            group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
-            sequence = pool.scheduler.new_sequence(group)
-            if call.given is None:
-                sequence.token_ids = call.prompts[row].copy()
-            else:
-                prompt = call.given[row // call.num_samples]
-                sequence.token_ids, sequence.spans = prompt.token_ids.copy(), prompt.spans
-                sequence.position_offset, sequence.given_end = prompt.position_offset, len(prompt.token_ids)
-            sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
-            sequence.logits_from = sequence.num_tokens - 1
-            sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
+        prompts = new_sequences(call, pool, self, weights_key, batch_key)
+        for row, sequence in prompts:
             self.rows[row].sequence = sequence
-            uncomputed.append((row, sequence))
-        worker.add(self, uncomputed)
+        worker.add(self, prompts)
 
     @property
     def is_done(self) -> bool:
@@ -256,6 +273,7 @@ class SampledRequest:
             return
         if isinstance(outcome, Exception):
             raise outcome
+        assert isinstance(outcome, Chosen)
         tokens, stops, logprobs = outcome
         if logprobs is not None:
             for row, said in compress(zip(rows, logprobs, strict=True), is_open):

@@ -925,7 +925,7 @@ class Soak:
             "runs": list(core.runs),
             "active requests": list(self.engine._submissions._active),
             "jobs": list(self.engine._threads._jobs),
-            "in flight": list(core.scheduler._in_flight),
+            "in flight": list(core.scheduler.queues.in_flight),
         }
 
     def verify(self) -> None:

@@ -113,6 +113,13 @@ class Submissions:
                 _split_generators(call)
             else:
                 _seed_generators(call, controls.seed)
+            if controls.grammar is not None:
+                if not isinstance(call.work, SampleCall):
+                    raise ValueError(
+                        "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and "
+                        "processors of your own"
+                    )
+                call.work.grammar = controls.grammar
             has_events = call.is_streamable or isinstance(call.work, SampleCall)
             state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):

@@ -8,7 +8,8 @@ from typing import Any
 
 from hf_paged.sampling.grammar import Grammar, GrammarCompiler
 from hf_paged.server.errors import bad_field
-from hf_paged.server.schemas import SamplingBody
+from hf_paged.server.schemas import ChatRequest, SamplingBody
+from hf_paged.server.tools import grammar_of
 
 ANY_OBJECT = {"type": "object"}
 
@@ -38,7 +39,10 @@ class Formats:
         """
         if not body.is_structured:
             return None
-        field = "structured_outputs" if body.structured_outputs is not None else "response_format"
+        is_forced = isinstance(body, ChatRequest) and body.is_forced
+        field = (
+            "tools" if is_forced else "structured_outputs" if body.structured_outputs is not None else "response_format"
+        )
         try:
             return self._compiled(body)
         except ValueError as error:
@@ -46,6 +50,8 @@ class Formats:
 
     def _compiled(self, body: SamplingBody) -> Grammar:
         own, wanted, compiler = body.response_format, body.structured_outputs, self.compiler
+        if isinstance(body, ChatRequest) and body.is_forced:
+            return compiler.lark(grammar_of(body))
         if own is not None:
             return compiler.json_schema(ANY_OBJECT if own.json_schema is None else own.json_schema.schema_)
         assert wanted is not None

@@ -265,6 +265,45 @@ class Message(Body):
         return self
 
 
+class Function(Body):
+    """What a model may call.
+
+    Attributes:
+        parameters: A JSON schema of its arguments, an object.
+    """
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Function:
+        if self.parameters is not None and self.parameters.get("type") != "object":
+            raise ValueError('parameters: its type must be "object"')
+        return self
+
+
+class Tool(Body):
+    """What a model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Of a function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingBody):
     """Of `/v1/chat/completions`.
 
@@ -279,6 +318,32 @@ class ChatRequest(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool = True
+    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    store: Literal[False] = False
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """What the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether its messages are calls, whatever the model would rather say."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """What may be called where something must be."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return [tool for tool in self.tools if tool.function.name == choice.function.name]
+        return self.tools
+
+    @property
+    def is_structured(self) -> bool:
+        return self.is_forced or super().is_structured
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -290,6 +355,12 @@ class ChatRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
+        if self.is_forced and not self.callable_tools:
+            raise ValueError("tool_choice: there is no such tool among tools")
+        if self.is_forced and super().is_structured:
+            raise ValueError("response_format: not beside a tool_choice that forces calls")
+        if len({tool.function.name for tool in self.tools}) < len(self.tools):
+            raise ValueError("tools: two of them have one name")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

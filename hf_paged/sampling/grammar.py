@@ -14,6 +14,9 @@ from torch import Tensor
 
 from hf_paged.kernels.transfers import to_device
 
+# As `json.dumps` writes: a model that is unsure goes on with white space wherever it may.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 class GrammarMatcher:
     """How far one row has come."""
@@ -87,12 +90,12 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Any) -> Grammar:
-        """JSON that is valid by a schema.
+        """JSON that is valid by a schema, on one line.
 
         Raises:
             ValueError: It is no schema, or one with a keyword that can't be enforced; so do all of these.
         """
-        return self._compile(self._kinds.grammar_from_json_schema(json.dumps(schema)))
+        return self._compile(self._kinds.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT))
 
     def regex(self, pattern: str) -> Grammar:
         """Text that a regular expression matches, from end to end (Rust's syntax)."""

@@ -7,13 +7,12 @@ import re
 import uuid
 from typing import Any, Protocol
 
+from hf_paged.sampling.grammar import COMPACT
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.text import StopStrings
 
 Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
 
-# As `json.dumps` writes: a model that is unsure goes on with white space wherever it may.
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\s*\}?\s*[\[,]?\s*\{"name": "([^"]*)", "arguments":\s*')
 

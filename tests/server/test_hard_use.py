@@ -22,7 +22,8 @@ KEY = "secret"
 VALUES: list[Any] = [None, -1, 0, 1, 2, 10**30, 1e308, "", "a", "é\ud83d", [], [1], ["a"], {}, {"a": 1}, True, [[5]]]
 NAMES = ["temperature", "n", "max_tokens", "stop", "seed", "logprobs", "stream", "model", "prompt", "messages", "input",
          "tokens", "tools", "tool_choice", "response_format", "structured_outputs", "logit_bias", "best_of",
-         "num_beams", "priority", "cache_salt", "unknown", "min_tokens", "top_k", "stop_token_ids", "echo", "user"]  # fmt: skip
+         "num_beams", "priority", "cache_salt", "unknown", "min_tokens", "top_k", "stop_token_ids",
+         "echo", "user"]  # fmt: skip
 
 
 def body_of(rng: random.Random, path: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from hf_paged.api.routing import (
     why_not_stateful,
     why_stock,
 )
+from hf_paged.api.shared_calls import share_loop
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_search import BeamSearchLoop
@@ -176,6 +177,13 @@ class PagedGenerationMixin:
     ) -> Any:
         preparation = is_submitted, host = end_of_preparation()
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        device = input_ids.device if host is None else host.device
+        run = functools.partial(self._run_sample, call, preparation, super()._sample)  # type: ignore[misc]
+        return run() if is_submitted else share_loop(self.paged, "_sample", call, device, run)
+
+    def _run_sample(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
+        is_submitted, host = preparation
+        input_ids, generation_config = call.input_ids, call.generation_config
         if call.cache is not None:
             rows = engine_call(self, call, input_ids.device if host is None else host.device)
             if rows is not None:
@@ -183,10 +191,10 @@ class PagedGenerationMixin:
                 if host is not None:
                     with on_steps_stream(host.device):  # whose memory they take: steps may outlast the call
                         host.place_items(rows.processors, rows.ends.others or ())
-                return run_rows(self.paged, rows, generation_config, kwargs.get("streamer"), is_submitted)
-            if pads_finished(stopping_criteria) and rows_may_leave(self.paged, call):
-                call.criteria = RetiringCriteria(stopping_criteria, call.cache)
-        return run_loop(self, preparation, super()._sample, call)  # type: ignore[misc]
+                return run_rows(self.paged, rows, generation_config, call.others.get("streamer"), is_submitted)
+            if pads_finished(call.criteria) and rows_may_leave(self.paged, call):
+                call.criteria = RetiringCriteria(call.criteria, call.cache)
+        return run_loop(self, preparation, loop, call)
 
     @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(
@@ -203,7 +211,10 @@ class PagedGenerationMixin:
         if call.cache is not None and not kwargs.get("synced_gpus"):
             watch = BeamSearchLoop(self, call.cache, rows_may_leave(self.paged, call))
             loop = functools.partial(base_class(self)._beam_search, watch)
-        return run_loop(self, preparation, loop, call, watch=watch)
+        run = functools.partial(run_loop, self, preparation, loop, call, watch=watch)
+        is_submitted, host = preparation
+        device = input_ids.device if host is None else host.device
+        return run() if is_submitted else share_loop(self.paged, "_beam_search", call, device, run)
 
     @functools.wraps(GenerationMixin._assisted_decoding)
     def _assisted_decoding(
@@ -216,4 +227,8 @@ class PagedGenerationMixin:
     ) -> Any:
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
-        return run_loop(self, end_of_preparation(), super()._assisted_decoding, call, spare_tokens=2)  # type: ignore[misc]
+        preparation = is_submitted, host = end_of_preparation()
+        loop = super()._assisted_decoding  # type: ignore[misc]
+        run = functools.partial(run_loop, self, preparation, loop, call, spare_tokens=2)
+        device, assistant = input_ids.device if host is None else host.device, kwargs.get("assistant_model")
+        return run() if is_submitted else share_loop(self.paged, "_assisted_decoding", call, device, run, assistant)

@@ -21,6 +21,7 @@ from hf_paged.core.sequence import Sequence
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.kv_pool import KVPool, StateNeeds
+from hf_paged.engine.leader import Leader
 from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.engine.worker import StepWorker
@@ -100,6 +101,7 @@ class EngineCore:
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
         )
         self.executor = StepExecutor(self.pool, self.runner)
+        self.leader: Leader | None = None
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
         self._posted: deque[Callable[[], None]] = deque()
@@ -241,8 +243,16 @@ class EngineCore:
         """See `Engine.release`."""
         with self.worker.loop.exclusive(), self.transaction():
             self.pool.release()
+            if self.leader is not None:
+                self.leader.release()
             self.weights_version.forget()
             self.runner.forget_graphs()
+
+    def lead(self, leader: Leader) -> None:
+        """From here on other ranks are told of what happens here."""
+        self.leader = self.executor.leader = leader
+        self.pool.tell = leader.copies
+        leader.on_fault(self.worker.loop.fail_soon)
 
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from hf_paged.core.block_table import Offer
 from hf_paged.core.event_log import StepRows
 from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.leader import Leader
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
@@ -91,6 +93,7 @@ class StepExecutor:
     Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
 
     Attributes:
+        leader: Where the model is shared out between ranks: tells the others of each step.
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
@@ -103,6 +106,7 @@ class StepExecutor:
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
         self.consumers: dict[int, tuple[LogitsConsumer, int]] = {}
+        self.leader: Leader | None = None
         self.num_steps = 0
         self.num_prefill_tokens = 0
 
@@ -137,11 +141,15 @@ class StepExecutor:
         pool = self._pool
         try:
             device = self._runner.placement[1]
-            with on_steps_stream(device), _autocast(batch.batch_key):
-                kv_cache = pool.execute_moves(batch)
+            with on_steps_stream(device), step_autocast(batch.batch_key):
+                embeddings = self._embeddings(batch)
+                tell = None if self.leader is None else partial(self.leader.step, batch, embeddings=embeddings)
+                kv_cache = pool.execute_moves(batch, tell)
                 timer = DeviceTimer(device)
-                logits = self._runner.run(batch, kv_cache, self._embeddings(batch), self._chosen_before(batch))
-        except BaseException:
+                logits = self._runner.run(batch, kv_cache, embeddings, self._chosen_before(batch))
+        except BaseException as error:
+            if self.leader is not None:  # the others are in the midst of what this rank has left
+                self.leader.fail(f"rank 0: {type(error).__name__}: {error}")
             with pool.lock:
                 pool.scheduler.undo(batch)
             raise
@@ -291,8 +299,8 @@ def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
         return error
 
 
-def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
-    """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
+def step_autocast(batch_key: Any) -> AbstractContextManager[Any]:
+    """The autocast state of the calls that a step is for; the thread that runs it has none of its own."""
     device_type, enabled, dtype = batch_key
     if not enabled and not torch.is_autocast_enabled(device_type):
         return nullcontext()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from hf_paged.core.recorder import RecordingScheduler, new_file
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.core.state_blocks import StateBlockManager
+from hf_paged.core.step_message import COPIES, Copy
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.memory.spec import StateSpec
@@ -95,7 +96,8 @@ class KVPool:
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
         self.log = EventLog(now=time.time)
-        self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._pending: deque[Copy] = deque()
+        self.tell: Callable[[list[Copy]], None] | None = None  # told of copies before they are made
         self._placement = placement
         self._find_size = find_size
         self._manager: BlockManager | None = None
@@ -115,6 +117,15 @@ class KVPool:
     @cached_property
     def _size(self) -> PoolSize:
         return self._find_size()
+
+    def limit(self, num_blocks: int) -> None:
+        """At its first use it takes no more blocks than these."""
+        self._size = replace(self._size, num_blocks=min(num_blocks, self._size.num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it has, or (before the first use) will have."""
+        return self._size.num_blocks
 
     @property
     def kv_device(self) -> torch.device:
@@ -187,42 +198,54 @@ class KVPool:
         num_blocks = self.manager.swap.need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_moves(self, moves: BlockMoves) -> KVCache:
-        """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over."""
-        self._queue_swap_outs(moves.swap_outs)
-        self._pending += [
-            (KVCache.swap_in, (moves.swap_ins,)),
-            (KVCache.copy_blocks, (moves.block_copies,)),
-            (KVCache.zero_blocks, (moves.new_blocks,)),
-        ]
-        kv_cache = self.flush_copies()
+    def execute_moves(self, moves: BlockMoves, tell: Callable[[list[Copy]], None] | None = None) -> KVCache:
+        """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over.
+
+        Args:
+            moves: What is to be done.
+            tell: Told of it before, in place of the pool's own `tell`; also where there is nothing to be done.
+        """
+        self._pending += [(name, blocks) for name in COPIES if (blocks := getattr(moves, name))]
+        kv_cache = self.flush_copies(tell)
         for num_blocks, seconds in kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
         return kv_cache
 
     def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         """Moves blocks `(device, CPU)`."""
-        self._queue_swap_outs(pairs)
-        self.flush_copies()
+        self.execute([("swap_outs", pairs)])
 
-    def _queue_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            assert self.manager.swap_pool is not None
-            self._pending.append((KVCache.swap_out, (pairs, self.manager.swap_pool.num_blocks)))
+    def execute(self, copies: list[Copy]) -> KVCache:
+        """Makes these copies behind those that wait; returns the tensor."""
+        self._pending += [copy for copy in copies if copy[1]]
+        return self.flush_copies()
 
-    def flush_copies(self) -> KVCache:
+    def flush_copies(self, tell: Callable[[list[Copy]], None] | None = None) -> KVCache:
         """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
 
         What raises (out of memory, say) stays to be done: the tables name the new places already.
         """
         kv_cache = self.kv_cache
+        if tell is not None:
+            tell(list(self._pending))
+        elif self.tell is not None and self._pending:
+            self.tell(list(self._pending))
         with on_steps_stream(kv_cache.tensor.device):
             while self._pending:
-                copy, arguments = self._pending[0]
-                if arguments[0]:
-                    copy(kv_cache, *arguments)
+                self._copy(kv_cache, *self._pending[0])
                 self._pending.popleft()
         return kv_cache
+
+    def _copy(self, kv_cache: KVCache, name: str, blocks: Any) -> None:
+        if name == "swap_outs":
+            assert self.manager.swap_pool is not None
+            kv_cache.swap_out(blocks, self.manager.swap_pool.num_blocks)
+        elif name == "swap_ins":
+            kv_cache.swap_in(blocks)
+        elif name == "block_copies":
+            kv_cache.copy_blocks(blocks)
+        else:
+            kv_cache.zero_blocks(blocks)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -297,6 +320,11 @@ class KVPool:
                     "reset() or drop those caches first"
                 )
             self.scheduler.reset_prefix_cache()
+            self.drop()
+
+    def drop(self) -> None:
+        """Gives the tensor back, whatever is in it."""
+        with self.lock:
             self._pending.clear()
             self._kv_cache = None
 

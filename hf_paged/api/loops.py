@@ -146,7 +146,7 @@ def run_loop(
     input_ids, generation_config = call.input_ids, call.generation_config
     if call.cache is not None and call.others.get("synced_gpus"):
         fall_back(engine.config, "synced_gpus=True")
-        call.others[engine.core.runner.cache_argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        call.others[engine.core.bound.cache_argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
     states, cache = DRAWS.entry, call.cache
     num_blocks = 0
     if cache is not None:

@@ -13,7 +13,7 @@ from hf_paged.api.routing import BASE, ENGINE, base_class
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.engine import Engine
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
 
 _SETTINGS = "_hf_paged_settings"

@@ -14,8 +14,8 @@ from hf_paged.api.support import is_supported, unwrap
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.engine.engine import Engine
-from hf_paged.model.runner import ModelTraits
 from hf_paged.model.sharding import ranks_of
+from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

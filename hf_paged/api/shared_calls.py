@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import Follower
-from hf_paged.engine.leader import SHARED_CALL, Leader
+from hf_paged.engine.leader import SHARED_CALL, Leader, sendable
 from hf_paged.model.sharding import ranks_of
 from hf_paged.parallel.call_key import call_key
 from hf_paged.parallel.channel import RankError
@@ -71,7 +70,7 @@ def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run:
     digest = call_key("forward", given)
     if isinstance(engine.ranks, Leader):
         return _lead(engine.ranks, digest, text, cache, False, run, None)
-    return _follow(engine.ranks, digest, text, cache, engine.core.runner.placement[1], False, None, 0)
+    return _follow(engine.ranks, digest, text, cache, engine.core.bound.placement[1], False, None, 0)
 
 
 def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -> Any:
@@ -141,7 +140,7 @@ def _lead(
                 leader.end(call, (error, None, None, None, None))
                 raise error from None
             if not isinstance(error, RankError):
-                leader.end(call, (_sendable(error), None, None, None, None))
+                leader.end(call, (sendable(error), None, None, None, None))
             raise
         ends = {
             device.type: state
@@ -182,18 +181,6 @@ def _follow(
             streamer.put(piece)
         streamer.end()
     return result
-
-
-def _sendable(error: BaseException) -> Exception:
-    """The error, or one that says the same and can be sent."""
-    try:
-        if isinstance(error, Exception):
-            copy = pickle.loads(pickle.dumps(error))
-            if type(copy) is type(error) and str(copy) == str(error):
-                return copy
-    except Exception:
-        logger.debug("an error that can't be sent as it is", exc_info=True)
-    return RuntimeError(f"on rank 0 this call ended with {type(error).__name__}: {error}")
 
 
 class _Here:

@@ -20,16 +20,21 @@ from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
+from hf_paged.engine.follower import Follower
 from hf_paged.engine.kv_pool import KVPool, StateNeeds
 from hf_paged.engine.leader import Leader
 from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
+from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.packed_linears import PackedLinears
-from hf_paged.model.runner import ModelRunner, ModelTraits
+from hf_paged.model.runner import ModelRunner
+from hf_paged.model.step_memory import StepMemory
+from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsVersion
+from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.stop_strings import StopStringTables
 
 # The request whose loop this thread runs, and the engine that it was submitted to.
@@ -45,12 +50,14 @@ class EngineCore:
         linears: Layers of the engine's forwards, and
         fused: more of them.
         weights_version: What keys and values depend on in the model.
+        bound: The model as forwards call it.
         runner: Runs steps.
         pool: Tables, scheduler and tensor.
         executor: Runs steps of the scheduler.
         worker: Finds a thread for them.
         stop_strings: Tables of vocabularies.
         runs: Calls whose rows the engine samples.
+        ranks: This rank's end of what several do together; `None`: the model is whole.
         num_generated_tokens: Of calls that are over.
     """
 
@@ -81,27 +88,19 @@ class EngineCore:
         self.fused = FusedLayers(model)
         self.weights_version = state = WeightsVersion(model, self.linears, self.fused)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
-        self.runner = ModelRunner(
-            model,
-            forward,
-            model._supports_logits_to_keep(),
-            self._layers,
-            traits,
-            is_plain=lambda: state.is_plain,
-            num_moves=lambda: state.num_moves,
-            config=config,
-        )
-        runner, groups = self.runner, CacheGroups.of(traits.stored)
+        self.bound = bound = BoundModel(model, forward, self._layers, traits, lambda: state.is_plain, config)
+        self.runner = ModelRunner(bound, lambda: state.num_moves, config)
+        groups = CacheGroups.of(traits.stored)
         self.pool = KVPool(
             config,
             groups,
             partial(traits.geometry, groups, block_size=config.block_size),
-            lambda: runner.placement,
-            lambda: find_size(config, traits, groups, runner),
+            lambda: bound.placement,
+            lambda: find_size(config, groups, bound, StepMemory(bound, config)),
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
         )
-        self.executor = StepExecutor(self.pool, self.runner)
-        self.leader: Leader | None = None
+        self.executor = StepExecutor(self.pool, bound, self.runner)
+        self.ranks: Leader | Follower | None = None
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
         self._posted: deque[Callable[[], None]] = deque()
@@ -117,7 +116,7 @@ class EngineCore:
     @property
     def model(self) -> PreTrainedModel:
         """The patched model. Raises `RuntimeError` when it no longer exists."""
-        return self.runner.model
+        return self.bound.model
 
     @property
     def manager(self) -> BlockManager:
@@ -138,7 +137,7 @@ class EngineCore:
 
     def check_outside(self) -> None:
         """Refuses what takes a step while this thread is in one. Raises `RuntimeError`."""
-        self.runner.check_outside()
+        self.bound.check_outside()
 
     @property
     def current_loop(self) -> DecodingLoop | None:
@@ -188,7 +187,7 @@ class EngineCore:
 
     def batch_key(self) -> Hashable:
         """What the rows of a step have in common: this thread's autocast state."""
-        return autocast_state(self.runner.placement[1])
+        return autocast_state(self.bound.placement[1])
 
     @property
     def num_running(self) -> int:
@@ -243,16 +242,20 @@ class EngineCore:
         """See `Engine.release`."""
         with self.worker.loop.exclusive(), self.transaction():
             self.pool.release()
-            if self.leader is not None:
-                self.leader.release()
+            if isinstance(self.ranks, Leader):
+                self.ranks.release()
             self.weights_version.forget()
-            self.runner.forget_graphs()
+            self.runner.graphs.forget()
 
-    def lead(self, leader: Leader) -> None:
-        """From here on other ranks are told of what happens here."""
-        self.leader = self.executor.leader = leader
-        self.pool.tell = leader.copies
-        leader.on_fault(self.worker.loop.fail_soon)
+    def join(self, channel: Channel) -> None:
+        """Becomes one of several ranks, whose pools are of one size."""
+        self.pool.limit(min(channel.gather(self.pool.num_blocks)))
+        if channel.is_first:
+            self.ranks = self.executor.leader = leader = Leader(channel)
+            self.pool.tell = leader.copies
+            leader.on_fault(self.worker.loop.fail_soon)
+        else:
+            self.ranks = Follower(channel, self.pool, self.bound, self.runner, self.weights_version.key)
 
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""

@@ -28,7 +28,7 @@ from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.snapshot import Snapshot
 from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.logprobs import LogprobsWanted
 
@@ -47,7 +47,6 @@ class Engine:
         store: What a `PagedCache` asks for.
         forwards: Forwards that callers make.
         calls: How calls begin.
-        ranks: This rank's end of what several do together; `None`: the model is whole.
     """
 
     core: EngineCore
@@ -67,22 +66,17 @@ class Engine:
         self.config = config
         self.traits = traits
         self._forward = forward
-        self.ranks: Leader | Follower | None = None
         self._start(model)
         if channel is not None:
-            self._join(channel)
+            self.core.join(channel)
+            if not channel.is_first:
+                self.store = RemoteRows(self.traits)
         lifetime.watch(self)
 
-    def _join(self, channel: Channel) -> None:
-        """Becomes one of several ranks, whose pools are of one size."""
-        core = self.core
-        core.pool.limit(min(channel.gather(core.pool.num_blocks)))
-        if channel.is_first:
-            self.ranks = Leader(channel)
-            core.lead(self.ranks)
-        else:
-            self.ranks = Follower(channel, core.pool, core.runner, core.weights_version.key)
-            self.store = RemoteRows(self.traits)
+    @property
+    def ranks(self) -> Leader | Follower | None:
+        """This rank's end of what several do together; `None`: the model is whole."""
+        return self.core.ranks
 
     def _ask_first(self, name: str) -> None:
         if isinstance(self.ranks, Follower):
@@ -320,7 +314,8 @@ class Engine:
         core.check_outside()
         with core.transaction():
             core.weights_version.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(core.pool, core.runner, core.worker.loop, self.traits.runs_packed and self.forwards.is_batched())
+        runs_packed = self.traits.runs_packed and self.forwards.is_batched()
+        return warm_up(core.pool, core.bound, core.runner, core.worker.loop, runs_packed)
 
     # Step by step
 
@@ -397,6 +392,6 @@ class Engine:
         error = RuntimeError("this process was forked while the request was running in the parent")
         self.core.worker.loop.orphan(error)
         self._submissions.orphan(error)
-        model = self.core.runner.living_model
+        model = self.core.bound.living_model
         if model is not None:
             self._start(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ from hf_paged.core.step_message import unpack
 from hf_paged.engine.executor import step_autocast
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.memory.streams import on_steps_stream
+from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
 from hf_paged.parallel.channel import Alert, Channel, Kind, RankError
-from hf_paged.parallel.mail import Mail, RemoteCall
+from hf_paged.parallel.mail import Done, Expected, Mail, RemoteCall
 
 logger = logging.get_logger(__name__)
 
@@ -38,22 +40,29 @@ class Follower:
 
     is_first = False
 
-    def __init__(self, channel: Channel, pool: KVPool, runner: ModelRunner, look: Callable[[], Any]) -> None:
+    def __init__(
+        self, channel: Channel, pool: KVPool, model: BoundModel, runner: ModelRunner, look: Callable[[], Any]
+    ) -> None:
         """Begins to listen.
 
         Args:
             channel: From rank 0.
             pool: This rank's share of it.
-            runner: Runs steps.
+            model: Whose steps run.
+            runner: Runs them.
             look: Notices what changed in the model; called when a call begins.
         """
         self.channel = channel
         self.mail = Mail(pool.config.rank_timeout)
         self.ended = threading.Event()
         self._pool = pool
+        self._model = model
         self._runner = runner
         self._look = look
         self._fault: BaseException | None = None
+        self._lock = threading.Lock()
+        self._housekeeper: threading.Thread | None = None
+        self._given_up: queue.SimpleQueue[Expected] = queue.SimpleQueue()
         channel.watch(0, self._hear, self._lose)
         channel.start(self._receive, "hf_paged_follow")
 
@@ -86,15 +95,15 @@ class Follower:
 
     def _step(self, payload: bytes) -> None:
         batch, copies, extra = unpack(payload)
-        device = self._runner.placement[1]
+        device = self._model.placement[1]
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        kv_cache = self._pool.execute(copies)
+        attention = self._pool.execute(copies)
         if batch.number:
             batch_key, embeddings = pickle.loads(extra)
             with on_steps_stream(device), step_autocast(batch_key):
                 given = None if embeddings is None else embeddings.to(device)
-                self._runner.run(batch, kv_cache, given)
+                self._runner.run(batch, attention, given)
 
     # Ends
 
@@ -146,7 +155,7 @@ class Follower:
 
     @contextmanager
     def calling(self, digest: bytes, text: str) -> Iterator[RemoteCall]:
-        """The length of a call that rank 0 makes, too. Left with an exception before it is over there, it ends there."""
+        """The length of a call that rank 0 makes, too. Left with an exception before it is over, it ends there."""
         call = self.mail.claim(digest, text)
         try:
             yield call
@@ -154,6 +163,27 @@ class Follower:
             if call.outcome is None and not self.ended.is_set():
                 self.channel.alert(0, Alert.CANCEL, call.number)
             raise
+
+    def expect(self, digest: bytes, text: str, done: Done) -> Callable[[], None]:
+        """See `Mail.expect`; returns what ends the call, also for a finalizer: it takes no lock."""
+        expected = self.mail.expect(digest, text, done)
+        with self._lock:
+            if self._housekeeper is None or not self._housekeeper.is_alive():
+                self._housekeeper = threading.Thread(target=self._keep_house, name="hf_paged_calls", daemon=True)
+                self._housekeeper.start()
+        return lambda: self._given_up.put(expected)
+
+    def _keep_house(self) -> None:
+        """While calls are expected: says which were given up here, and ends those that rank 0 doesn't make."""
+        given_up: list[Expected] = []
+        while not self.ended.wait(0.02):
+            while not self._given_up.empty():
+                given_up.append(self._given_up.get())
+            for expected in given_up:
+                if expected.call is not None and expected.call.outcome is None:
+                    self.channel.alert(0, Alert.CANCEL, expected.call.number)
+            given_up = [expected for expected in given_up if expected.call is None]
+            self.mail.fail_overdue()
 
     def outcome(self, call: RemoteCall) -> Any:
         """What rank 0 said when it ended."""

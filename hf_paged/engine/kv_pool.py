@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from hf_paged.attention.backends.registry import choose
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
@@ -102,7 +102,7 @@ class KVPool:
         self._find_size = find_size
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
-        self._kv_cache: KVCache | None = None
+        self._attention: PoolAttention | None = None
 
     @property
     def is_made(self) -> bool:
@@ -130,7 +130,7 @@ class KVPool:
     @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
-        return self._placement()[1] if self._kv_cache is None else self._kv_cache.tensor.device
+        return self._placement()[1] if self._attention is None else self._attention.kv_cache.tensor.device
 
     @property
     def bytes_per_block(self) -> int:
@@ -198,54 +198,55 @@ class KVPool:
         num_blocks = self.manager.swap.need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_moves(self, moves: BlockMoves, tell: Callable[[list[Copy]], None] | None = None) -> KVCache:
-        """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over.
+    def execute_moves(self, moves: BlockMoves, tell: Callable[[list[Copy]], None] | None = None) -> PoolAttention:
+        """Swaps, copies and clears blocks before a step; returns what it is to run over.
 
         Args:
             moves: What is to be done.
             tell: Told of it before, in place of the pool's own `tell`; also where there is nothing to be done.
         """
         self._pending += [(name, blocks) for name in COPIES if (blocks := getattr(moves, name))]
-        kv_cache = self.flush_copies(tell)
-        for num_blocks, seconds in kv_cache.finished_swaps():
+        attention = self.flush_copies(tell)
+        for num_blocks, seconds in attention.kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
-        return kv_cache
+        return attention
 
     def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         """Moves blocks `(device, CPU)`."""
         self.execute([("swap_outs", pairs)])
 
-    def execute(self, copies: list[Copy]) -> KVCache:
-        """Makes these copies behind those that wait; returns the tensor."""
+    def execute(self, copies: list[Copy]) -> PoolAttention:
+        """Makes these copies behind those that wait; returns what a step is to run over."""
         self._pending += [copy for copy in copies if copy[1]]
         return self.flush_copies()
 
-    def flush_copies(self, tell: Callable[[list[Copy]], None] | None = None) -> KVCache:
+    def flush_copies(self, tell: Callable[[list[Copy]], None] | None = None) -> PoolAttention:
         """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
 
         What raises (out of memory, say) stays to be done: the tables name the new places already.
         """
-        kv_cache = self.kv_cache
+        attention = self.attention
         if tell is not None:
             tell(list(self._pending))
         elif self.tell is not None and self._pending:
             self.tell(list(self._pending))
-        with on_steps_stream(kv_cache.tensor.device):
-            while self._pending:
-                self._copy(kv_cache, *self._pending[0])
-                self._pending.popleft()
-        return kv_cache
+        if self._pending:
+            with on_steps_stream(attention.kv_cache.tensor.device):
+                while self._pending:
+                    self._copy(attention, *self._pending[0])
+                    self._pending.popleft()
+        return attention
 
-    def _copy(self, kv_cache: KVCache, name: str, blocks: Any) -> None:
+    def _copy(self, attention: PoolAttention, name: str, blocks: Any) -> None:
         if name == "swap_outs":
             assert self.manager.swap_pool is not None
-            kv_cache.swap_out(blocks, self.manager.swap_pool.num_blocks)
+            attention.kv_cache.swap_out(blocks, self.manager.swap_pool.num_blocks)
         elif name == "swap_ins":
-            kv_cache.swap_in(blocks)
+            attention.kv_cache.swap_in(blocks)
         elif name == "block_copies":
-            kv_cache.copy_blocks(blocks)
+            attention.copy_blocks(blocks)
         else:
-            kv_cache.zero_blocks(blocks)
+            attention.zero_blocks(blocks)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -257,14 +258,21 @@ class KVPool:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
+        """The pool tensor; see `attention`."""
+        return self.attention.kv_cache
+
+    @property
+    def attention(self) -> PoolAttention:
+        """The pool tensor and its backends: made at first use, and again when the model has moved to another device or
+        dtype.
+        """
         dtype, device = self._placement()
-        held = self._kv_cache
-        if held is not None and held.compute_dtype is dtype and held.tensor.device == device:
+        held = self._attention
+        if held is not None and held.kv_cache.compute_dtype is dtype and held.kv_cache.tensor.device == device:
             return held
         with self.lock:
-            if self._kv_cache is not held:
-                return self.kv_cache  # another thread was faster
+            if self._attention is not held:
+                return self.attention  # another thread was faster
             self.release()
             geometry, layout = self._geometry, self.state_layout
             manager = self.manager
@@ -272,17 +280,9 @@ class KVPool:
             if isinstance(manager, StateBlockManager) and layout is not None:
                 manager.resize_states(layout.num_pages)
             with on_steps_stream(device):
-                self._kv_cache = KVCache(
-                    geometry,
-                    num_blocks,
-                    self.config.block_size,
-                    device,
-                    partial(choose, self.config.attention_backend),
-                    dtype,
-                    self._groups,
-                    layout,
-                )
-            return self._kv_cache
+                kv_cache = KVCache(geometry, num_blocks, self.config.block_size, device, dtype, self._groups, layout)
+                self._attention = PoolAttention(kv_cache, self.config.attention_backend)
+            return self._attention
 
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
         """Refuses a sequence that could never fit the empty pool.
@@ -311,7 +311,7 @@ class KVPool:
             ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self.lock:
-            if self._manager is None or self._kv_cache is None:
+            if self._manager is None or self._attention is None:
                 return
             lost = self.scheduler.preempt_all()
             if lost:
@@ -326,7 +326,7 @@ class KVPool:
         """Gives the tensor back, whatever is in it."""
         with self.lock:
             self._pending.clear()
-            self._kv_cache = None
+            self._attention = None
 
     def record_peak(self) -> None:
         """Notes the moment if more blocks are in use than ever before."""

@@ -50,6 +50,28 @@ class SharedCall:
 SHARED_CALL: ContextVar[SharedCall | None] = ContextVar("hf_paged_shared_call", default=None)
 
 
+@contextmanager
+def within(call: SharedCall | None) -> Iterator[None]:
+    """Within it this thread, and what copies its context, is in this call."""
+    token = SHARED_CALL.set(call)
+    try:
+        yield
+    finally:
+        SHARED_CALL.reset(token)
+
+
+def sendable(error: BaseException) -> Exception:
+    """The error, or one that says the same and can be sent."""
+    try:
+        if isinstance(error, Exception):
+            copy = pickle.loads(pickle.dumps(error))
+            if type(copy) is type(error) and str(copy) == str(error):
+                return error
+    except Exception:
+        logger.debug("an error that can't be sent as it is", exc_info=True)
+    return RuntimeError(f"on rank 0 this call ended with {type(error).__name__}: {error}")
+
+
 class Leader:
     """Tells the other ranks of steps, copies of blocks and calls, in the order in which they happen here.
 
@@ -97,11 +119,10 @@ class Leader:
     def sharing(self, digest: bytes, text: str, entry: bytes) -> Iterator[SharedCall]:
         """The length of a call: the other ranks know that it has begun. How it ends is for `end` to say."""
         call = self.begin(digest, text, entry)
-        token = SHARED_CALL.set(call)
         try:
-            yield call
+            with within(call):
+                yield call
         finally:
-            SHARED_CALL.reset(token)
             self._open.pop(call.number, None)
 
     def begin(self, digest: bytes, text: str, entry: bytes) -> SharedCall:
@@ -110,6 +131,10 @@ class Leader:
         self._open[call.number] = call
         self._send(Kind.BEGIN, pickle.dumps((call.number, digest, text, entry)))
         return call
+
+    def is_open(self, call: SharedCall) -> bool:
+        """Whether it has not ended."""
+        return call.number in self._open
 
     def end(self, call: SharedCall, outcome: Any) -> None:
         """A call has ended with this."""

@@ -1,4 +1,4 @@
-"""`RemoteRows`: rows of a `PagedCache` on a rank that decides nothing: counts alone, the blocks are rank 0's business."""
+"""`RemoteRows`: rows of a `PagedCache` on a rank that decides nothing: counts alone, blocks are rank 0's business."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import Sequence, SequenceGroup
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
 
 
 class RemoteRows:

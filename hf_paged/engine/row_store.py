@@ -18,6 +18,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.forward_request import ForwardRequest
 from hf_paged.engine.kv_pool import KV_DTYPES
+from hf_paged.engine.remote_rows import not_shared_out
 from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import among_steps, hand_out
@@ -168,6 +169,8 @@ class RowStore:
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
+        if self._core.ranks is not None:
+            raise not_shared_out("PagedCache.update()")
         if is_first_layer and self._core.current_loop is not None:
             self._core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
         num_tokens = key.shape[2]
@@ -242,6 +245,8 @@ class RowStore:
 
         Zeros in the padding, for `None`, and where a layer with a window has given tokens back.
         """
+        if self._core.ranks is not None:
+            raise not_shared_out("reading the keys and values of a PagedCache")
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self.resident(held), self.transaction():
             group, index = self._place(layer)
@@ -250,7 +255,7 @@ class RowStore:
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
-            pool = self._pool.flush_copies()
+            pool = self._pool.flush_copies().kv_cache
             kv_cache, key_dim = pool.views[group], pool.key_dims[group]
             key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device), key_dim)
             if kv_cache.dtype in KV_DTYPES.values():
@@ -290,7 +295,7 @@ class RowStore:
         def needs_step() -> bool:
             return has_forward or any(sequence.num_uncomputed_tokens for sequence in sequences)
 
-        if self._core.runner.is_inside and all(group.num_pins for group in groups.values()):
+        if self._core.bound.is_inside and all(group.num_pins for group in groups.values()):
             yield  # the forward that this thread is in has them there
             return
         with self._core.worker.pause.forwarding(needs_step, self._core.current_loop):

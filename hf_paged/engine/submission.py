@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 import queue
 import threading
 from collections import deque
@@ -21,6 +22,8 @@ from hf_paged.core.interrupts import allowed_interrupt
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
+from hf_paged.engine.follower import Follower
+from hf_paged.engine.leader import SHARED_CALL, Leader, SharedCall, sendable, within
 from hf_paged.engine.loop_request import LoopRequest
 from hf_paged.engine.prepared_call import PREPARES_ONLY, CallPrepared, PreparedCall
 from hf_paged.engine.prompts import check_arguments, one_prompt
@@ -28,6 +31,8 @@ from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.parallel.call_key import call_key
+from hf_paged.parallel.channel import RankError
 from hf_paged.sampling.logprobs import LogprobsWanted
 from hf_paged.sampling.random import default_generator
 
@@ -100,21 +105,32 @@ class Submissions:
                 problem = "is running already" if isinstance(request_id, str) else "is no string"
                 raise ValueError(f"request_id {request_id!r} {problem}")
             self._active[request_id] = _Active()
+        ranks, shared = self._core.ranks, None
         try:
             call = self._prepare(prompt, generation_config, arguments)
             _split_generators(call)
             state = RequestState(request_id, prompt[0].tolist(), call.is_streamable)
-            with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
+            if isinstance(ranks, Follower):
+                abandon = self._expect(ranks, state, call)
+                return Request(state, abandon, abandon, self._waiting)
+            if ranks is not None and SHARED_CALL.get() is None:
+                shared = ranks.begin(*_key(call))
+            with salted(CACHE_SALT.get() if cache_salt is None else cache_salt), within(shared or SHARED_CALL.get()):
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
                 abandon, wake = start(state, call, priority, logprobs)
-        except BaseException:
+        except BaseException as error:
             self._active.pop(request_id, None)
+            if shared is not None and isinstance(ranks, Leader):
+                ranks.end(shared, (sendable(error), None))
             raise
 
         def cancel() -> None:
             abandon()
             wake()
 
+        if ranks is not None and shared is not None:
+            shared.on_cancel(cancel)
+            state.listen(partial(_tell_end, ranks, shared, state))
         return Request(state, cancel, abandon, self._waiting)
 
     def _prepare(self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any]) -> PreparedCall:
@@ -175,7 +191,7 @@ class Submissions:
         loop = DecodingLoop(priority, state.request_id)
         request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end, logprobs)
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
-        job = self._threads.add(loop, request.run)
+        job = self._threads.add(loop, partial(_run_within, SHARED_CALL.get(), request.run))
 
         def wake() -> None:
             if self._threads.remove(job):
@@ -184,6 +200,29 @@ class Submissions:
             self._calls.wake()
 
         return loop.cancel, wake  # the handle's finalizer must not lead to the state, as above
+
+    def _expect(self, follower: Follower, state: RequestState, call: PreparedCall) -> Callable[[], None]:
+        """On another rank than 0: the request ends with what comes of it there; returns what ends it."""
+        active = self._active[state.request_id]
+
+        def done(outcome: bytes | BaseException) -> None:
+            self._active.pop(state.request_id, None)
+            if isinstance(outcome, BaseException):
+                state.fail(outcome)
+                return
+            error, output = pickle.loads(outcome)
+            if error is not None:
+                state.fail(error)
+                return
+            sequences, reasons, scores, logprobs = output
+            if call.is_streamable and sequences:
+                for token in sequences[0]:
+                    state.push(token)
+            state.finish(sequences, reasons, scores, logprobs)
+
+        digest, text, entry = _key(call)
+        active.state, active.abandon = state, follower.expect(digest, text, done)
+        return active.abandon
 
     def generate(
         self,
@@ -240,6 +279,29 @@ class Submissions:
             if active.state is not None:
                 active.state.condition = threading.Condition()
                 active.state.fail(error)
+
+
+def _key(call: PreparedCall) -> tuple[bytes, str, bytes]:
+    """By which ranks find each other's requests: see `Leader.begin`."""
+    kind = "rows" if isinstance(call.work, SampleCall) else "loop"
+    digest = call_key(f"submit {kind}", {"prompt": call.prompt}, call.generation_config)
+    return digest, f"submit() of a prompt of {call.prompt.shape[1]} tokens", b""
+
+
+def _tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
+    """When a request is over, the other ranks hear how."""
+    if not state.is_done or not leader.is_open(shared):
+        return
+    output = state.output
+    said = None if output is None else (output.sequences, output.finish_reasons, output.scores, output.logprobs)
+    with suppress(RankError):  # which all others hear, too
+        leader.end(shared, (None if state.error is None else sendable(state.error), said))
+
+
+def _run_within(shared: SharedCall | None, run: Callable[[], None]) -> None:
+    """Forwards of a call that several ranks know are no calls of their own."""
+    with within(shared):
+        run()
 
 
 def _split_generators(call: PreparedCall) -> None:

@@ -15,7 +15,7 @@ _OTHER_SIZES = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size", "cp_size
 
 
 def ranks_of(model: nn.Module) -> list[int] | None:
-    """The processes, by their numbers in the job, that hold a share of the model's tensors each; `None`: it is whole."""
+    """The processes, by their numbers in the job, that hold a share of each tensor; `None`: the model is whole."""
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None or mesh.size() < 2 or "tp" not in (getattr(mesh, "mesh_dim_names", None) or ()):
         return None
@@ -38,7 +38,7 @@ def why_not_whole(model: nn.Module) -> str | None:
 
 
 def _why_not_shared(model: Any, mesh: Any) -> str | None:
-    config = getattr(model.config, "distributed_config", None)
+    config: Any = getattr(model.config, "distributed_config", None)
     size = getattr(model, "_tp_size", None) or 1
     if getattr(config, "pp_size", 1) > 1:
         return (

@@ -10,6 +10,27 @@ from dataclasses import dataclass, field
 from hf_paged.core.interrupts import wait_interruptibly
 from hf_paged.parallel.channel import RankError
 
+Done = Callable[[bytes | BaseException], None]
+
+
+@dataclass(slots=True, eq=False)
+class Expected:
+    """A call of this rank's whose caller doesn't wait.
+
+    Attributes:
+        digest: Of what is asked for.
+        text: The same in words.
+        done: Called with its outcome, or with what went wrong.
+        call: Rank 0's, once that has begun.
+        since: When it was made, in seconds of `time.monotonic`.
+    """
+
+    digest: bytes
+    text: str
+    done: Done
+    call: RemoteCall | None = None
+    since: float = field(default_factory=time.monotonic)
+
 
 @dataclass(slots=True, eq=False)
 class RemoteCall:
@@ -21,6 +42,7 @@ class RemoteCall:
         text: The same in words.
         entry: Of the generators' states at its entry; empty: nothing is drawn.
         outcome: How it ended.
+        done: Called with that, for a caller who doesn't wait.
         since: When it was last heard of, in seconds of `time.monotonic`.
     """
 
@@ -29,6 +51,7 @@ class RemoteCall:
     text: str
     entry: bytes
     outcome: bytes | None = None
+    done: Done | None = None
     since: float = field(default_factory=time.monotonic)
 
 
@@ -56,6 +79,7 @@ class Mail:
         self._condition = threading.Condition()
         self._calls: dict[int, RemoteCall] = {}  # that have begun, and are not both over and fetched
         self._waiting: list[RemoteCall] = []  # those that no caller here has made yet, in rank 0's order
+        self._expected: list[Expected] = []
         self._turn: _Turn | None = None
         self._end: BaseException | None = None
         self.is_kept = True
@@ -68,10 +92,16 @@ class Mail:
             overdue = time.monotonic() - self._patience
             for old in [old for old in self._waiting if old.outcome is not None and old.since < overdue]:
                 self._waiting.remove(old)
-            if self.is_kept:
-                self._calls[call.number] = call
+            if not self.is_kept:
+                return
+            self._calls[call.number] = call
+            expected = next((own for own in self._expected if own.digest == call.digest), None)
+            if expected is None:
                 self._waiting.append(call)
                 self._condition.notify_all()
+            else:
+                self._expected.remove(expected)
+                expected.call, call.done = call, expected.done
 
     def end(self, number: int, outcome: bytes) -> None:
         """It is over there."""
@@ -80,6 +110,8 @@ class Mail:
             if call is not None:
                 call.outcome, call.since = outcome, time.monotonic()
                 self._condition.notify_all()
+        if call is not None and call.done is not None:
+            call.done(outcome)
 
     def give_turn(self, digest: bytes) -> None:
         """A forward runs on rank 0: waits until the same has run here. Raises `RankError` if it doesn't come."""
@@ -100,8 +132,42 @@ class Mail:
             if self._end is None:
                 self._end = error
             self._condition.notify_all()
+            expected, self._expected = self._expected, []
+            done = [call.done for call in self._calls.values() if call.done is not None]
+        for call in expected:
+            call.done(self._missing(call.text, True))
+        for tell in done:
+            tell(RankError(f"the call was running when this happened: {error}"))
+
+    def fail_overdue(self) -> bool:
+        """Calls that rank 0 has not made for too long get an error; returns whether others are still expected."""
+        with self._condition:
+            overdue = time.monotonic() - self._patience
+            late = [own for own in self._expected if own.since < overdue]
+            self._expected = [own for own in self._expected if own.since >= overdue]
+            errors = [self._missing(own.text, False) for own in late]
+        for own, error in zip(late, errors, strict=True):
+            own.done(error)
+        return bool(self._expected)
 
     # Callers
+
+    def expect(self, digest: bytes, text: str, done: Done) -> Expected:
+        """The same call of rank 0's, made or to be made, for a caller who doesn't wait: `done` is told its outcome."""
+        expected = Expected(digest, text, done)
+        with self._condition:
+            end = self._end
+            call = next((call for call in self._waiting if call.digest == digest), None)
+            if call is not None:
+                self._waiting.remove(call)
+                expected.call, call.done = call, done
+            elif end is None:
+                self._expected.append(expected)
+        if call is not None and call.outcome is not None:
+            done(call.outcome)
+        elif end is not None:
+            done(self._missing(text, True))
+        return expected
 
     def claim(self, digest: bytes, text: str) -> RemoteCall:
         """Waits for rank 0 to make this call.

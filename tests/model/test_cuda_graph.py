@@ -219,11 +219,11 @@ def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> Non
     assert tokens == expected
     model.paged.check_invariants()
     if device == "cuda" and name in READ_BACK:
-        assert not recorder.sizes and "waits for the device" in model.paged.core.runner._graphs[1].reason
+        assert not recorder.sizes and "waits for the device" in model.paged.core.runner.graphs.held.reason
         return
     if name in NOT_RECORDED:
-        graphs = model.paged.core.runner._graphs
-        assert not recorder.steps and (graphs is None or graphs[1].reason)
+        graphs = model.paged.core.runner.graphs.held
+        assert not recorder.steps and (graphs is None or graphs.reason)
         return
     assert recorder.sizes == capture_sizes(12)[::-1], "all sizes, once"
     assert len(recorder.steps) >= 13 and set(recorder.steps) > {1, 2, 4}

@@ -97,7 +97,7 @@ def _detailed(model: Any) -> Any:
 
 
 def _kept(model: Any) -> Any:
-    """Two turns of a chat over one cache, the second behind a cut."""
+    """Two turns of a chat over one cache, and a forward behind a cut where nothing has a window."""
     cache = hf_paged.PagedCache(model) if hasattr(model, "paged") else None
     first = model.generate(
         PROMPTS[1:], max_new_tokens=6, past_key_values=cache, return_dict_in_generate=True, do_sample=False
@@ -105,9 +105,11 @@ def _kept(model: Any) -> Any:
     cache = first.past_key_values
     ids = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], dim=1)
     second = model.generate(ids, max_new_tokens=6, past_key_values=cache, return_dict_in_generate=True)
-    width = second.past_key_values.get_seq_length()
-    cache.crop(-2)
-    logits = model(second.sequences[:, width - 2 : width], past_key_values=cache, use_cache=True).logits
+    width = cache.get_seq_length()
+    if not getattr(model.config, "sliding_window", None):
+        cache.crop(-2)
+    last = second.sequences[:, cache.get_seq_length() : width + 1]
+    logits = model(last, past_key_values=cache, use_cache=True).logits
     return [first.sequences.tolist(), second.sequences.tolist(), width, logits.argmax(-1).tolist()]
 
 

@@ -23,6 +23,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from hf_paged.api.batch_methods import PagedBatchMixin
 from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_rows
 from hf_paged.api.routing import (
     ENGINE,
@@ -49,7 +50,7 @@ from hf_paged.sampling.random import DRAWS
 _CPU = torch.device("cpu")
 
 
-class PagedGenerationMixin:
+class PagedGenerationMixin(PagedBatchMixin):
     """Methods put in front of a model's own class by `patch()`; `patched_class` builds the combination.
 
     Only `patch()` and copies of a patched model make instances of it. What the class itself makes

@@ -25,6 +25,7 @@ from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.memory.streams import Handover
 from hf_paged.model.host_call import HostCall
+from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.sampling.random import DRAWS, GeneratorStates
 
 SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
@@ -93,7 +94,10 @@ class _Stream:
         self._streamer = streamer
         self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._is_over = False
-        self.put: Callable[[int], None] = self._tokens.put
+
+    def put(self, row: int, token: int, said: TokenLogprobs | None) -> None:
+        """One more token of the call's one row."""
+        self._tokens.put(token)
 
     def close(self, run: SampledRequest) -> None:
         """No more tokens come."""
@@ -168,7 +172,8 @@ def run_loop(
             # The blocks go back while the call still counts as one that will return some: a call that waits for room
             # would otherwise find, for a moment, neither room nor a call to wait for.
             if (shared := SHARED_CALL.get()) is not None and cache.loop is not None:
-                shared.on_cancel(cache.loop.cancel)
+                loop_here = cache.loop
+                shared.on_cancel(lambda index: loop_here.cancel())
             try:
                 draws = _private_draws(engine, states, call)
                 with draws, allowed_interrupt():

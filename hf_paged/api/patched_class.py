@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_paged.api.batch_methods import MANAGER
 from hf_paged.api.forward import paged_forward
 from hf_paged.api.generation import PagedGenerationMixin
 from hf_paged.api.routing import BASE, ENGINE, base_class
@@ -32,7 +33,7 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if self.paged.ranks is not None:
             raise TypeError("a patched model that is shared out between processes can't be copied: unpatch it first")
         settings = (self.paged.config, self.paged.traits)
-        state = {name: value for name, value in self.__getstate__().items() if name != ENGINE}
+        state = {name: value for name, value in self.__getstate__().items() if name not in (ENGINE, MANAGER)}
         return _rebuild, (base, settings), state
 
     def set_state(self: Any, state: dict[str, Any]) -> None:
@@ -80,6 +81,7 @@ def detach(model: Any) -> None:
         RuntimeError: This thread is inside a step of the model.
     """
     model.paged.core.check_outside()
+    model.destroy_cached_continuous_batching_manager()
     model.__class__ = base_class(model)
     model.__dict__.pop(ENGINE).close()
 

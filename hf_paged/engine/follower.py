@@ -62,7 +62,7 @@ class Follower:
         self._fault: BaseException | None = None
         self._lock = threading.Lock()
         self._housekeeper: threading.Thread | None = None
-        self._given_up: queue.SimpleQueue[Expected] = queue.SimpleQueue()
+        self._given_up: queue.SimpleQueue[tuple[Expected, int | None]] = queue.SimpleQueue()
         channel.watch(0, self._hear, self._lose)
         channel.start(self._receive, "hf_paged_follow")
 
@@ -164,25 +164,25 @@ class Follower:
                 self.channel.alert(0, Alert.CANCEL, call.number)
             raise
 
-    def expect(self, digest: bytes, text: str, done: Done) -> Callable[[], None]:
-        """See `Mail.expect`; returns what ends the call, also for a finalizer: it takes no lock."""
+    def expect(self, digest: bytes, text: str, done: Done) -> Callable[..., None]:
+        """See `Mail.expect`; returns what ends the call (given an index: one sample), also for a finalizer."""
         expected = self.mail.expect(digest, text, done)
         with self._lock:
             if self._housekeeper is None or not self._housekeeper.is_alive():
                 self._housekeeper = threading.Thread(target=self._keep_house, name="hf_paged_calls", daemon=True)
                 self._housekeeper.start()
-        return lambda: self._given_up.put(expected)
+        return lambda index=None: self._given_up.put((expected, index))
 
     def _keep_house(self) -> None:
         """While calls are expected: says which were given up here, and ends those that rank 0 doesn't make."""
-        given_up: list[Expected] = []
+        given_up: list[tuple[Expected, int | None]] = []
         while not self.ended.wait(0.02):
             while not self._given_up.empty():
                 given_up.append(self._given_up.get())
-            for expected in given_up:
+            for expected, index in given_up:
                 if expected.call is not None and expected.call.outcome is None:
-                    self.channel.alert(0, Alert.CANCEL, expected.call.number)
-            given_up = [expected for expected in given_up if expected.call is None]
+                    self.channel.alert(0, Alert.CANCEL, expected.call.number, "" if index is None else str(index))
+            given_up = [one for one in given_up if one[0].call is None]
             self.mail.fail_overdue()
 
     def outcome(self, call: RemoteCall) -> Any:

@@ -32,18 +32,19 @@ class SharedCall:
     def __init__(self, number: int) -> None:
         self.number = number
         self.ended_by: int | None = None
-        self._cancel: Callable[[], None] = lambda: None
+        self._index: int | None = None
+        self._cancel: Callable[[int | None], None] = lambda index: None
 
-    def on_cancel(self, cancel: Callable[[], None]) -> None:
-        """What ends it; takes no lock."""
+    def on_cancel(self, cancel: Callable[[int | None], None]) -> None:
+        """What ends it, or one of its samples."""
         self._cancel = cancel
         if self.ended_by is not None:
-            cancel()
+            cancel(self._index)
 
-    def cancel(self, rank: int) -> None:
-        """Ends it, on whichever thread."""
-        self.ended_by = rank
-        self._cancel()
+    def cancel(self, rank: int, index: int | None) -> None:
+        """Ends it, or one of its samples, on whichever thread."""
+        self.ended_by, self._index = rank, index
+        self._cancel(index)
 
 
 # The call of this thread that the other ranks know: what it calls in turn is none of theirs.
@@ -179,7 +180,7 @@ class Leader:
             elif alert == Alert.CANCEL:
                 call = self._open.get(number)
                 if call is not None:
-                    call.cancel(index)
+                    call.cancel(index, int(text) if text else None)
             else:
                 self._gone[index].set()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -33,8 +34,11 @@ from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.parallel.call_key import call_key
 from hf_paged.parallel.channel import RankError
+from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted
 from hf_paged.sampling.random import default_generator
+
+NO_CONTROLS = SamplingControls()
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +93,7 @@ class Submissions:
         cache_salt: Any,
         logprobs: LogprobsWanted | None,
         arguments: dict[str, Any],
+        controls: SamplingControls = NO_CONTROLS,
     ) -> Request:
         """See `Engine.submit`."""
         prompt = one_prompt(input_ids, self._core.model)
@@ -107,26 +112,28 @@ class Submissions:
             self._active[request_id] = _Active()
         ranks, shared = self._core.ranks, None
         try:
+            if processors := controls.processors(prompt.shape[1]):
+                arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
             call = self._prepare(prompt, generation_config, arguments)
-            _split_generators(call)
-            state = RequestState(request_id, prompt[0].tolist(), call.is_streamable)
+            if controls.seed is None:
+                _split_generators(call)
+            else:
+                _seed_generators(call, controls.seed)
+            has_events = call.is_streamable or isinstance(call.work, SampleCall)
+            state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
             if isinstance(ranks, Follower):
-                abandon = self._expect(ranks, state, call)
-                return Request(state, abandon, abandon, self._waiting)
+                give_up = self._expect(ranks, state, call)
+                return Request(state, give_up, give_up, self._waiting)
             if ranks is not None and SHARED_CALL.get() is None:
                 shared = ranks.begin(*_key(call))
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt), within(shared or SHARED_CALL.get()):
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
-                abandon, wake = start(state, call, priority, logprobs)
+                abandon, cancel = start(state, call, priority, logprobs)
         except BaseException as error:
             self._active.pop(request_id, None)
             if shared is not None and isinstance(ranks, Leader):
                 ranks.end(shared, (sendable(error), None))
             raise
-
-        def cancel() -> None:
-            abandon()
-            wake()
 
         if ranks is not None and shared is not None:
             shared.on_cancel(cancel)
@@ -146,7 +153,7 @@ class Submissions:
 
     def _start_run(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
         runs: list[SampledRequest] = []
@@ -167,17 +174,21 @@ class Submissions:
             for run in list(runs):
                 self._calls.cancel(run)
 
+        def cancel(index: int | None) -> None:
+            for run in list(runs):
+                self._calls.cancel(run, index)
+            self._calls.wake()
+
         # Before the run, whose end may come at once.
         self._active[state.request_id] = _Active(state, abandon)
-        on_token = state.push if call.is_streamable else None
-        runs.append(self._calls.start(call.work, on_token, waits=False, on_end=end))
+        runs.append(self._calls.start(call.work, state.push, waits=False, on_end=end))
         if state.is_done:
             runs.clear()
-        return abandon, self._calls.wake
+        return abandon, cancel
 
     def _start_loop(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         if logprobs is not None and logprobs.is_processed:
             raise ValueError(
                 "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
@@ -193,15 +204,16 @@ class Submissions:
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
         job = self._threads.add(loop, partial(_run_within, SHARED_CALL.get(), request.run))
 
-        def wake() -> None:
+        def cancel(index: int | None) -> None:
+            loop.cancel()
             if self._threads.remove(job):
                 self._active.pop(state.request_id, None)
                 state.finish([[]], ["cancelled"])
             self._calls.wake()
 
-        return loop.cancel, wake  # the handle's finalizer must not lead to the state, as above
+        return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
 
-    def _expect(self, follower: Follower, state: RequestState, call: PreparedCall) -> Callable[[], None]:
+    def _expect(self, follower: Follower, state: RequestState, call: PreparedCall) -> Callable[..., None]:
         """On another rank than 0: the request ends with what comes of it there; returns what ends it."""
         active = self._active[state.request_id]
 
@@ -214,11 +226,9 @@ class Submissions:
             if error is not None:
                 state.fail(error)
                 return
-            sequences, reasons, scores, logprobs = output
-            if call.is_streamable and sequences:
-                for token in sequences[0]:
-                    state.push(token)
-            state.finish(sequences, reasons, scores, logprobs)
+            for event in output.pop("events"):
+                state.push(*event)
+            state.finish(**output)
 
         digest, text, entry = _key(call)
         active.state, active.abandon = state, follower.expect(digest, text, done)
@@ -292,8 +302,15 @@ def _tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
     """When a request is over, the other ranks hear how."""
     if not state.is_done or not leader.is_open(shared):
         return
-    output = state.output
-    said = None if output is None else (output.sequences, output.finish_reasons, output.scores, output.logprobs)
+    output, said = state.output, None
+    if output is not None:
+        said = {
+            "events": state.events,
+            "sequences": output.sequences,
+            "reasons": output.finish_reasons,
+            "scores": output.scores,
+            "logprobs": output.logprobs,
+        }
     with suppress(RankError):  # which all others hear, too
         leader.end(shared, (None if state.error is None else sendable(state.error), said))
 
@@ -302,6 +319,16 @@ def _run_within(shared: SharedCall | None, run: Callable[[], None]) -> None:
     """Forwards of a call that several ranks know are no calls of their own."""
     with within(shared):
         run()
+
+
+def _seed_generators(call: PreparedCall, seed: int) -> None:
+    """Has a request draw as after `torch.manual_seed`."""
+    if isinstance(call.work, SampleCall):
+        if call.work.generator is not None:
+            call.work.generator.manual_seed(seed)
+        return
+    for device in call.states:  # its loop begins there
+        call.states[device] = torch.Generator(device).manual_seed(seed).get_state()
 
 
 def _split_generators(call: PreparedCall) -> None:

@@ -219,7 +219,7 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if device == "cpu":
         from test_cuda_graph import Recorder
 
-        monkeypatch.setattr("hf_paged.model.cuda_graph.recorder", lambda kv_cache: Recorder())
+        monkeypatch.setattr("hf_paged.model.cuda_graph.recorder", lambda attention: Recorder())
     model = patch(device=device, cuda_graphs=True, max_num_seqs=6)
     stock = build("llama").to(device)
     given: list[bool] = []

@@ -92,11 +92,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     original = cuda_graph.recorder
 
-    def make(kv_cache: Any) -> Any:
+    def make(attention: Any) -> Any:
+        kv_cache = attention.kv_cache
         if any(kv_cache.groups.chunks) or NOWHERE in kv_cache.groups.places:
             return "need layers of another kind"
         if kv_cache.tensor.device.type == "cuda":
-            made.make = original(kv_cache)
+            made.make = original(attention)
         return made
 
     monkeypatch.setattr(cuda_graph, "recorder", make)

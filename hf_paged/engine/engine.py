@@ -18,7 +18,7 @@ from hf_paged.engine import lifetime
 from hf_paged.engine.caller_forwards import CallerForwards
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.follower import FAREWELL_SECONDS, Follower, only_on_first
+from hf_paged.engine.follower import Follower, only_on_first
 from hf_paged.engine.leader import Leader
 from hf_paged.engine.remote_rows import RemoteRows
 from hf_paged.engine.request import Request, RequestOutput
@@ -384,18 +384,14 @@ class Engine:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""
         self._submissions.cancel_all()
         if isinstance(self.ranks, Follower):
-            self.ranks.wait_for_end(self.config.rank_timeout)
+            self.ranks.part()
         self.core.close()
         if isinstance(self.ranks, Leader):
-            self.ranks.stop(FAREWELL_SECONDS)
+            self.ranks.part()
 
     def freeze(self) -> None:
         """At the interpreter's end: no step runs any more."""
         self.core.worker.freeze()
-        if isinstance(self.ranks, Leader):
-            self.ranks.stop(FAREWELL_SECONDS)
-        elif self.ranks is not None:
-            self.ranks.wait_for_end(self.config.rank_timeout)
 
     def start_anew(self) -> None:
         """In a forked child: all that ran in the parent fails here, and its caches are lost."""

@@ -15,18 +15,16 @@ from transformers.utils import logging
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import wait_interruptibly
 from hf_paged.core.step_message import unpack
+from hf_paged.engine import lifetime
 from hf_paged.engine.executor import step_autocast
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
-from hf_paged.parallel.channel import Alert, Channel, Kind, RankError
+from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
 from hf_paged.parallel.mail import Done, Expected, Mail, RemoteCall
 
 logger = logging.get_logger(__name__)
-
-
-FAREWELL_SECONDS = 10.0  # in which the ranks take leave of each other
 
 
 class Follower:
@@ -65,6 +63,7 @@ class Follower:
         self._given_up: queue.SimpleQueue[tuple[Expected, int | None]] = queue.SimpleQueue()
         channel.watch(0, self._hear, self._lose)
         channel.start(self._receive, "hf_paged_follow")
+        lifetime.at_end(self.part)
 
     def handle(self, kind: Kind, payload: bytes) -> bool:
         """Does what a message says; returns whether more may come."""
@@ -146,9 +145,10 @@ class Follower:
         if self._fault is not None and "rank 0 has ended" not in str(self._fault):
             raise self._fault
 
-    def wait_for_end(self, seconds: float) -> None:
-        """Until rank 0 has ended."""
-        if wait_interruptibly(self.ended.wait, seconds):
+    def part(self) -> None:
+        """Waits for rank 0's end: until then it may have steps to run."""
+        lifetime.never_mind(self.part)
+        if wait_interruptibly(self.ended.wait, self._pool.config.rank_timeout):
             self.channel.join(FAREWELL_SECONDS)
 
     # Callers

@@ -16,7 +16,8 @@ from transformers.utils import logging
 
 from hf_paged.core.batch import Batch
 from hf_paged.core.step_message import Copy, pack
-from hf_paged.parallel.channel import Alert, Channel, Kind, RankError
+from hf_paged.engine import lifetime
+from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
 
 logger = logging.get_logger(__name__)
 
@@ -93,6 +94,7 @@ class Leader:
         self._gone: dict[int, threading.Event] = {index: threading.Event() for index in channel.others}
         for index in channel.others:
             channel.watch(index, self._hearer(index), self._loser(index))
+        lifetime.at_end(self.part)
 
     def on_fault(self, fail: Callable[[BaseException], None]) -> None:
         """`fail` is called, on any thread, when nothing can run any more."""
@@ -194,8 +196,9 @@ class Leader:
 
         return lose
 
-    def stop(self, seconds: float) -> None:
+    def part(self) -> None:
         """Nothing comes any more; waits for the others to have heard it."""
+        lifetime.never_mind(self.part)
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -206,10 +209,10 @@ class Leader:
                 logger.info("hf_paged: the other ranks were not told of the end: %s", error)
                 return
             for event in self._gone.values():
-                event.wait(seconds)
+                event.wait(FAREWELL_SECONDS)
             for index in self.channel.others:
                 self._say_bye(index)
-            self.channel.join(seconds)
+            self.channel.join(FAREWELL_SECONDS)
         self._fault = self._fault or RankError("rank 0 has ended (unpatch, or the end of its program)")
 
     def _say_bye(self, index: int) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 FRAME_BYTES = 96 * 1024  # of a message: a step of 256 rows with 64 blocks each fits
 ALERT_BYTES = 2048
 _HEADER = 4  # numbers in front of a message: its kind, its number, its length, its checksum
+FAREWELL_SECONDS = 10.0  # in which the ranks take leave of each other
 _NEVER = timedelta(days=365)  # an idle engine sends nothing, for as long as it likes
 
 
@@ -100,9 +101,9 @@ class Channel:
             parts = [self._frame]
             if len(payload) > room:
                 parts.append(torch.frombuffer(bytearray(payload[room:]), dtype=torch.uint8))
-            for rank in self.ranks[1:]:
+            for index in range(1, len(self.ranks)):
                 for part in parts:
-                    dist.send(part, rank, group=self._messages)
+                    _send(self._messages, part, index)
 
     def receive(self) -> tuple[Kind, bytes]:
         """The next message of rank 0; waits for it. Called by one thread.
@@ -111,12 +112,12 @@ class Channel:
             RuntimeError: Of gloo: rank 0 is gone.
             RankError: It is not the next one, or damaged.
         """
-        dist.recv(self._frame, self.ranks[0], group=self._messages)
+        _receive(self._messages, self._frame, 0)
         kind, number, length, checksum = self._header.tolist()
         payload = self._bytes[8 * _HEADER : 8 * _HEADER + length].tobytes()
         if len(payload) < length:
             rest = torch.empty(length - len(payload), dtype=torch.uint8, device="cpu")
-            dist.recv(rest, self.ranks[0], group=self._messages)
+            _receive(self._messages, rest, 0)
             payload += rest.numpy().tobytes()
         self._number += 1
         if number != self._number or zlib.crc32(payload) != checksum:
@@ -130,7 +131,7 @@ class Channel:
         frame[:24].view(np.int64)[:] = alert, number, len(said)
         frame[24 : 24 + len(said)] = said
         with self._alert_lock:
-            dist.send(torch.from_numpy(frame), self.ranks[index], group=self._alerts)
+            _send(self._alerts, torch.from_numpy(frame), index)
 
     def watch(self, index: int, heard: Callable[[Alert, int, str], None], lost: Callable[[Exception], None]) -> None:
         """Hears alerts of another rank, on a thread of its own, until it says `BYE` or is gone.
@@ -145,7 +146,7 @@ class Channel:
             frame = torch.zeros(ALERT_BYTES, dtype=torch.uint8, device="cpu")
             while True:
                 try:
-                    dist.recv(frame, self.ranks[index], group=self._alerts)
+                    _receive(self._alerts, frame, index)
                 except Exception as error:
                     lost(error)
                     return
@@ -168,3 +169,12 @@ class Channel:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# Past torch.distributed's functions, whose registry a program may have emptied at its end (`destroy_process_group`).
+def _send(group: Any, frame: torch.Tensor, index: int) -> None:
+    group.send([frame], index, 0).wait()
+
+
+def _receive(group: Any, frame: torch.Tensor, index: int) -> None:
+    group.recv([frame], index, 0).wait()

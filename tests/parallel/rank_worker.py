@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from models import VOCAB, build
+from models import MODELS, VOCAB, build
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
@@ -66,13 +66,28 @@ class Collect(BaseStreamer):
 
 def load(name: str, directory: str) -> Any:
     """A model of the suite's, shared out between the ranks."""
-    path = Path(directory) / name
-    if RANK == 0 and not path.exists():
-        build(name).save_pretrained(path)
+    path = Path(directory) / name.replace("/", "_of_")
+    if RANK == 0:
+        _make(name).save_pretrained(path)
     dist.barrier()
     config = DistributedConfig(tp_size=dist.get_world_size())
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config).eval()
     model.generation_config.pad_token_id = 0
+    return model
+
+
+def _make(name: str) -> Any:
+    """A row of the suite's table; `row/4`: with four key/value heads."""
+    row, _, kv_heads = name.partition("/")
+    if not kv_heads:
+        return build(row)
+    config = MODELS[row].config()
+    config.num_key_value_heads = int(kv_heads)
+    torch.manual_seed(MODELS[row].seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # weights that make its text diverse
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 

@@ -15,7 +15,14 @@ ROOM = {"num_blocks": 64, "rank_timeout": 60}
 TIGHT = {"num_blocks": 8, "block_size": 4, "rank_timeout": 60}
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma2", "mixtral", "gpt_oss", "phi3"])
+pytestmark = pytest.mark.timeout(400)
+
+
+def _slow(*models: str) -> list[Any]:
+    return [pytest.param(model, marks=pytest.mark.slow) for model in models]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", *_slow("qwen3", "mixtral", "gpt_oss", "phi3")])
 def test_all_modes_on_every_rank(two_ranks: Any, model: str) -> None:
     for answer in two_ranks.run("modes", model=model, modes=MODES, settings=ROOM):
         assert not answer["differences"]
@@ -70,9 +77,23 @@ def test_each_rank_holds_its_share(two_ranks: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model", ["llama/4", "qwen3/4", "gemma2/4", "mixtral/4", "gpt_oss"])
 def test_four_ranks(four_ranks: Any, model: str) -> None:
-    pytest.skip("models of four key/value heads are yet to be added")
+    for answer in four_ranks.run("modes", model=model, modes=MODES, settings=ROOM):
+        assert not answer["differences"]
+
+
+@pytest.mark.slow
+def test_more_ranks_than_key_value_heads(four_ranks: Any) -> None:
+    for answer in four_ranks.run("supported", model="llama"):
+        assert not answer["supported"] and "can't be shared out evenly between 4 processes" in answer["reasons"][0]
+
+
+@pytest.mark.slow
+def test_threads_on_four_ranks(four_ranks: Any) -> None:
+    settings = TIGHT | {"num_blocks": 24}
+    answers = four_ranks.run("threads", model="llama/4", numbers=list(range(60)), num_threads=60, settings=settings)
+    assert [(answer["differences"], answer["hung"]) for answer in answers] == [({}, 0)] * 4
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -28,7 +28,6 @@ from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_row
 from hf_paged.api.routing import (
     ENGINE,
     LoopCall,
-    base_class,
     engine_call,
     fall_back,
     rows_may_leave,
@@ -43,6 +42,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PREPARES_ONLY
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import on_steps_stream
+from hf_paged.model.base_class import base_class
 from hf_paged.model.host_call import CALL, CallState, HostCall, end_of_preparation, hides_device, preparing
 from hf_paged.sampling.processors import pads_finished
 from hf_paged.sampling.random import DRAWS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import logging
 
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
@@ -19,6 +19,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
+from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.packed_forward import PackedForward
 from hf_paged.model.traits import is_stochastic
@@ -29,13 +30,6 @@ from hf_paged.sampling.random import DRAWS
 logger = logging.get_logger(__name__)
 
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
-BASE = "_hf_paged_base"  # of a patched class, the class that it was made from
-
-
-def base_class(model: nn.Module) -> type[PreTrainedModel]:
-    """The model's class without ours."""
-    base: type[PreTrainedModel] = getattr(type(model), BASE, type(model))
-    return base
 
 
 def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +99,8 @@ class StepExecutor:
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
+        is_handing_out: The tokens of a step are on their way to their requests.
+        step_listeners: Called when all of them are there, with the step lock held: they must only hand that on.
     """
 
     def __init__(self, pool: KVPool, model: BoundModel, runner: ModelRunner) -> None:
@@ -111,6 +114,8 @@ class StepExecutor:
         self.leader: Leader | None = None
         self.num_steps = 0
         self.num_prefill_tokens = 0
+        self.is_handing_out = False
+        self.step_listeners: list[Callable[[], None]] = []
 
     @property
     def num_in_flight(self) -> int:
@@ -184,15 +189,19 @@ class StepExecutor:
         with self._pool.lock:
             # Before rows end, whose blocks are free then.
             self._pool.scheduler.settle(done.offers, is_finite)
+            self.is_handing_out = True
             for (consumer, rows), outcome in zip(done.takers, outcomes, strict=True):
                 try:
                     consumer.take_tokens(rows, outcome)
                 except Exception as error:
                     consumer.fail(error)
+            self.is_handing_out = False
             self.note_step(done.number, done.rows, seconds, done.is_stalled)
             num_tokens = done.rows.num_tokens
             if num_tokens > 4 * len(done.rows.columns[0]):
                 self._pool.cost.note_prefill(num_tokens, seconds)
+        for listener in self.step_listeners:
+            listener()
 
     def _embeddings(self, batch: Batch) -> Tensor | None:
         """`[E, hidden_size]`, what the batch's tokens of `embedded` were given as; in slices, as it was given."""

@@ -57,7 +57,7 @@ class ModelRunner:
         Args:
             batch: The step; what it does to blocks is done.
             attention: Over the pool.
-            embeddings: `[E, hidden_size]`, what the tokens of `batch.embedded` were given as.
+            embeddings: `[E, hidden_size]` or wider, what the tokens of `batch.embedded` were given as.
             chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
 
         Returns:
@@ -74,7 +74,7 @@ class ModelRunner:
 
     def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
         kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
-        tokens = TokenInputs.of(batch, embeddings, chosen).to(device, self._model.embed)
+        tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
         starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
         metadata = _metadata(tables, query_lens, starts + query_lens, kv_cache)

@@ -167,6 +167,19 @@ class PagedGenerationMixin(PagedBatchMixin):
                 twin.write_back(self, wrapper.path)  # of stock, which looks at the model when it is continued
             return result
 
+    def _run_rows(self: Any, call: LoopCall, is_submitted: bool, host: HostCall | None) -> Tensor | None:
+        """The result of a call whose rows or beams the engine can drive; `None`: transformers' loop has to."""
+        if call.cache is None:
+            return None
+        rows = engine_call(self, call, call.input_ids.device if host is None else host.device)
+        if rows is None:
+            return None
+        check_prompt(self.paged, call, 0)
+        if host is not None:
+            with on_steps_stream(host.device):  # whose memory they take: steps may outlast the call
+                host.place_items(rows.processors, rows.ends.others or ())
+        return run_rows(self.paged, rows, call.generation_config, call.others.get("streamer"), is_submitted)
+
     @functools.wraps(GenerationMixin._sample)
     def _sample(
         self: Any,
@@ -176,26 +189,26 @@ class PagedGenerationMixin(PagedBatchMixin):
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        preparation = is_submitted, host = end_of_preparation()
+        preparation = end_of_preparation()
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        device = input_ids.device if host is None else host.device
         run = functools.partial(self._run_sample, call, preparation, super()._sample)  # type: ignore[misc]
-        return run() if is_submitted else share_loop(self.paged, "_sample", call, device, run)
+        return self._share("_sample", call, preparation, run)
 
     def _run_sample(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
-        is_submitted, host = preparation
-        input_ids, generation_config = call.input_ids, call.generation_config
-        if call.cache is not None:
-            rows = engine_call(self, call, input_ids.device if host is None else host.device)
-            if rows is not None:
-                check_prompt(self.paged, call, 0)
-                if host is not None:
-                    with on_steps_stream(host.device):  # whose memory they take: steps may outlast the call
-                        host.place_items(rows.processors, rows.ends.others or ())
-                return run_rows(self.paged, rows, generation_config, call.others.get("streamer"), is_submitted)
-            if pads_finished(call.criteria) and rows_may_leave(self.paged, call):
-                call.criteria = RetiringCriteria(call.criteria, call.cache)
+        result = self._run_rows(call, *preparation)
+        if result is not None:
+            return result
+        if call.cache is not None and pads_finished(call.criteria) and rows_may_leave(self.paged, call):
+            call.criteria = RetiringCriteria(call.criteria, call.cache)
         return run_loop(self, preparation, loop, call)
+
+    def _share(self: Any, method: str, call: LoopCall, preparation: Any, run: Any) -> Any:
+        """Runs a prepared call here, or where the model is shared out between ranks, on the first of them."""
+        is_submitted, host = preparation
+        if is_submitted:  # which is shared as a request
+            return run()
+        device = call.input_ids.device if host is None else host.device
+        return share_loop(self.paged, method, call, device, run)
 
     @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(
@@ -208,14 +221,19 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> Any:
         loop, preparation = super()._beam_search, end_of_preparation()  # type: ignore[misc]
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        return self._share(
+            "_beam_search", call, preparation, functools.partial(self._run_beams, call, preparation, loop)
+        )
+
+    def _run_beams(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
+        result = self._run_rows(call, *preparation)
+        if result is not None:
+            return result
         watch = None
-        if call.cache is not None and not kwargs.get("synced_gpus"):
+        if call.cache is not None and not call.others.get("synced_gpus"):
             watch = BeamSearchLoop(self, call.cache, rows_may_leave(self.paged, call))
             loop = functools.partial(base_class(self)._beam_search, watch)
-        run = functools.partial(run_loop, self, preparation, loop, call, watch=watch)
-        is_submitted, host = preparation
-        device = input_ids.device if host is None else host.device
-        return run() if is_submitted else share_loop(self.paged, "_beam_search", call, device, run)
+        return run_loop(self, preparation, loop, call, watch=watch)
 
     @functools.wraps(GenerationMixin._assisted_decoding)
     def _assisted_decoding(
@@ -228,8 +246,6 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> Any:
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
-        preparation = is_submitted, host = end_of_preparation()
-        loop = super()._assisted_decoding  # type: ignore[misc]
+        preparation, loop = end_of_preparation(), super()._assisted_decoding  # type: ignore[misc]
         run = functools.partial(run_loop, self, preparation, loop, call, spare_tokens=2)
-        device, assistant = input_ids.device if host is None else host.device, kwargs.get("assistant_model")
-        return run() if is_submitted else share_loop(self.paged, "_assisted_decoding", call, device, run, assistant)
+        return self._share("_assisted_decoding", call, preparation, run)

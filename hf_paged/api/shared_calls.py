@@ -24,9 +24,7 @@ from hf_paged.sampling.random import DRAWS
 logger = logging.get_logger(__name__)
 
 
-def share_loop(
-    engine: Engine, method: str, call: LoopCall, device: torch.device, run: Callable[[], Any], assistant: Any = None
-) -> Any:
+def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device, run: Callable[[], Any]) -> Any:
     """One of transformers' loops, or what stands for it: on one rank, or on rank 0 for all.
 
     Args:
@@ -34,11 +32,11 @@ def share_loop(
         method: Its name.
         call: What it is given.
         device: Where the caller has its tensors.
-        run: Runs it here; given a streamer in place of the call's, or `None`: its own.
-        assistant: An assistant model.
+        run: Runs it here.
     """
     if engine.ranks is None or call.cache is None or SHARED_CALL.get() is not None:
         return run()
+    assistant = call.others.get("assistant_model")
     if assistant is not None and ranks_of(assistant) is not None and getattr(assistant, "paged", None) is None:
         raise UnsupportedCallError(
             "the assistant model is shared out between processes and not patched: patch it, too, or load it whole"

@@ -16,7 +16,7 @@ from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import wait_interruptibly
 from hf_paged.core.step_message import unpack
 from hf_paged.engine import lifetime
-from hf_paged.engine.executor import step_autocast
+from hf_paged.engine.executor import autocasting
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.bound_model import BoundModel
@@ -100,7 +100,7 @@ class Follower:
         attention = self._pool.execute(copies)
         if batch.number:
             batch_key, embeddings = pickle.loads(extra)
-            with on_steps_stream(device), step_autocast(batch_key):
+            with on_steps_stream(device), autocasting(batch_key):
                 given = None if embeddings is None else embeddings.to(device)
                 self._runner.run(batch, attention, given)
 

@@ -19,6 +19,7 @@ from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.forward_request import ForwardRequest
+from hf_paged.engine.remote_rows import not_shared_out
 from hf_paged.engine.row_store import RowStore
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS, StateOutput
@@ -94,9 +95,14 @@ class CallerForwards:
                         "position ids, in evaluation mode: other calls need a cache of transformers' own as "
                         "past_key_values"
                     )
+                is_packed = padding is not None and self.is_batched() and not sees_padding(call, padding, width)
+                if self._core.ranks is not None and not is_packed:
+                    raise not_shared_out(
+                        "a forward whose padding can be seen (hidden states, hooks on inner modules, masks with holes)"
+                    )
                 if padding is None:
                     output = self._forward_padded(cache, call, active if is_partial else None)
-                elif not self.is_batched() or sees_padding(call, padding, width):
+                elif not is_packed:
                     output = self._forward_called(cache, call, active, padding)
                 else:
                     output = self._forward_packed(cache, call, active, padding)

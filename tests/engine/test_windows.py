@@ -209,6 +209,7 @@ def test_a_failed_forward_takes_back_what_it_can(
             with pytest.raises(RuntimeError, match="on purpose"):
                 pair.paged(ids[:, 12:36], past_key_values=cache, output_hidden_states=is_called)
         pair.engine.check_invariants()
+        assert not pair.engine.core.scheduler.queues.in_flight
         assert cache.get_seq_length() == 12
         found = pair.paged(ids[:, 12:16], past_key_values=cache).logits
         torch.testing.assert_close(found, pair.stock(ids[:, :16]).logits[:, 12:], rtol=1e-4, atol=1e-4)

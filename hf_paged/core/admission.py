@@ -42,7 +42,7 @@ class Admission:
 
     def run(self, step: Step) -> None:
         """Fills a step with groups that have no blocks in the pool."""
-        if not step.is_short and not step.is_full:
+        if self._queues.is_any_outside and not step.is_short and not step.is_full:
             self._swap_in(step)
             if not self._queues.swapped.head:
                 self._admit(step)

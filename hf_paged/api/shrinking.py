@@ -18,7 +18,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size.*", _VOCAB),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_.*_(size|dim)|moe_.*_size", 24),
     (r".*intermediate_size.*|(.*_)?ffn_dim|n_inner|ffn_hidden_size|inner_dim|d_ff|d_inner", 48),
-    (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 64),
+    (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 128),
     (r"sliding_window|attention_window", 5),
     (r"attention_chunk_size", 6),
     (r"floor_scale", 4),
@@ -106,12 +106,12 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
     for number, name in enumerate(("bos_token_id", "eos_token_id", "pad_token_id")):
         put(small, name, None)
         # The config insists on one, or positions are counted from it (RoBERTa's).
-        if getattr(small, name, None) is not None or (name == "pad_token_id" and stated(config, name)):
+        if getattr(small, name, None) is not None or (name == "pad_token_id" and getattr(config, name, None) is not None):
             put(small, name, SPECIAL + number)
     if overrides:
         ratio = _ratio(config)
         small.per_layer_config = {
-            new: {name: _narrow(name, value, widths, ratio) for name, value in overrides[old].items()}
+            new: {name: _narrow(config, name, value, widths, ratio) for name, value in overrides[old].items()}
             for new, old in enumerate(layers)
             if old in overrides
         }
@@ -277,12 +277,12 @@ def _take_overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
     return overrides
 
 
-def _narrow(name: str, value: Any, widths: dict[str, int], ratio: float) -> Any:
+def _narrow(config: PreTrainedConfig, name: str, value: Any, widths: dict[str, int], ratio: float) -> Any:
     """A layer's own number, as its kind is narrow."""
     if not isinstance(value, int) or isinstance(value, bool) or not widths:
         return value
     if name == "head_dim":
         return _scaled(value, ratio)
-    if name == "num_key_value_heads":
-        return 1
+    if name in ("num_attention_heads", "num_key_value_heads"):
+        return max(1, widths[name] * value // (stated(config, name) or value))
     return _shrunken(name, value)

@@ -28,7 +28,7 @@ _SHORT_CONVOLUTIONS = ["conv", "conv", "full_attention"] * 8
 SAID: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},

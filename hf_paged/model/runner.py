@@ -401,16 +401,20 @@ class ModelRunner:
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._traits.runs_packed:
             with _kept_frequencies(self.model) if self._traits.regime_length is not None else nullcontext():
-                return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer)
+                return self._run_padded(tokens, metadata, kv_cache, logit_rows, may_infer, batch=batch)
         if batch.spans:
             return self._run_apart(batch.spans, tokens, metadata, kv_cache, logit_rows, may_infer)
         rows = to_device(logit_rows, device)
-        states = None
-        if self._traits.states:
-            assert kv_cache.states is not None
-            way = MixerWay(self._traits.states, self._traits.carries_state, self._traits.forms_differ)
-            states = StateStep.of(batch, kv_cache.states, way, device)
+        states = self._states_of(batch, kv_cache)
         return self._run_model(tokens, metadata, kv_cache, rows, may_infer, states=states)
+
+    def _states_of(self, batch: Batch, kv_cache: KVCache, rows: np.ndarray | None = None) -> StateStep | None:
+        """The states of a batch's rows, or of these rows of it; `None`: the model keeps none."""
+        if not self._traits.states:
+            return None
+        assert kv_cache.states is not None
+        way = MixerWay(self._traits.states, self._traits.carries_state, self._traits.forms_differ)
+        return StateStep.of(batch, kv_cache.states, way, kv_cache.tensor.device, rows)
 
     def _run_apart(
         self,
@@ -469,10 +473,12 @@ class ModelRunner:
         logit_rows: np.ndarray,
         may_infer: bool,
         spans: Sequence[tuple[int, ...]] = (),
+        batch: Batch | None = None,
     ) -> Tensor:
         """The step by forwards of the model's own attention, each of rows that padding costs little.
 
-        With `spans` (see `Batch`), masks say which tokens see others behind them.
+        With `spans` (see `Batch`), masks say which tokens see others behind them; with `batch`, of a model with states,
+        rows have those of its rows.
         """
         start = metadata[0].host_start_loc
         sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
@@ -485,7 +491,8 @@ class ModelRunner:
             wanted = np.searchsorted(rows, sequence[mine]), from_end
             own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
             layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
-            cache = PaddedCache(layouts, paged_step(kv_cache.backends, own, kv_cache.groups), kv_cache)
+            states = None if batch is None else self._states_of(batch, kv_cache, rows)
+            cache = PaddedCache(layouts, paged_step(kv_cache.backends, own, kv_cache.groups), kv_cache, states)
             parts.append(
                 self._run_rows(tokens, layouts[0], cache, wanted, may_infer, self._masks(layouts[0], rows, spans))
             )

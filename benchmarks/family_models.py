@@ -26,6 +26,7 @@ _SHORT_CONVOLUTIONS = ["conv", "conv", "full_attention"] * 8
 # What a config has to say beside its defaults, with which transformers can't make the model or can't generate with it:
 # numbers that have no default, and a layer with attention among those with states.
 SAID: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 512},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},

@@ -274,8 +274,8 @@ def patched(model: Any, **settings: Any) -> Iterator[Warnings]:
 def how_it_ran(model: Any, heard: Warnings) -> Row:
     """Layers that were fused, CUDA graphs that were recorded, and why none if it was said."""
     engine = model.paged
-    graphs = engine.core.runner._graphs
-    recorded = len(graphs[1]._recordings or ()) if graphs else 0
+    graphs = engine.core.runner.graphs.held
+    recorded = len(graphs._recordings or ()) if graphs else 0
     reason = heard.said or ("" if recorded else "switched off" if engine.config.cuda_graphs is False else "none here")
     return {"fused": len(engine.core.fused._calls or ()), "graphs": recorded, "no_graphs": reason}
 

@@ -42,7 +42,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from hf_paged.attention.backends.registry import choose
 from hf_paged.attention.backends.triton import TritonStep
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
@@ -613,7 +612,6 @@ def swap_points(bench: Bench) -> Points:
             4 * n,
             16,
             bench.device,
-            partial(choose, "auto"),
         )
 
     def move_each() -> None:

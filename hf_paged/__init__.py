@@ -8,7 +8,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, QueueFullError, UnsupportedCallError, UnsupportedModelError
 from hf_paged.core.metrics import EngineStats
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.request import Request, RequestMetrics, RequestOutput
+from hf_paged.engine.request import Request, RequestMetrics, RequestOutput, TokenEvent
 from hf_paged.engine.warm_up import WarmUp
 from hf_paged.model.hooks import packed_hook
 from hf_paged.sampling.logprobs import TokenLogprobs
@@ -26,6 +26,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SupportReport",
+    "TokenEvent",
     "TokenLogprobs",
     "UnsupportedCallError",
     "UnsupportedModelError",

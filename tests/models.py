@@ -156,6 +156,10 @@ MODELS: dict[str, TinyModel] = {
         ),
         seed=1,
     ),
+    # Two stacks of layers, run through eight times, each time with keys of their own.
+    "hrm_text": TinyModel(
+        lambda: hf.HrmTextConfig(**(_COMMON | {"num_hidden_layers": 1}), head_dim=16, H_cycles=2, L_cycles=3), seed=1
+    ),
     "smollm3": TinyModel(lambda: hf.SmolLM3Config(**_GQA), seed=4),
     # Layers that cache more than others, values narrower than keys, and layers that attend to another one's keys.
     "gemma4": TinyModel(

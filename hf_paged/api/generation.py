@@ -23,6 +23,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from hf_paged.api.batch_methods import PagedBatchMixin
 from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_rows
 from hf_paged.api.routing import (
     ENGINE,
@@ -48,7 +49,7 @@ from hf_paged.sampling.random import DRAWS
 _CPU = torch.device("cpu")
 
 
-class PagedGenerationMixin:
+class PagedGenerationMixin(PagedBatchMixin):
     """Methods put in front of a model's own class by `patch()`; `patched_class` builds the combination.
 
     Only `patch()` and copies of a patched model make instances of it. What the class itself makes
@@ -75,7 +76,7 @@ class PagedGenerationMixin:
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         engine: Engine = self.paged
-        name = engine.core.runner.cache_argument
+        name = engine.core.bound.cache_argument
         given = model_kwargs.get(name)
         if isinstance(given, PagedCache):
             if given.store is not engine.store:
@@ -154,7 +155,7 @@ class PagedGenerationMixin:
                 args, kwargs = (), host.arguments
             elif is_submitted:
                 args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
-            given, wrapper = kwargs.get("past_key_values"), self.paged.core.runner.wrapper
+            given, wrapper = kwargs.get("past_key_values"), self.paged.core.bound.wrapper
             if wrapper is None or not isinstance(given, PagedCache | None):
                 with preparing(CallState(is_submitted, host)):
                     return super().generate(*args, **kwargs)  # type: ignore[misc]

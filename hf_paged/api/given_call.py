@@ -36,9 +36,9 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
     call.others = {name: value for name, value in given.items() if is_given(value)}
-    if self.paged.core.runner.cache_argument != "past_key_values":
+    if self.paged.core.bound.cache_argument != "past_key_values":
         call = call.behind(cache.get_seq_length())
-    if self.paged.core.runner.wrapper is not None:
+    if self.paged.core.bound.wrapper is not None:
         _look_inside(self, cache, call)
     call.on_host()  # before anything is locked
     return call
@@ -47,8 +47,8 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
 @torch.no_grad()
 def _look_inside(self: Any, cache: PagedCache, call: ForwardCall) -> None:
     """Finds out what a wrapper hands to its language model, unless that is the ids of the call and nothing else."""
-    runner = self.paged.core.runner
-    wrapper = runner.wrapper
+    bound = self.paged.core.bound
+    wrapper = bound.wrapper
     asked = {name for name in call.others if name == "labels" or name.startswith("output_")}
     is_text = not call.others.keys() - asked and call.position_ids is not None
     is_text &= wrapper.is_causal or call.tokens.shape[1] == 1
@@ -59,7 +59,7 @@ def _look_inside(self: Any, cache: PagedCache, call: ForwardCall) -> None:
         return
     call.twin = twin = wrapper.twin(self, cache.state)
     given = {name: value for name, value in call.given.items() if name not in asked}
-    inner = runner.reach(twin, given | {"past_key_values": cache, "use_cache": True, "return_dict": True})
+    inner = bound.reach(twin, given | {"past_key_values": cache, "use_cache": True, "return_dict": True})
     call.others = {name: call.others[name] for name in asked} | inner.others
     has_same_shape = inner.inputs_embeds.shape[:2] == call.tokens.shape[:2]
     call.is_known = not inner.others and has_same_shape and inner.find_spans(wrapper.is_causal, wrapper.window)

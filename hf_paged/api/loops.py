@@ -23,6 +23,7 @@ from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.memory.streams import Handover
 from hf_paged.model.host_call import HostCall
+from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.sampling.random import DRAWS, GeneratorStates
 
 SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
@@ -87,7 +88,10 @@ class _Stream:
         self._streamer = streamer
         self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._is_over = False
-        self.put: Callable[[int], None] = self._tokens.put
+
+    def put(self, row: int, token: int, said: TokenLogprobs | None) -> None:
+        """One more token of the call's one row."""
+        self._tokens.put(token)
 
     def close(self, run: SampledRequest) -> None:
         """No more tokens come."""
@@ -140,7 +144,7 @@ def run_loop(
     input_ids, generation_config = call.input_ids, call.generation_config
     if call.cache is not None and call.others.get("synced_gpus"):
         fall_back(engine.config, "synced_gpus=True")
-        call.others[engine.core.runner.cache_argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        call.others[engine.core.bound.cache_argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
     states, cache = DRAWS.entry, call.cache
     num_blocks = 0
     if cache is not None:

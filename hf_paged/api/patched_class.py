@@ -7,13 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_paged.api.batch_methods import MANAGER
 from hf_paged.api.forward import paged_forward
 from hf_paged.api.generation import PagedGenerationMixin
 from hf_paged.api.routing import BASE, ENGINE, base_class
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.engine import Engine
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
 
 _SETTINGS = "_hf_paged_settings"
 
@@ -29,7 +30,7 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def reduce(self: Any, protocol: Any) -> Any:
         """Pickling and `copy.deepcopy`: the copy is patched with the same settings and gets a pool of its own."""
         settings = (self.paged.config, self.paged.traits)
-        state = {name: value for name, value in self.__getstate__().items() if name != ENGINE}
+        state = {name: value for name, value in self.__getstate__().items() if name not in (ENGINE, MANAGER)}
         return _rebuild, (base, settings), state
 
     def set_state(self: Any, state: dict[str, Any]) -> None:
@@ -76,6 +77,7 @@ def detach(model: Any) -> None:
         RuntimeError: This thread is inside a step of the model.
     """
     model.paged.core.check_outside()
+    model.destroy_cached_continuous_batching_manager()
     model.__class__ = base_class(model)
     model.__dict__.pop(ENGINE).close()
 

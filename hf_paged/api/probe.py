@@ -28,7 +28,7 @@ from hf_paged.api.stored_layers import (
 )
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import is_batch_dependent
 from hf_paged.model.wrapper import Wrapper
 

@@ -21,7 +21,7 @@ from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.packed_forward import PackedForward
-from hf_paged.model.runner import is_stochastic
+from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
@@ -143,7 +143,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         return None
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
     known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD}
-    wrapper = engine.core.runner.wrapper
+    wrapper = engine.core.bound.wrapper
     is_plain = not any(is_given(value) for name, value in kwargs.items() if name not in known)
     if not is_plain and wrapper is None:
         return None
@@ -156,7 +156,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     padding = [0] * rows
     mask: Tensor | None = kwargs.get("attention_mask")
     positions: Tensor | None = kwargs.get("position_ids")
-    if positions is not None and engine.core.runner.wrapper is not None:
+    if positions is not None and engine.core.bound.wrapper is not None:
         positions = token_positions(positions)
     if positions is not None and (positions.shape != input_ids.shape or positions.is_floating_point()):
         return None
@@ -191,7 +191,7 @@ def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
     core = model.paged.core
     let_caller_first(core.pool.kv_device)
     with on_steps_stream(core.pool.kv_device):  # in their memory, as what a caller's forward is given
-        return PackedForward.prompts(forward, core.runner.takes_positions)
+        return PackedForward.prompts(forward, core.bound.takes_positions)
 
 
 def _sample_call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from contextlib import suppress
 from typing import Any
@@ -93,6 +94,8 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
         else:
             put(small, name, _shrunken(name, value))
     put(small, "num_hidden_layers", len(layers))
+    if (stated(config, "sliding_window") or 0) >= (stated(config, "max_position_embeddings") or math.inf):
+        put(small, "sliding_window", small.max_position_embeddings)  # one that no text gets beyond
     stack = stated(config, "num_layers_per_stack")
     if stack and num_layers:  # layers that are run through again and again, each time with keys of their own
         put(small, "num_layers_per_stack", 2)

@@ -21,7 +21,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.model.cache_argument import cache_argument
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
 
 _TOLERANCE = 1e-3  # of the largest logit
 _ROUNDING = 1e-4  # the same, for what is to agree but for the order of sums

@@ -26,7 +26,7 @@ from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS, StateOutput
 from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.model.packed_forward import PackedForward, plain_padding, sees_padding
-from hf_paged.model.runner import is_stochastic
+from hf_paged.model.traits import is_stochastic
 
 logger = logging.get_logger(__name__)
 
@@ -84,7 +84,7 @@ class CallerForwards:
         for sequence in live:
             if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
                 self._core.post(partial(self._core.scheduler.slide, sequence))
-        takes_positions = self._core.runner.takes_positions
+        takes_positions = self._core.bound.takes_positions
         padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
         is_kept = loop is None and not cache.owned_by_call
         try:
@@ -110,7 +110,7 @@ class CallerForwards:
         output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
         if fan_out > 1:
             output = map_batch(output, len(cache.sequences), lambda x: x.repeat_interleave(fan_out, dim=0))
-        output[self._core.runner.cache_argument] = cache
+        output[self._core.bound.cache_argument] = cache
         return output
 
     def is_batched(self) -> bool:
@@ -120,7 +120,7 @@ class CallerForwards:
     def _is_own(self) -> bool:
         """Whether what the model stores of a token follows from the row's tokens and positions, at least at first."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
-        model = self._core.runner.model
+        model = self._core.bound.model
         config = model.config.get_text_config(decoder=True)
         # Dropout in training mode is the model's own attention's business.
         traits = self._core.traits
@@ -160,7 +160,7 @@ class CallerForwards:
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
         cache.set_padding(padding, active)
-        packed = PackedForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
+        packed = PackedForward.make(call, sequences, padding, width, self._core.bound.takes_positions)
         device = self._core.pool.kv_device
         with self._store.resident(sequences, has_forward=True), among_steps(device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
@@ -168,7 +168,8 @@ class CallerForwards:
                 self._extend(cache, packed, width)
                 new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
                 self._store.append(sequences, new)
-                kv_cache = self._core.kv_cache
+                attention = self._core.pool.attention
+                kv_cache = attention.kv_cache
                 tables = padded_tables(
                     group_tables(self._core.manager.tables([sequence.seq_id for sequence in sequences])),
                     kv_cache.groups.windows,
@@ -180,7 +181,7 @@ class CallerForwards:
                 tables,
                 np.array(new),
                 np.array([sequence.num_tokens for sequence in sequences]),
-                kv_cache,
+                attention,
                 (width + packed.length, packed.length),
                 call.arguments(),
                 call.twin,
@@ -218,12 +219,12 @@ class CallerForwards:
         with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             cache.select_active(active)
-            output: ModelOutput = self._core.runner.run_unpatched(
+            output: ModelOutput = self._core.bound.run_unpatched(
                 use_cache=True,
                 return_dict=True,
                 twin=call.twin,
                 **call.arguments(),
-                **{self._core.runner.cache_argument: cache},
+                **{self._core.bound.cache_argument: cache},
             )
             cache.select_active(None)
             with self._core.transaction():
@@ -238,7 +239,7 @@ class CallerForwards:
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         width = cache.get_seq_length()
         cache.set_padding(padding, active)
-        packed = PackedForward.make(call, sequences, padding, width, self._core.runner.takes_positions)
+        packed = PackedForward.make(call, sequences, padding, width, self._core.bound.takes_positions)
         request: ForwardRequest | None = None
         try:
             with self._core.worker.leading():
@@ -250,8 +251,8 @@ class CallerForwards:
             let_steps_first(self._core.pool.kv_device)  # they may read what the caller gave
             raise
         cache.advance(packed.length)
-        takes_past = self._core.runner.cache_argument == "past_key_values"
-        return self._core.runner.output_type(logits=logits) if takes_past else StateOutput(logits=logits)
+        takes_past = self._core.bound.cache_argument == "past_key_values"
+        return self._core.bound.output_type(logits=logits) if takes_past else StateOutput(logits=logits)
 
     def _enqueue(self, cache: PagedCache, packed: PackedForward, width: int) -> ForwardRequest:
         request: ForwardRequest | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import deferred_interrupt
@@ -13,7 +14,7 @@ from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.room import Room
 from hf_paged.engine.row_store import RowStore
-from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCallback
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 
 
@@ -55,7 +56,7 @@ class Calls:
     def start(
         self,
         call: SampleCall,
-        on_token: Callable[[int], None] | None = None,
+        on_token: TokenCallback | None = None,
         waits: bool = True,
         on_end: Callable[[SampledRequest], None] | None = None,
     ) -> SampledRequest:
@@ -63,7 +64,7 @@ class Calls:
 
         Args:
             call: What to generate.
-            on_token: Called with every token of row 0, by the loop: it must only hand it on.
+            on_token: Called with every token, by the loop: it must only hand it on.
             waits: The caller waits: while the queue is full, and then for the result.
             on_end: Called when the run is over, by the loop.
         """
@@ -97,9 +98,9 @@ class Calls:
                 self.cancel(run)  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def cancel(self, run: SampledRequest) -> None:
-        """Ends a run before the next step. Takes no lock."""
-        self._core.worker.loop.order(run.cancel)
+    def cancel(self, run: SampledRequest, row: int | None = None) -> None:
+        """Ends a run, or one of its rows, before the next step. Takes no lock."""
+        self._core.worker.loop.order(run.cancel if row is None else partial(run.cancel_row, row))
 
     def leading(self) -> AbstractContextManager[None]:
         """Around a run that is waited for: see `StepWorker.leading`."""

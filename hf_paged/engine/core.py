@@ -25,9 +25,12 @@ from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
+from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.packed_linears import PackedLinears
-from hf_paged.model.runner import ModelRunner, ModelTraits
+from hf_paged.model.runner import ModelRunner
+from hf_paged.model.step_memory import StepMemory
+from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsVersion
 from hf_paged.sampling.stop_strings import StopStringTables
 
@@ -44,6 +47,7 @@ class EngineCore:
         linears: Layers of the engine's forwards, and
         fused: more of them.
         weights_version: What keys and values depend on in the model.
+        bound: The model as forwards call it.
         runner: Runs steps.
         pool: Tables, scheduler and tensor.
         executor: Runs steps of the scheduler.
@@ -80,26 +84,18 @@ class EngineCore:
         self.fused = FusedLayers(model)
         self.weights_version = state = WeightsVersion(model, self.linears, self.fused)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
-        self.runner = ModelRunner(
-            model,
-            forward,
-            model._supports_logits_to_keep(),
-            self._layers,
-            traits,
-            is_plain=lambda: state.is_plain,
-            num_moves=lambda: state.num_moves,
-            config=config,
-        )
-        runner, groups = self.runner, CacheGroups.of(traits.stored)
+        self.bound = bound = BoundModel(model, forward, self._layers, traits, lambda: state.is_plain, config)
+        self.runner = ModelRunner(bound, lambda: state.num_moves, config)
+        groups = CacheGroups.of(traits.stored)
         self.pool = KVPool(
             config,
             groups,
             partial(traits.geometry, groups, block_size=config.block_size),
-            lambda: runner.placement,
-            lambda: find_size(config, traits, groups, runner),
+            lambda: bound.placement,
+            lambda: find_size(config, groups, bound, StepMemory(bound, config)),
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
         )
-        self.executor = StepExecutor(self.pool, self.runner)
+        self.executor = StepExecutor(self.pool, bound, self.runner)
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
         self._posted: deque[Callable[[], None]] = deque()
@@ -115,7 +111,7 @@ class EngineCore:
     @property
     def model(self) -> PreTrainedModel:
         """The patched model. Raises `RuntimeError` when it no longer exists."""
-        return self.runner.model
+        return self.bound.model
 
     @property
     def manager(self) -> BlockManager:
@@ -136,7 +132,7 @@ class EngineCore:
 
     def check_outside(self) -> None:
         """Refuses what takes a step while this thread is in one. Raises `RuntimeError`."""
-        self.runner.check_outside()
+        self.bound.check_outside()
 
     @property
     def current_loop(self) -> DecodingLoop | None:
@@ -186,7 +182,7 @@ class EngineCore:
 
     def batch_key(self) -> Hashable:
         """What the rows of a step have in common: this thread's autocast state."""
-        return autocast_state(self.runner.placement[1])
+        return autocast_state(self.bound.placement[1])
 
     @property
     def num_running(self) -> int:
@@ -242,7 +238,7 @@ class EngineCore:
         with self.worker.loop.exclusive(), self.transaction():
             self.pool.release()
             self.weights_version.forget()
-            self.runner.forget_graphs()
+            self.runner.graphs.forget()
 
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""

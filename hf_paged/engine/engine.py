@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,7 +24,8 @@ from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.snapshot import Snapshot
 from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
-from hf_paged.model.runner import ModelTraits
+from hf_paged.model.traits import ModelTraits
+from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted
 
 
@@ -85,6 +86,10 @@ class Engine:
         cache_salt: str | int | bytes | None = None,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
+        seed: int | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         **generate_kwargs: Any,
     ) -> Request:
         """Queues one prompt and returns at once.
@@ -100,8 +105,12 @@ class Engine:
             logprobs: Say of each token how likely it was, and so many of the likeliest in its place (0: none of those).
             logprobs_mode: `"raw"`: log-softmax, in float32, of the model's logits; `"processed"`: of what sampling drew
                 from, behind all processors (not of beams, assisted decoding and processors of your own).
-            **generate_kwargs: Everything else that `generate()` takes, but `streamer` (iterate the request instead),
-                `inputs_embeds`, and per-step outputs.
+            seed: Draw as `generate()` does after `torch.manual_seed(seed)`; the global generator is left alone then.
+            presence_penalty: Taken off the logit of each token that was generated before.
+            frequency_penalty: The same, as often as it was. Both before temperature and the like.
+            logit_bias: Added to logits, by token id; as early.
+            **generate_kwargs: Everything else that `generate()` takes (`pixel_values` and other inputs of the prompt,
+                too), but `streamer` (iterate the request instead), `inputs_embeds`, and per-step outputs.
 
         Sampling draws as `generate()` would from the state of torch's global generator at this moment; after a
         sampling request the global generator is reseeded from itself, so that the next one draws other numbers.
@@ -111,8 +120,9 @@ class Engine:
             QueueFullError: `max_waiting` requests are waiting.
         """
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
+        controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias)
         return self._submissions.submit(
-            input_ids, generation_config, request_id, priority, cache_salt, wanted, generate_kwargs
+            input_ids, generation_config, request_id, priority, cache_salt, wanted, generate_kwargs, controls
         )
 
     @deferred_interrupt()
@@ -277,7 +287,8 @@ class Engine:
         core.check_outside()
         with core.transaction():
             core.weights_version.key()  # weights and code as they are now: what is recorded of others is recorded again
-        return warm_up(core.pool, core.runner, core.worker.loop, self.traits.runs_packed and self.forwards.is_batched())
+        runs_packed = self.traits.runs_packed and self.forwards.is_batched()
+        return warm_up(core.pool, core.bound, core.runner, core.worker.loop, runs_packed)
 
     # Step by step
 
@@ -343,6 +354,6 @@ class Engine:
         error = RuntimeError("this process was forked while the request was running in the parent")
         self.core.worker.loop.orphan(error)
         self._submissions.orphan(error)
-        model = self.core.runner.living_model
+        model = self.core.bound.living_model
         if model is not None:
             self._start(model)

@@ -18,6 +18,7 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
+from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
 from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
@@ -96,9 +97,10 @@ class StepExecutor:
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
     """
 
-    def __init__(self, pool: KVPool, runner: ModelRunner) -> None:
+    def __init__(self, pool: KVPool, model: BoundModel, runner: ModelRunner) -> None:
         """Serves one pool and one model."""
         self._pool = pool
+        self._model = model
         self._runner = runner
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
@@ -118,29 +120,29 @@ class StepExecutor:
         Not where a user's code runs in the model: rows that have ended would show it one token too many.
         """
         setting = self._pool.config.use_async_batching
-        return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self._runner.is_plain
+        return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self._model.is_plain
 
     def token_table(self, device: torch.device) -> TokenTable:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
         return self._tables.setdefault(device, TokenTable(device))
 
     def check_outside(self) -> None:
-        """See `ModelRunner.check_outside`."""
-        self._runner.check_outside()
+        """See `BoundModel.check_outside`."""
+        self._model.check_outside()
 
     def prepared(self) -> AbstractContextManager[None]:
-        """See `ModelRunner.prepared`."""
-        return self._runner.prepared()
+        """See `BoundModel.prepared`."""
+        return self._model.prepared()
 
     def launch(self, batch: Batch) -> None:
         """Queues a step. Takes it back if anything raises. The step lock is held."""
         pool = self._pool
         try:
-            device = self._runner.placement[1]
+            device = self._model.placement[1]
             with on_steps_stream(device), _autocast(batch.batch_key):
-                kv_cache = pool.execute_moves(batch)
+                attention = pool.execute_moves(batch)
                 timer = DeviceTimer(device)
-                logits = self._runner.run(batch, kv_cache, self._embeddings(batch), self._chosen_before(batch))
+                logits = self._runner.run(batch, attention, self._embeddings(batch), self._chosen_before(batch))
         except BaseException:
             with pool.lock:
                 pool.scheduler.undo(batch)
@@ -148,7 +150,7 @@ class StepExecutor:
         with pool.lock, on_steps_stream(device):
             rows = StepRows.of(pool.scheduler.chunks(batch))
             offers = pool.scheduler.update(batch, is_checked=False)
-            check = _check(kv_cache, offers) if offers else None
+            check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)
             chosen, takers = self._deliver(batch, logits)
             step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, takers, offers, check)

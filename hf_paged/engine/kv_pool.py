@@ -7,12 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import torch
 
-from hf_paged.attention.backends.registry import choose
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
@@ -95,12 +94,12 @@ class KVPool:
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
         self.log = EventLog(now=time.time)
-        self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._pending: deque[Callable[[PoolAttention], None]] = deque()
         self._placement = placement
         self._find_size = find_size
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
-        self._kv_cache: KVCache | None = None
+        self._attention: PoolAttention | None = None
 
     @property
     def is_made(self) -> bool:
@@ -119,7 +118,7 @@ class KVPool:
     @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
-        return self._placement()[1] if self._kv_cache is None else self._kv_cache.tensor.device
+        return self._placement()[1] if self._attention is None else self._attention.kv_cache.tensor.device
 
     @property
     def bytes_per_block(self) -> int:
@@ -187,18 +186,19 @@ class KVPool:
         num_blocks = self.manager.swap.need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_moves(self, moves: BlockMoves) -> KVCache:
-        """Swaps, copies and clears blocks before a step; returns the tensor that it is to run over."""
+    def execute_moves(self, moves: BlockMoves) -> PoolAttention:
+        """Swaps, copies and clears blocks before a step; returns what it is to run over."""
         self._queue_swap_outs(moves.swap_outs)
-        self._pending += [
-            (KVCache.swap_in, (moves.swap_ins,)),
-            (KVCache.copy_blocks, (moves.block_copies,)),
-            (KVCache.zero_blocks, (moves.new_blocks,)),
-        ]
-        kv_cache = self.flush_copies()
-        for num_blocks, seconds in kv_cache.finished_swaps():
+        if moves.swap_ins:
+            self._pending.append(lambda own: own.kv_cache.swap_in(moves.swap_ins))
+        if moves.block_copies:
+            self._pending.append(lambda own: own.copy_blocks(moves.block_copies))
+        if moves.new_blocks:
+            self._pending.append(lambda own: own.zero_blocks(moves.new_blocks))
+        attention = self.flush_copies()
+        for num_blocks, seconds in attention.kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
-        return kv_cache
+        return attention
 
     def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         """Moves blocks `(device, CPU)`."""
@@ -208,21 +208,21 @@ class KVPool:
     def _queue_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
             assert self.manager.swap_pool is not None
-            self._pending.append((KVCache.swap_out, (pairs, self.manager.swap_pool.num_blocks)))
+            size = self.manager.swap_pool.num_blocks
+            self._pending.append(lambda own: own.kv_cache.swap_out(pairs, size))
 
-    def flush_copies(self) -> KVCache:
+    def flush_copies(self) -> PoolAttention:
         """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
 
         What raises (out of memory, say) stays to be done: the tables name the new places already.
         """
-        kv_cache = self.kv_cache
-        with on_steps_stream(kv_cache.tensor.device):
-            while self._pending:
-                copy, arguments = self._pending[0]
-                if arguments[0]:
-                    copy(kv_cache, *arguments)
-                self._pending.popleft()
-        return kv_cache
+        attention = self.attention
+        if self._pending:
+            with on_steps_stream(attention.kv_cache.tensor.device):
+                while self._pending:
+                    self._pending[0](attention)
+                    self._pending.popleft()
+        return attention
 
     @property
     def scheduler(self) -> Scheduler:
@@ -234,14 +234,21 @@ class KVPool:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
+        """The pool tensor; see `attention`."""
+        return self.attention.kv_cache
+
+    @property
+    def attention(self) -> PoolAttention:
+        """The pool tensor and its backends: made at first use, and again when the model has moved to another device or
+        dtype.
+        """
         dtype, device = self._placement()
-        held = self._kv_cache
-        if held is not None and held.compute_dtype is dtype and held.tensor.device == device:
+        held = self._attention
+        if held is not None and held.kv_cache.compute_dtype is dtype and held.kv_cache.tensor.device == device:
             return held
         with self.lock:
-            if self._kv_cache is not held:
-                return self.kv_cache  # another thread was faster
+            if self._attention is not held:
+                return self.attention  # another thread was faster
             self.release()
             geometry, layout = self._geometry, self.state_layout
             manager = self.manager
@@ -249,17 +256,9 @@ class KVPool:
             if isinstance(manager, StateBlockManager) and layout is not None:
                 manager.resize_states(layout.num_pages)
             with on_steps_stream(device):
-                self._kv_cache = KVCache(
-                    geometry,
-                    num_blocks,
-                    self.config.block_size,
-                    device,
-                    partial(choose, self.config.attention_backend),
-                    dtype,
-                    self._groups,
-                    layout,
-                )
-            return self._kv_cache
+                kv_cache = KVCache(geometry, num_blocks, self.config.block_size, device, dtype, self._groups, layout)
+                self._attention = PoolAttention(kv_cache, self.config.attention_backend)
+            return self._attention
 
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
         """Refuses a sequence that could never fit the empty pool.
@@ -288,7 +287,7 @@ class KVPool:
             ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self.lock:
-            if self._manager is None or self._kv_cache is None:
+            if self._manager is None or self._attention is None:
                 return
             lost = self.scheduler.preempt_all()
             if lost:
@@ -298,7 +297,7 @@ class KVPool:
                 )
             self.scheduler.reset_prefix_cache()
             self._pending.clear()
-            self._kv_cache = None
+            self._attention = None
 
     def record_peak(self) -> None:
         """Notes the moment if more blocks are in use than ever before."""

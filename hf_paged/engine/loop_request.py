@@ -61,7 +61,7 @@ class LoopRequest:
                 rows = [_read_row(row, call.generation_config, limit) for row in result.sequences[:, width:].tolist()]
                 logprobs = None if self._logprobs is None else self._score([tokens for tokens, _ in rows])
         except CallCancelledError:
-            state.finish([list(state.tokens)], ["cancelled"])
+            state.finish([[event.token_id for event in state.events]], ["cancelled"])
         except BaseException as error:
             state.fail(error)
         else:
@@ -85,7 +85,7 @@ class _TokenStreamer(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         for token in value.reshape(-1).tolist():
-            self._state.push(token)
+            self._state.push(0, token)
 
     def end(self) -> None:
         """Nothing to do: the loop's result ends the request."""

@@ -8,26 +8,28 @@ from hf_paged.engine.kv_pool import KV_DTYPES, PoolSize
 from hf_paged.memory.kv_cache import check_size, num_blocks_for_memory
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import among_steps
-from hf_paged.model.runner import ModelRunner, ModelTraits
+from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.step_memory import StepMemory
 
 
-def find_size(config: PagedConfig, traits: ModelTraits, groups: CacheGroups, runner: ModelRunner) -> PoolSize:
+def find_size(config: PagedConfig, groups: CacheGroups, model: BoundModel, memory: StepMemory) -> PoolSize:
     """The size of a pool for this model, where it is now; runs a trial step where that takes memory (on a GPU).
 
     Raises:
         ValueError: The blocks asked for are more than there is memory.
     """
-    max_context, device, block_size = runner.max_context, runner.model.device, config.block_size
+    traits, max_context, block_size = model.traits, model.max_context, config.block_size
+    dtype, device = model.placement
     num_groups = len(groups.windows)
-    geometry = traits.geometry(groups, KV_DTYPES.get(config.kv_cache_dtype, runner.placement[0]), block_size)
+    geometry = traits.geometry(groups, KV_DTYPES.get(config.kv_cache_dtype, dtype), block_size)
     state_blocks = 0
     if traits.states:
         page_bytes = geometry.bytes_per_block(block_size)
-        state_blocks = StateLayout.of(traits.states, page_bytes, runner.placement[0]).num_pages
+        state_blocks = StateLayout.of(traits.states, page_bytes, dtype).num_pages
     num_blocks = config.num_blocks
     if num_blocks is None:
         with among_steps(device):  # a trial step, whose memory is then theirs
-            reserved = runner.reserved_bytes(min(config.max_num_batched_tokens, max_context), block_size, num_groups)
+            reserved = memory.reserved_bytes(min(config.max_num_batched_tokens, max_context), block_size, num_groups)
             null_block = geometry.bytes_per_block(block_size)
             # Of states one that a sequence goes on with, and one that is kept.
             most = config.max_num_seqs * (max_context * num_groups + 2 * state_blocks * block_size)

@@ -9,10 +9,26 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hf_paged.core.interrupts import deferred_interrupt, wait_interruptibly
 from hf_paged.sampling.logprobs import TokenLogprobs
+
+T = TypeVar("T")
+
+
+class TokenEvent(NamedTuple):
+    """A token that has come.
+
+    Attributes:
+        sequence: Index of its sequence.
+        token_id: The token.
+        logprobs: How likely it was, if `submit(logprobs=...)` asked for it and the engine samples the request.
+    """
+
+    sequence: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +91,13 @@ class RequestOutput:
 class RequestState:
     """What the engine's side of a request writes and its handle reads. Never waits for anything but its own lock."""
 
-    def __init__(self, request_id: str, prompt_token_ids: list[int], is_streaming: bool) -> None:
+    def __init__(self, request_id: str, prompt_token_ids: list[int], is_streaming: bool, has_events: bool) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self.is_streaming = is_streaming
+        self.is_streaming = is_streaming  # it has one sequence
+        self.has_events = has_events  # tokens come one by one
         self.condition = threading.Condition()
-        self.tokens: list[int] = []
+        self.events: list[TokenEvent] = []
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
         self.arrival_time = time.monotonic()
@@ -91,12 +108,12 @@ class RequestState:
     def is_done(self) -> bool:
         return self.output is not None or self.error is not None
 
-    def push(self, token: int) -> None:
-        """One more token of the first sequence."""
+    def push(self, index: int, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """One more token of a sequence."""
         with self.condition:
             if self.first_token_time is None:
                 self.first_token_time = time.monotonic()
-            self.tokens.append(token)
+            self.events.append(TokenEvent(index, token, logprobs))
             self.announce()
 
     def finish(
@@ -145,13 +162,15 @@ class RequestState:
 class Request:
     """A submitted prompt. Iterate it for tokens as they come, or ask for its `result()`; both also with `await`.
 
+    `events()` does the same for several samples.
+
     Dropping the handle of a request that isn't finished cancels it.
     """
 
     def __init__(
         self,
         state: RequestState,
-        cancel: Callable[[], None],
+        cancel: Callable[[int | None], None],
         abandon: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -159,8 +178,8 @@ class Request:
 
         Args:
             state: What the engine writes.
-            cancel: Ends it.
-            abandon: The same, at the next step; takes no lock.
+            cancel: Ends it, or one of its sequences.
+            abandon: Ends it, at the next step; takes no lock.
             waiting: Within it, threads wait for the state.
         """
         self._state = state
@@ -213,10 +232,19 @@ class Request:
         return self._outcome()
 
     @deferred_interrupt()
-    def cancel(self) -> None:
-        """Ends it, within a step; `result()` then has the tokens so far. No effect on a finished one."""
+    def cancel(self, index: int | None = None) -> None:
+        """Ends it, within a step; `result()` then has the tokens so far. No effect on a finished one.
+
+        Args:
+            index: Only this one of its sequences, which has tokens already; `None`: all of it.
+
+        Raises:
+            ValueError: No token of that sequence has come.
+        """
+        if index is not None and not any(event.sequence == index for event in self.events_since()):
+            raise ValueError(f"no token of sequence {index!r} of request {self.request_id!r} has come yet")
         if not self.is_done:
-            self._cancel()
+            self._cancel(index)
 
     def __iter__(self) -> Iterator[int]:
         """Tokens of its one sequence as they are chosen, from the first on.
@@ -226,31 +254,57 @@ class Request:
             Exception: What the request raised, after the tokens before it.
         """
         self._check_streaming()
-        return self._tokens()
+        return (event.token_id for event in self._events())
+
+    def events(self) -> Events:
+        """`(index, token_id)` of its sequences as they are chosen, for `for` and `async for`, from the first on.
+
+        Raises:
+            ValueError: It has beams, or samples of a loop of transformers' own: these come at the end.
+            Exception: What the request raised, after the tokens before it; in the iteration.
+        """
+        if not self._state.has_events:
+            raise ValueError(
+                f"request {self.request_id!r} has beams, or processors of its caller's own: its sequences are known at "
+                "their end; use result()"
+            )
+        return Events(self)
+
+    def events_since(self, position: int = 0) -> list[TokenEvent]:
+        """The tokens that have come but for the first `position` of them; without waiting, for who `listen`s."""
+        return self._state.events[position:]
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """`listener` is called now, and on any thread whenever tokens have come or it is finished; it must only hand
+        that on. Returns what ends that.
+        """
+        state = self._state
+        state.listen(listener)
+        return lambda: state.unlisten(listener)
 
     def on_done(self, listener: Callable[[], None]) -> None:
         """`listener` is called once, on any thread, when it is finished (now if it is); it must only hand that on."""
         state = self._state
         state.listen(lambda: listener() if state.is_done else None)
 
-    def _tokens(self) -> Iterator[int]:
+    def _events(self) -> Iterator[TokenEvent]:
         state, position = self._state, 0
         while True:
-            has_news = state.is_done or len(state.tokens) > position
+            has_news = state.is_done or len(state.events) > position
             with deferred_interrupt(), nullcontext() if has_news else self._waiting(), state.condition:
-                while not state.is_done and len(state.tokens) <= position:
+                while not state.is_done and len(state.events) <= position:
                     wait_interruptibly(state.condition.wait)
-                new, is_done = state.tokens[position:], state.is_done
+                new, is_done = state.events[position:], state.is_done
             yield from new
             position += len(new)
-            if is_done and position == len(state.tokens):
+            if is_done and position == len(state.events):
                 self._outcome()
                 return
 
     def __aiter__(self) -> AsyncIterator[int]:
         """Like `__iter__`, without blocking the event loop. A task cancelled while it waits cancels the request."""
         self._check_streaming()
-        return _AsyncTokens(self)
+        return _AsyncEvents(self, lambda event: event.token_id)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         """`await request`: its `result()`, without blocking the event loop. A cancelled task cancels the request."""
@@ -298,25 +352,39 @@ class Request:
         return self._state.output
 
 
-class _AsyncTokens:
-    """An asynchronous iterator over a request's tokens. No generator: those can't be closed while they wait."""
+class Events:
+    """A request's tokens as they come, each with the index of its sequence."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return (event[:2] for event in self._request._events())
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, int]]:
+        return _AsyncEvents(self._request, lambda event: event[:2])
+
+
+class _AsyncEvents(Generic[T]):
+    """An asynchronous iterator over a request's tokens. No generator: those can't be closed while they wait."""
+
+    def __init__(self, request: Request, read: Callable[[TokenEvent], T]) -> None:
+        self._request = request
+        self._read = read
         self._position = 0
         self._is_closed = False
 
-    def __aiter__(self) -> _AsyncTokens:
+    def __aiter__(self) -> _AsyncEvents[T]:
         return self
 
-    async def __anext__(self) -> int:
+    async def __anext__(self) -> T:
         request, state = self._request, self._request._state
-        await request._wait(lambda: self._is_closed or state.is_done or self._position < len(state.tokens))
+        await request._wait(lambda: self._is_closed or state.is_done or self._position < len(state.events))
         with deferred_interrupt(), state.condition:  # done and without a next token, not one after the other
-            is_over = self._is_closed or self._position == len(state.tokens)
+            is_over = self._is_closed or self._position == len(state.events)
         if not is_over:
             self._position += 1
-            return state.tokens[self._position - 1]
+            return self._read(state.events[self._position - 1])
         if not self._is_closed:
             self._is_closed = True
             request._outcome()

@@ -250,7 +250,7 @@ class RowStore:
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
-            pool = self._pool.flush_copies()
+            pool = self._pool.flush_copies().kv_cache
             kv_cache, key_dim = pool.views[group], pool.key_dims[group]
             key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device), key_dim)
             if kv_cache.dtype in KV_DTYPES.values():
@@ -290,7 +290,7 @@ class RowStore:
         def needs_step() -> bool:
             return has_forward or any(sequence.num_uncomputed_tokens for sequence in sequences)
 
-        if self._core.runner.is_inside and all(group.num_pins for group in groups.values()):
+        if self._core.bound.is_inside and all(group.num_pins for group in groups.values()):
             yield  # the forward that this thread is in has them there
             return
         with self._core.worker.pause.forwarding(needs_step, self._core.current_loop):

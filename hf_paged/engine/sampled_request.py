@@ -25,7 +25,7 @@ from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import Outcome, RowSampler, SamplingBatch
 from hf_paged.sampling.token_table import TokenTable
 
-TokenCallback = Callable[[int], None]
+TokenCallback = Callable[[int, int, TokenLogprobs | None], None]  # row, token, and what is said of it
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class SampledRequest:
             worker: Runs the steps.
             weights_key: State of the model's weights, part of the prefix-cache key.
             batch_key: Rows of another key never share a step with these.
-            on_token: Called with every token of row 0, with the pool's lock held: it must only hand it on.
+            on_token: Called with every token of every row, with the pool's lock held: it must only hand it on.
             on_end: Called when the run is over, with the pool's lock held.
         """
         self._call = call
@@ -213,6 +213,10 @@ class SampledRequest:
         for row in self.rows:
             self._end(row, "cancelled")
 
+    def cancel_row(self, index: int) -> None:
+        """Ends one row that has tokens as `"cancelled"`. The pool's lock is held, and no step runs."""
+        self._end(self.rows[index], "cancelled")
+
     # LogitsConsumer
 
     def fail(self, error: BaseException) -> None:
@@ -293,8 +297,8 @@ class SampledRequest:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         row = self.rows[index]
         row.tokens.append(token)
-        if index == 0 and self._on_token is not None:
-            self._on_token(token)
+        if self._on_token is not None:
+            self._on_token(index, token, row.logprobs[-1] if row.logprobs else None)
         if token in self._call.ends.eos:
             self._end(row, "eos")
         elif stops:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -28,8 +29,11 @@ from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted
 from hf_paged.sampling.random import default_generator
+
+NO_CONTROLS = SamplingControls()
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +88,7 @@ class Submissions:
         cache_salt: Any,
         logprobs: LogprobsWanted | None,
         arguments: dict[str, Any],
+        controls: SamplingControls = NO_CONTROLS,
     ) -> Request:
         """See `Engine.submit`."""
         prompt = one_prompt(input_ids, self._core.model)
@@ -101,19 +106,21 @@ class Submissions:
                 raise ValueError(f"request_id {request_id!r} {problem}")
             self._active[request_id] = _Active()
         try:
+            if processors := controls.processors(prompt.shape[1]):
+                arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
             call = self._prepare(prompt, generation_config, arguments)
-            _split_generators(call)
-            state = RequestState(request_id, prompt[0].tolist(), call.is_streamable)
+            if controls.seed is None:
+                _split_generators(call)
+            else:
+                _seed_generators(call, controls.seed)
+            has_events = call.is_streamable or isinstance(call.work, SampleCall)
+            state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
-                abandon, wake = start(state, call, priority, logprobs)
+                abandon, cancel = start(state, call, priority, logprobs)
         except BaseException:
             self._active.pop(request_id, None)
             raise
-
-        def cancel() -> None:
-            abandon()
-            wake()
 
         return Request(state, cancel, abandon, self._waiting)
 
@@ -130,7 +137,7 @@ class Submissions:
 
     def _start_run(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
         runs: list[SampledRequest] = []
@@ -151,17 +158,21 @@ class Submissions:
             for run in list(runs):
                 self._calls.cancel(run)
 
+        def cancel(index: int | None) -> None:
+            for run in list(runs):
+                self._calls.cancel(run, index)
+            self._calls.wake()
+
         # Before the run, whose end may come at once.
         self._active[state.request_id] = _Active(state, abandon)
-        on_token = state.push if call.is_streamable else None
-        runs.append(self._calls.start(call.work, on_token, waits=False, on_end=end))
+        runs.append(self._calls.start(call.work, state.push, waits=False, on_end=end))
         if state.is_done:
             runs.clear()
-        return abandon, self._calls.wake
+        return abandon, cancel
 
     def _start_loop(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         if logprobs is not None and logprobs.is_processed:
             raise ValueError(
                 "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
@@ -177,13 +188,14 @@ class Submissions:
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
         job = self._threads.add(loop, request.run)
 
-        def wake() -> None:
+        def cancel(index: int | None) -> None:
+            loop.cancel()
             if self._threads.remove(job):
                 self._active.pop(state.request_id, None)
                 state.finish([[]], ["cancelled"])
             self._calls.wake()
 
-        return loop.cancel, wake  # the handle's finalizer must not lead to the state, as above
+        return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
 
     def generate(
         self,
@@ -240,6 +252,16 @@ class Submissions:
             if active.state is not None:
                 active.state.condition = threading.Condition()
                 active.state.fail(error)
+
+
+def _seed_generators(call: PreparedCall, seed: int) -> None:
+    """Has a request draw as after `torch.manual_seed`."""
+    if isinstance(call.work, SampleCall):
+        if call.work.generator is not None:
+            call.work.generator.manual_seed(seed)
+        return
+    for device in call.states:  # its loop begins there
+        call.states[device] = torch.Generator(device).manual_seed(seed).get_state()
 
 
 def _split_generators(call: PreparedCall) -> None:

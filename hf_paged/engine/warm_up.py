@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.interrupts import check_interrupt
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.step_loop import StepLoop, without_modes
-from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import among_steps
+from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
 
 Lens = tuple[int, int]  # of a sequence: its new tokens, and its tokens in all
@@ -40,7 +41,7 @@ class WarmUp:
     no_graphs: str | None
 
 
-def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool) -> WarmUp:
+def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop, runs_packed: bool) -> WarmUp:
     """Runs steps of no sequence's and records the graphs; what runs otherwise waits meanwhile.
 
     Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros again
@@ -48,7 +49,8 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool
 
     Args:
         pool: Makes its tensor, if it has none.
-        runner: Runs the steps.
+        model: The model.
+        runner: Runs its steps.
         loop: Of the other steps.
         runs_packed: Whether steps run over the pool: for a model that doesn't, there is nothing to prepare.
 
@@ -61,13 +63,13 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool
     num_kernels, num_graphs, graph_bytes = 0, 0, 0
     no_graphs: str | None = "the model's own attention runs, over gathered keys and values"
     with loop.exclusive(), without_modes():
-        kv_cache = pool.kv_cache
-        device = kv_cache.tensor.device
+        attention = pool.attention
+        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
         with among_steps(device), torch.autocast(device.type, enabled=False):
             if runs_packed:
-                with _counting(kv_cache) as kernels, kv_cache.lent_null_block():
-                    _run(pool, runner, kv_cache)
-                    graphs = runner.record_graphs(kv_cache)
+                with _counting(attention) as kernels, kv_cache.lent_null_block():
+                    _run(pool, model, runner, attention)
+                    graphs = runner.graphs.record(attention)
                 num_kernels = len(kernels)
                 if isinstance(graphs, str):
                     no_graphs = graphs
@@ -76,21 +78,22 @@ def warm_up(pool: KVPool, runner: ModelRunner, loop: StepLoop, runs_packed: bool
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
     seconds = time.perf_counter() - started
-    return WarmUp(seconds, kv_cache.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
+    return WarmUp(seconds, attention.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
 
 
-def _run(pool: KVPool, runner: ModelRunner, kv_cache: KVCache) -> None:
-    longest = min(runner.max_context, kv_cache.num_blocks * kv_cache.block_size)
+def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAttention) -> None:
+    kv_cache = attention.kv_cache
+    longest = min(model.max_context, kv_cache.num_blocks * kv_cache.block_size)
     batches = rehearsals(longest, pool.config.max_num_batched_tokens, pool.config.max_num_seqs)
     for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
         check_interrupt()
-        runner.rehearse(kv_cache, lens)
-    kv_cache.backend.warm_up(kv_cache.tensor, kv_cache.null_block)
+        runner.packed.rehearse(attention, lens)
+    attention.warm_up()
 
 
-def _counting(kv_cache: KVCache) -> AbstractContextManager[list[str]]:
+def _counting(attention: PoolAttention) -> AbstractContextManager[list[str]]:
     """Within it, names of the kernels that Triton loads."""
-    if kv_cache.backend.name != "triton":
+    if attention.backend.name != "triton":
         return nullcontext([])
     from hf_paged.kernels.launch import loaded_kernels
 

@@ -1,12 +1,11 @@
-"""`KVCache`: the one tensor behind all block tables, its size, and the copies within it."""
+"""`KVCache`: the one tensor behind all block tables, its size, and what moves its blocks in and out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import psutil
@@ -141,7 +140,6 @@ class KVCache:
             else as plain numbers.
         views: Of each group, all blocks as its own page's shape says.
         key_dims: Of each group, the width of a head's key.
-        backends: Of each group, what computes over its view; one for groups of one shape.
         groups: Where a layer's keys and values are: in the blocks of its group's tables, at its index of a page.
         states: What layers keep of all of a sequence's tokens together.
     """
@@ -152,7 +150,6 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        make_backend: Callable[[Tensor, torch.dtype], Any],
         compute_dtype: torch.dtype | None = None,
         groups: CacheGroups | None = None,
         state_layout: StateLayout | None = None,
@@ -164,13 +161,12 @@ class KVCache:
             num_blocks: Blocks that sequences can own.
             block_size: Tokens in a block.
             device: Where the model runs.
-            make_backend: Chooses the attention backend of the tensor, for a model of this dtype.
             compute_dtype: The model's; `None`: the geometry's.
             groups: Of the model's layers; `None`: one of as many as a page has.
             state_layout: Where the states of its layers are in pages of their own; `None`: they have none.
 
         Raises:
-            ValueError: The device cannot hold it, the message names both sizes; or the backend can't run there.
+            ValueError: The device cannot hold it; the message names both sizes.
         """
         self.geometry = geometry
         self.groups = groups or CacheGroups.single(geometry.groups[0].num_layers)
@@ -190,28 +186,14 @@ class KVCache:
         self.key_dims = [own.key_dim for own in geometry.groups]
         if geometry.is_uniform:
             self.views = [self.tensor] * len(geometry.groups)
-            self.backends = [make_backend(self.tensor, self.compute_dtype)] * len(geometry.groups)
         else:
             views = {own: self._view(own) for own in geometry.groups}
-            backends = {own: make_backend(view, self.compute_dtype) for own, view in views.items()}
             self.views = [views[own] for own in geometry.groups]
-            self.backends = [backends[own] for own in geometry.groups]
-
         self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
 
     def _view(self, page: PageShape) -> Tensor:
         shape = page.tensor_shape(self.block_size)
         return self.tensor[:, : math.prod(shape)].unflatten(1, shape)
-
-    @property
-    def backend(self) -> Any:
-        """The first group's, which does what concerns whole blocks."""
-        return self.backends[0]
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Executes copy-on-write pairs `(source, destination)`, all layers at once."""
-        if copies:
-            self.backend.copy_blocks(self.tensor, copies)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]], num_swap_blocks: int) -> None:
         """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one.
@@ -264,13 +246,8 @@ class KVCache:
             elements(self.tensor[self.null_block]).zero_()
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Zeroes blocks about to be filled, where the backend needs it.
-
-        The torch attention multiplies what masked slots hold by zero, so whatever an earlier owner left there (a NaN
-        of a failed request) must be gone.
-        """
-        if blocks and any(backend.reads_empty_slots for backend in self.backends):
-            elements(self.tensor).index_fill_(0, to_device(list(blocks), self.tensor.device), 0)
+        """Zeroes whole blocks."""
+        elements(self.tensor).index_fill_(0, to_device(list(blocks), self.tensor.device), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Under which name a model's forward takes its cache."""
+"""What a model's forward says of itself: under which name it takes its cache, and what it returns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
@@ -32,3 +33,16 @@ class StateOutput(ModelOutput):
 
     logits: Tensor | None = None
     cache_params: Any = None
+
+
+def output_type(forward: Callable[..., Any]) -> type[ModelOutput]:
+    """What a forward says that it returns."""
+    stated = inspect.signature(forward).return_annotation
+    for kind in get_args(stated) or (stated,):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, ModelOutput)
+            and "logits" in getattr(kind, "__dataclass_fields__", ())
+        ):
+            return kind
+    return CausalLMOutputWithPast

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
 from hf_paged.attention.metadata import DecodeMetadata, padded_tables
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.cache_groups import NOWHERE
 from hf_paged.memory.kv_cache import KVCache
@@ -427,8 +428,9 @@ def _agree(result: Tensor, expected: Tensor) -> bool:
     return bool((~size.isfinite() | (error <= TOLERANCE.get(expected.dtype, 3e-2) * size + 1e-6)).all())
 
 
-def recorder(kv_cache: KVCache) -> Callable[[Callable[[], Tensor]], Recording] | str:
+def recorder(attention: PoolAttention) -> Callable[[Callable[[], Tensor]], Recording] | str:
     """What records steps over this pool, or why nothing can."""
+    kv_cache = attention.kv_cache
     device = kv_cache.tensor.device
     if device.type != "cuda":
         return f"need a CUDA device, the model is on {device}"
@@ -436,7 +438,7 @@ def recorder(kv_cache: KVCache) -> Callable[[Callable[[], Tensor]], Recording] |
         return "need layers that see a sequence as it is, some of this model cut it into chunks"
     if NOWHERE in kv_cache.groups.places:
         return "need layers that all store keys of their own, some of this model don't"
-    for backend in kv_cache.backends:
+    for backend in attention.backends:
         if not backend.can_record:
             return f"need a backend that can be recorded, this pool is served by {backend.name!r}"
     stream, made = capture_stream(device), weakref.WeakSet[CUDARecording]()

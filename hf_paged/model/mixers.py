@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from hf_paged.attention.context import is_sentinel
 from hf_paged.attention.padded import PaddedCache
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
+from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.spec import StateSpec
 from hf_paged.memory.state_cache import LayerStates, StateCache
 from hf_paged.model.module_overrides import ModuleOverride, overriding
+from hf_paged.model.traits import ModelTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +122,18 @@ class StateStep:
                     token, length, is_fresh = token + length, 1, False
 
     @classmethod
-    def of(
-        cls, batch: Batch, cache: StateCache, way: MixerWay, device: torch.device, rows: np.ndarray | None = None
-    ) -> StateStep:
-        """The states of a batch's rows, or of these rows of it."""
+    def of(cls, batch: Batch, traits: ModelTraits, kv_cache: KVCache, rows: np.ndarray | None = None) -> Self | None:
+        """The states of a batch's rows, or of these rows of it; `None`: the model keeps none."""
+        if not traits.states:
+            return None
+        assert kv_cache.states is not None
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
         numbers = batch.starts, batch.query_lens, batch.nums_at_once
         starts, query_lens, nums_at_once = (np.frombuffer(a, np.int64) for a in numbers)
         if rows is not None:
             pages, starts, query_lens, nums_at_once = (a[rows] for a in (pages, starts, query_lens, nums_at_once))
-        return cls(cache, way, pages, starts, query_lens, nums_at_once, device)
+        way = MixerWay(traits.states, traits.carries_state, traits.forms_differ)
+        return cls(kv_cache.states, way, pages, starts, query_lens, nums_at_once, kv_cache.tensor.device)
 
     def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.

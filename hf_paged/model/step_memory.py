@@ -4,13 +4,71 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import torch
+
+from hf_paged.core.config import PagedConfig
+from hf_paged.model.bound_model import BoundModel
 
 # The hungriest of transformers' row-wise processors, for each score of a row: the float32 scores (4), their logarithm
 # (4), probabilities (4) and distances from the entropy (4), those sorted (4) with int64 indices (8), the scores in that
 # order (4), their cumulative sum (4), two masks (2), and the result (4).
 SCORE_BYTES = 42
+
+
+class StepMemory:
+    """What the steps of one model hold."""
+
+    def __init__(self, model: BoundModel, config: PagedConfig) -> None:
+        """Asks a model, under these settings."""
+        self._model = model
+        self._config = config
+
+    def reserved_bytes(self, num_tokens: int, block_size: int, num_groups: int = 1) -> int:
+        """Bytes that steps hold at most beside weights and pool, on a GPU; 0 on CPU (see `activation_bytes`).
+
+        A sum: memory that a forward gives back is in pieces, which the sampler's tensors, the largest there are, need
+        not fit in.
+
+        Args:
+            num_tokens: Of the largest step.
+            block_size: Tokens in a block.
+            num_groups: Groups of layers.
+        """
+        bound = self._model
+        dtype, device = bound.placement
+        if device.type != "cuda" or not bound.may_infer:
+            return 0
+        rows = self._config.max_num_seqs
+        logits = bound.vocab_size, dtype.itemsize
+        num_bytes = self.activation_bytes(num_tokens) + sampler_bytes(min(rows, num_tokens), *logits)
+        uses_graphs = self._config.cuda_graphs is not False
+        if uses_graphs:
+            max_blocks = -(-bound.max_context // block_size)
+            activations = self.activation_bytes(min(rows, num_tokens))
+            num_bytes += graph_bytes(activations, rows, *logits, max_blocks, num_groups)
+        # Steps run on the worker's thread and on a lone caller's; the graphs are recorded on a stream of their own.
+        return num_bytes + workspace_bytes(device, 2 + uses_graphs)
+
+    @torch.no_grad()
+    def activation_bytes(self, num_tokens: int) -> int:
+        """Most bytes that the forward of a step of so many tokens holds: measured, on a GPU, by running one.
+
+        0 on CPU, where memory is taken page by page when it is used, and where code of a user's own would see that run.
+        Starts torch's peak memory statistics anew.
+        """
+        bound = self._model
+        device = bound.placement[1]
+        if device.type != "cuda" or not bound.may_infer:
+            return 0
+        inputs: dict[str, Any] = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64, device=device)}
+        if bound.chooses_logits:
+            inputs["logits_to_keep"] = min(self._config.max_num_seqs, num_tokens)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        bound.run_bare(use_cache=False, **inputs)
+        return torch.cuda.max_memory_allocated(device) - before
 
 
 def sampler_bytes(rows: int, vocab_size: int, itemsize: int) -> int:

@@ -20,9 +20,10 @@ from transformers import (
 from transformers.generation import logits_process
 
 from hf_paged.kernels.transfers import to_device
+from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
 
 Process = Callable[[Any, Tensor], Tensor]  # scores from the tokens so far and scores, both of some rows
-_ToColumn = Callable[[list[Any], type[np.generic]], Tensor]  # `[rows, 1]` from each processor's value
+_ToColumn = Callable[[Sequence[Any], type[np.generic]], Tensor]  # `[rows, 1]` from each processor's value
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,14 @@ class Treatment:
         column: A setting of which each row may have its own value.
         merge: Makes one processor for all rows of one of them, the column's name and each one's value; also given what
             makes a column of such values, and the vocabulary's size.
+        counts_ids: It looks at how often tokens are there: behind the end of a shorter row it is to be given -1.
     """
 
     is_batched: bool = False
     reads_ids: bool = True
     column: str | None = None
     merge: Callable[[Any, str, list[Any], _ToColumn, int], Process] | None = None
+    counts_ids: bool = False
 
 
 class _Divisor:
@@ -90,6 +93,21 @@ def _top_k(processor: Any, name: str, values: list[Any], to_column: _ToColumn, v
     return process
 
 
+def _penalties(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+    presence, frequency, start = zip(*values, strict=True)
+    columns = to_column(presence, np.float32), to_column(frequency, np.float32), to_column(start, np.int64)
+    return _with(processor, name, columns)
+
+
+def _biases(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+    which = to_column(list(range(len(values))), np.int64)[:, 0]
+
+    def process(input_ids: Any, scores: Tensor) -> Tensor:
+        return scores + torch.stack([value.like(scores) for value in values])[which]
+
+    return process
+
+
 _ALONE = Treatment()
 _BATCHED = Treatment(is_batched=True, reads_ids=False)
 
@@ -128,6 +146,9 @@ PROCESSORS: dict[type, Treatment] = {
     kind: treatment
     for name, treatment in _TREATMENTS.items()
     if (kind := getattr(logits_process, name, None)) is not None
+} | {
+    GeneratedTokenPenalties: Treatment(True, counts_ids=True, column="settings", merge=_penalties),
+    TokenBias: _column("bias", _biases),
 }
 # The same of stopping criteria. The first two are the host's, which knows a row's tokens and their number.
 CRITERIA: set[type] = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
@@ -147,6 +168,11 @@ def take_any_rows(processors: Iterable[Any]) -> bool:
 def needs_ids(processors: Iterable[Any]) -> bool:
     """Whether one of these processors looks at the tokens so far."""
     return any(PROCESSORS.get(type(processor), _ALONE).reads_ids for processor in processors)
+
+
+def counts_ids(processor: Any) -> bool:
+    """Whether it is to be given -1 behind the end of a row that is shorter than others."""
+    return PROCESSORS.get(type(processor), _ALONE).counts_ids
 
 
 def processor_kinds(processors: Iterable[Any]) -> list[Hashable]:
@@ -186,7 +212,7 @@ def merged_processor(processors: Sequence[Any], lengths: list[int], scores: Tens
     if values.count(values[0]) == len(values):
         return first
 
-    def to_column(values: list[Any], dtype: type[np.generic]) -> Tensor:
+    def to_column(values: Sequence[Any], dtype: type[np.generic]) -> Tensor:
         return to_device(np.repeat(np.array(values, dtype=dtype), lengths)[:, None], scores.device)
 
     return treatment.merge(first, treatment.column, values, to_column, scores.shape[-1])

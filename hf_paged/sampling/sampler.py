@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
-from hf_paged.sampling.processors import merged_processor, needs_ids
+from hf_paged.sampling.processors import counts_ids, merged_processor, needs_ids
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
 
@@ -222,7 +222,10 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
         ids = first.table.read(*_table_rows(batches))
     for own in zip(*(sampler.processors for sampler in samplers), strict=True):
-        scores = merged_processor(own, lengths, scores)(ids, scores)
+        read = ids
+        if first.table is not None and counts_ids(own[0]):
+            read = first.table.read(*_table_rows(batches), marks_ends=True)
+        scores = merged_processor(own, lengths, scores)(read, scores)
     if first.noise is None:
         tokens = scores.argmax(dim=-1)
     else:

@@ -49,14 +49,21 @@ class TokenTable:
             self._grow(len(self._ids), longest * 3 // 2 + 64)
         self._ids[to_device(rows, self._device), to_device(lengths, self._device)] = tokens
 
-    def read(self, rows: list[int], lengths: list[int]) -> Tensor:
-        """`[rows, max(lengths)]`, the first tokens of rows; behind a shorter row's end its last token is repeated."""
+    def read(self, rows: list[int], lengths: list[int], marks_ends: bool = False) -> Tensor:
+        """`[rows, max(lengths)]`, the first tokens of rows.
+
+        Behind a shorter row's end its last token is repeated, or -1, if that `marks_ends`.
+        """
         width = max(lengths)
         index = to_device(rows, self._device)
         if min(lengths) == width:
             return self._ids[index, :width]
         columns = np.minimum(np.arange(width), np.array(lengths)[:, None] - 1)
-        return self._ids[index[:, None], to_device(columns, self._device)]
+        ids = self._ids[index[:, None], to_device(columns, self._device)]
+        if not marks_ends:
+            return ids
+        ends = to_device(np.array(lengths)[:, None], self._device)
+        return ids.masked_fill(torch.arange(width, device=self._device) >= ends, -1)
 
     def _grow(self, rows: int, width: int) -> None:
         ids = self._zeros(rows, width)

@@ -96,7 +96,7 @@ def test_kernels_agree_with_plain_torch() -> None:
             build("llama"), kv_cache_dtype="fp8_e4m3", attention_backend=backend, block_size=4, num_blocks=64
         )
         results.append(model.generate(random_ids(2, 9), max_new_tokens=5))
-        assert model.paged.core.kv_cache.backend.name == backend
+        assert model.paged.core.pool.attention.backend.name == backend
     assert torch.equal(*results)
 
 

@@ -47,6 +47,7 @@ from transformers import LogitsProcessor, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.packed_forward import PackedForward
@@ -507,16 +508,17 @@ def test_copies_that_fail_are_made_later(
 ) -> None:
     """Would break: blocks that the tables name and nobody has filled, which is other tokens and no error."""
     pair = make_pair(build("llama"), num_blocks=24, block_size=2, preemption="swap", enable_prefix_caching=False)
-    copies, calls = getattr(KVCache, kind), []
+    owner: Any = KVCache if kind.startswith("swap") else PoolAttention
+    copies, calls = getattr(owner, kind), []
 
-    def fails_at_times(cache: KVCache, items: Any, *more: Any) -> None:
+    def fails_at_times(cache: Any, items: Any, *more: Any) -> None:
         if items:
             calls.append(len(items))
             if len(calls) in (1, 3):  # each costs one request at most
                 raise error("no memory")
         copies(cache, items, *more)
 
-    monkeypatch.setattr(KVCache, kind, fails_at_times)
+    monkeypatch.setattr(owner, kind, fails_at_times)
     given: dict[str, Any] = {"max_new_tokens": 14, "num_beams": 3} | ENDLESS
     prompts = [prompt(seed, 5) for seed in range(6)]
     requests = [pair.engine.submit(ids, **given) for ids in prompts]

@@ -13,6 +13,7 @@ from models import build, random_ids
 
 import hf_paged
 from hf_paged.memory.swap_space import SwapSpace
+from hf_paged.model.step_memory import StepMemory
 from hf_paged.testing import compare_generations
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +81,7 @@ def test_pool_is_sized_from_free_memory() -> None:
 def test_pool_leaves_room_for_a_step() -> None:
     """Breaks if `memory_fraction=1` takes what a full step's own tensors need."""
     model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=1.0, block_size=4)
-    measured = model.paged.core.runner.activation_bytes(2048)
+    measured = StepMemory(model.paged.core.bound, model.paged.config).activation_bytes(2048)
     assert 0 < measured < 2**30
     outputs = model.paged.generate([random_ids(1, 60)[0].tolist()] * 64, max_new_tokens=4)
     assert len(outputs) == 64
@@ -163,7 +164,7 @@ def test_auto_takes_the_kernels(name: str) -> None:
     """Breaks if a GPU silently gets the gathering attention."""
     model = hf_paged.patch(build(name).to("cuda"), num_blocks=64)
     model.generate(random_ids(1, 5).to("cuda"), max_new_tokens=3)
-    assert model.paged.core.kv_cache.backend.name == "triton"
+    assert model.paged.core.pool.attention.backend.name == "triton"
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])

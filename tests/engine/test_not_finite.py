@@ -6,7 +6,6 @@ those *before* it, whose blocks other prompts begin with as well.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from models import MODELS, VOCAB, build, decoder_layers, random_ids
 from transformers import PreTrainedModel
 
 import hf_paged
-from hf_paged.attention.backends.registry import choose
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.kernels.reference import FP8
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
@@ -110,9 +108,7 @@ def test_interpreted_kernels() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *FP8])
 def test_what_is_finite(dtype: torch.dtype) -> None:
-    kv_cache = KVCache(
-        KVGeometry.uniform(2, 2, 16, dtype), 6, BLOCK, torch.device("cpu"), partial(choose, "torch"), torch.float32
-    )
+    kv_cache = KVCache(KVGeometry.uniform(2, 2, 16, dtype), 6, BLOCK, torch.device("cpu"), torch.float32)
     for value, block in ((float("nan"), 1), (float("inf"), 3), (torch.finfo(dtype).max, 4)):
         kv_cache.tensor[block, -1, 1, 1, 2, 3] = value
     is_finite = kv_cache.block_sums([5, 4, 3, 2, 1]).wait().isfinite().tolist()

@@ -26,7 +26,7 @@ import hf_paged
 from hf_paged import PagedConfig
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.model import cuda_graph, runner
+from hf_paged.model import cuda_graph, runner, token_inputs
 from hf_paged.sampling import sampler
 from hf_paged.sampling.random import default_generator
 from hf_paged.sampling.sampler import SampledTokens
@@ -219,7 +219,7 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if device == "cpu":
         from test_cuda_graph import Recorder
 
-        monkeypatch.setattr("hf_paged.model.cuda_graph.recorder", lambda kv_cache: Recorder())
+        monkeypatch.setattr("hf_paged.model.cuda_graph.recorder", lambda attention: Recorder())
     model = patch(device=device, cuda_graphs=True, max_num_seqs=6)
     stock = build("llama").to(device)
     given: list[bool] = []
@@ -272,7 +272,7 @@ def test_a_row_without_probabilities_fails_alone() -> None:
         stock.lm_head.weight[BAD] = -stock.lm_head.weight.abs().max()
     model = hf_paged.patch(copy.deepcopy(stock), num_blocks=64, block_size=4, use_async_batching=True)
     seen: list[int] = []
-    original = runner.fill_in
+    original = token_inputs.fill_in
 
     def fill_in(*args: Tensor) -> Tensor:
         ids = original(*args)
@@ -284,7 +284,7 @@ def test_a_row_without_probabilities_fails_alone() -> None:
     torch.manual_seed(0)
     expected = stock.generate(good_ids, **arguments)[0, 4:].tolist()
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(runner, "fill_in", fill_in)
+        patches.setattr(token_inputs, "fill_in", fill_in)
         with model.paged.core.worker.loop.exclusive():
             bad = model.paged.submit([7, 8, BAD], **arguments)
             torch.manual_seed(0)

@@ -654,7 +654,7 @@ def test_generate_without_a_compiler(empty_cache: Path, monkeypatch: pytest.Monk
     expected = build("llama").generate(ids, **arguments)
     model = hf_paged.patch(build("llama"), num_blocks=32)
     assert torch.equal(model.generate(ids, **arguments), expected)
-    assert model.paged.core.kv_cache.backend.name == "torch"
+    assert model.paged.core.pool.attention.backend.name == "torch"
     model = hf_paged.patch(build("llama"), num_blocks=32, attention_backend="cpu")
     for _ in range(2):
         with pytest.raises(ValueError, match="nonexistent"):
@@ -797,7 +797,7 @@ def test_a_library_that_lacks_a_function(empty_cache: Path, monkeypatch: pytest.
         for _ in range(2):
             model = hf_paged.patch(build("llama"), num_blocks=32)
             assert torch.equal(model.generate(ids, **arguments), expected)
-    assert model.paged.core.kv_cache.backend.name == "torch"
+    assert model.paged.core.pool.attention.backend.name == "torch"
     assert len(messages) == 1 and "plain torch" in messages[0][1] and "hf_paged_other" in messages[0][1]
 
 

@@ -1451,7 +1451,7 @@ def make_triton_pair(make_pair: MakePair, device: torch.device) -> MakePair:
 
     def make(name: str, **settings: Any) -> Pair:
         pair = make_pair(build(name).to(device), **({"num_blocks": 64, "attention_backend": "triton"} | settings))
-        assert pair.engine.core.kv_cache.backend.name == "triton"
+        assert pair.engine.core.pool.attention.backend.name == "triton"
         return pair
 
     return make

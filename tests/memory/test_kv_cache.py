@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +11,17 @@ import psutil
 import pytest
 import torch
 
-from hf_paged.attention.backends.registry import choose
+from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.memory.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
 
 CPU = torch.device("cpu")
-TORCH = partial(choose, "torch")
 LLAMA_8B = KVGeometry.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 SMALL = KVGeometry.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
 def filled(num_blocks: int = 6, geometry: KVGeometry = SMALL) -> KVCache:
     """A pool in which every element is another number."""
-    cache = KVCache(geometry, num_blocks, 2, CPU, TORCH)
+    cache = KVCache(geometry, num_blocks, 2, CPU)
     with torch.no_grad():
         numbers = torch.arange(cache.tensor[:num_blocks].numel(), dtype=torch.float32) + 1
         cache.tensor[:num_blocks] = numbers.view(cache.tensor[:num_blocks].shape).to(geometry.dtype)
@@ -45,7 +43,7 @@ def test_bytes_per_block() -> None:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (5, 3), (4, 16)])
 def test_shape_and_size(dtype: torch.dtype, num_blocks: int, block_size: int) -> None:
     geometry = KVGeometry.uniform(3, 2, 4, dtype)
-    cache = KVCache(geometry, num_blocks, block_size, CPU, TORCH)
+    cache = KVCache(geometry, num_blocks, block_size, CPU)
     assert cache.tensor.shape == (num_blocks + 1, 3, 2, 2, block_size, 4)
     assert cache.tensor.dtype == dtype and cache.tensor.device == CPU and cache.tensor.is_contiguous()
     assert cache.tensor.nbytes == (num_blocks + 1) * geometry.bytes_per_block(block_size)
@@ -118,7 +116,7 @@ def test_a_pool_costs_nothing_until_it_is_written() -> None:
     """Modest processes survive a generous default: pages are mapped at the first write."""
     process = psutil.Process()
     before = process.memory_info().rss
-    cache = KVCache(LLAMA_8B, 512, 16, CPU, TORCH)
+    cache = KVCache(LLAMA_8B, 512, 16, CPU)
     assert cache.tensor.nbytes > 2**30
     assert process.memory_info().rss - before < 100 * 2**20, "over 100 MiB were touched"
     assert not cache.tensor[[0, 255, 512]].any()
@@ -127,15 +125,15 @@ def test_a_pool_costs_nothing_until_it_is_written() -> None:
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_pool_made_in_any_mode_is_written_in_any_other(mode: Callable[[], Any]) -> None:
     with mode():
-        cache = KVCache(SMALL, 4, 2, CPU, TORCH)
+        cache = KVCache(SMALL, 4, 2, CPU)
         cache.tensor[0] = 1
-        cache.zero_blocks([0])
+        PoolAttention(cache, "torch").zero_blocks([0])
     assert not cache.tensor.is_inference()
     cache.tensor[1] = 2
-    cache.copy_blocks([(1, 3)])
+    PoolAttention(cache, "torch").copy_blocks([(1, 3)])
     with torch.inference_mode():
-        cache.copy_blocks([(1, 2)])
-        cache.zero_blocks([1])
+        PoolAttention(cache, "torch").copy_blocks([(1, 2)])
+        PoolAttention(cache, "torch").zero_blocks([1])
     assert [float(block.mean()) for block in cache.tensor] == [0, 0, 2, 2, 0]
     assert not cache.tensor.requires_grad
 
@@ -145,10 +143,10 @@ def test_a_pool_ignores_the_default_dtype_and_device() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            cache = KVCache(SMALL, 2, 2, CPU, TORCH)
+            cache = KVCache(SMALL, 2, 2, CPU)
             cache.tensor[0] = 1
-            cache.copy_blocks([(0, 1)])
-            cache.zero_blocks([0])
+            PoolAttention(cache, "torch").copy_blocks([(0, 1)])
+            PoolAttention(cache, "torch").zero_blocks([0])
     finally:
         torch.set_default_dtype(before)
     assert cache.tensor.dtype == torch.float32 and cache.tensor.device == CPU
@@ -156,10 +154,10 @@ def test_a_pool_ignores_the_default_dtype_and_device() -> None:
 
 
 def test_a_pool_on_another_device() -> None:
-    cache = KVCache(SMALL, 4, 2, torch.device("meta"), TORCH)
+    cache = KVCache(SMALL, 4, 2, torch.device("meta"))
     assert cache.tensor.device.type == "meta" and cache.tensor.shape == (5, 3, 2, 2, 2, 4)
-    cache.copy_blocks([(0, 1)])
-    cache.zero_blocks([2])
+    PoolAttention(cache, "torch").copy_blocks([(0, 1)])
+    PoolAttention(cache, "torch").zero_blocks([2])
 
 
 def check_message(error: pytest.ExceptionInfo[ValueError], num_blocks: int, block_size: int, device: str) -> None:
@@ -176,7 +174,7 @@ def test_a_pool_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(np, "zeros", refuse)
     with pytest.raises(ValueError) as caught:
-        KVCache(LLAMA_8B, 1000, 16, CPU, TORCH)
+        KVCache(LLAMA_8B, 1000, 16, CPU)
     check_message(caught, 1000, 16, "cpu")
     assert caught.value.__cause__ is error
 
@@ -187,7 +185,7 @@ def test_a_pool_that_does_not_fit_an_accelerator(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "zeros", refuse)
     with pytest.raises(ValueError) as caught:
-        KVCache(LLAMA_8B, 1000, 16, torch.device("cuda", 1), TORCH)
+        KVCache(LLAMA_8B, 1000, 16, torch.device("cuda", 1))
     check_message(caught, 1000, 16, "cuda:1")
 
 
@@ -195,7 +193,7 @@ def test_a_pool_that_does_not_fit_an_accelerator(monkeypatch: pytest.MonkeyPatch
 def test_a_pool_of_absurd_size(num_blocks: int) -> None:
     """Beyond any address space, and beyond 64-bit arithmetic."""
     with pytest.raises(ValueError) as caught:
-        KVCache(LLAMA_8B, num_blocks, 16, CPU, TORCH)
+        KVCache(LLAMA_8B, num_blocks, 16, CPU)
     check_message(caught, num_blocks, 16, "cpu")
 
 
@@ -220,7 +218,7 @@ def test_copy_blocks(copies: list[tuple[int, int]], dtype: torch.dtype) -> None:
     address = cache.tensor.data_ptr()
     for source, destination in copies:
         expected[destination] = before[source]
-    cache.copy_blocks(copies)
+    PoolAttention(cache, "torch").copy_blocks(copies)
     assert torch.equal(cache.tensor, expected)
     assert cache.tensor.data_ptr() == address
 
@@ -232,5 +230,5 @@ def test_zero_blocks(blocks: list[int]) -> None:
     expected = cache.tensor.clone()
     for block in blocks:
         expected[block] = 0
-    cache.zero_blocks(blocks)
+    PoolAttention(cache, "torch").zero_blocks(blocks)
     assert torch.equal(cache.tensor.nan_to_num(-1), expected.nan_to_num(-1))

@@ -92,11 +92,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     original = cuda_graph.recorder
 
-    def make(kv_cache: Any) -> Any:
+    def make(attention: Any) -> Any:
+        kv_cache = attention.kv_cache
         if any(kv_cache.groups.chunks) or NOWHERE in kv_cache.groups.places:
             return "need layers of another kind"
         if kv_cache.tensor.device.type == "cuda":
-            made.make = original(kv_cache)
+            made.make = original(attention)
         return made
 
     monkeypatch.setattr(cuda_graph, "recorder", make)
@@ -219,11 +220,11 @@ def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> Non
     assert tokens == expected
     model.paged.check_invariants()
     if device == "cuda" and name in READ_BACK:
-        assert not recorder.sizes and "waits for the device" in model.paged.core.runner._graphs[1].reason
+        assert not recorder.sizes and "waits for the device" in model.paged.core.runner.graphs.held.reason
         return
     if name in NOT_RECORDED:
-        graphs = model.paged.core.runner._graphs
-        assert not recorder.steps and (graphs is None or graphs[1].reason)
+        graphs = model.paged.core.runner.graphs.held
+        assert not recorder.steps and (graphs is None or graphs.reason)
         return
     assert recorder.sizes == capture_sizes(12)[::-1], "all sizes, once"
     assert len(recorder.steps) >= 13 and set(recorder.steps) > {1, 2, 4}

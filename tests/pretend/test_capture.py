@@ -255,7 +255,7 @@ def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
     """What does not fit runs eagerly; it is tried and said once."""
     stock, model = patched()
     assert_same_tokens(stock, model)
-    graphs = model.paged.core.runner._graphs[1]
+    graphs = model.paged.core.runner.graphs.held
     assert graphs.sizes == [1, 2, 3]
     largest = graphs._recordings[3].num_bytes
     model.paged.release()
@@ -277,7 +277,7 @@ def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
     assert emptied == ([1, 2, 3] if share == 0 else [1, 2]), "until one has memory that the others share"
     said = warnings_of(caplog)
     assert len(said) == 1 and "no memory left" in said[0]
-    graphs = model.paged.core.runner._graphs[1]
+    graphs = model.paged.core.runner.graphs.held
     assert graphs.sizes == ([] if share == 0 else [1, 2])
     assert (graphs.reason is None) == (share > 0)
     model.paged.check_invariants()
@@ -294,7 +294,7 @@ def test_a_wrong_replay_turns_graphs_off(caplog: pytest.LogCaptureFixture, monke
 
     def wrong(self: Any) -> None:
         original(self)
-        inputs = model.paged.core.runner._graphs[1]._inputs
+        inputs = model.paged.core.runner.graphs.held._inputs
         lens = inputs._seq_lens[: len(self.output)]
         seen_lens.append(lens.tolist())
         self.output.add_((lens > 4)[:, None].float())

@@ -12,7 +12,7 @@ from models import build, random_ids
 from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 import hf_paged
-from hf_paged.model.step_memory import graph_bytes, sampler_bytes, workspace_bytes
+from hf_paged.model.step_memory import StepMemory, graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.sampling.processors import processor_kinds
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
@@ -65,13 +65,13 @@ def test_the_steps(cuda_graphs: bool | None, monkeypatch: pytest.MonkeyPatch) ->
     settings = {"memory_fraction": 1.0, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     model = hf_paged.patch(model.to(CUDA), cuda_graphs=cuda_graphs, **settings)
     pool = model.paged.core.kv_cache.tensor.nbytes
-    reserved = model.paged.core.runner.reserved_bytes(64, 4)
+    core = model.paged.core
+    reserved = StepMemory(core.bound, core.config).reserved_bytes(64, 4)
     assert 0 <= 2**20 - reserved - pool < model.paged.bytes_per_block
     if cuda_graphs is None:  # whose memory is not used twice on this device
-        runner = model.paged.core.runner
-        monkeypatch.setattr(runner, "_config", replace(runner._config, cuda_graphs=False))
-        own = graph_bytes(runner.activation_bytes(4), 4, 2048, 4, -(-runner.max_context // 4))
-        assert reserved - runner.reserved_bytes(64, 4) == own > 0
+        memory = StepMemory(core.bound, replace(core.config, cuda_graphs=False))
+        own = graph_bytes(memory.activation_bytes(4), 4, 2048, 4, -(-core.bound.max_context // 4))
+        assert reserved - memory.reserved_bytes(64, 4) == own > 0
         return
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -175,7 +175,7 @@ def test_as_stock_and_without_waiting(name: str, mode: str, graphs: bool, monkey
     else:  # rounded numbers: most of the tokens, and all of the prompt
         assert found.shape == expected.shape and (found == expected).float().mean() > 0.5
     assert getattr(after, own.reached) > getattr(before, own.reached)
-    assert paged.paged.core.kv_cache.backend.name == "triton"
+    assert paged.paged.core.pool.attention.backend.name == "triton"
     assert bool(seen.seen.of("replay")) == (graphs and name not in READS_ON_THE_HOST)
     seen.assert_clean(own.entries)
     paged.paged.check_invariants()

@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_paged
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.memory.streams import Handover, steps_stream
-from hf_paged.model.runner import ModelRunner
+from hf_paged.model.step_memory import StepMemory
 
 CUDA = torch.device("cuda", 0)
 SHORT = {"max_new_tokens": 3, "eos_token_id": None, "do_sample": False}
@@ -368,13 +368,13 @@ def test_order_of_streams(models: Models, way: str) -> None:
 def test_the_sizing_step_is_among_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: a trial step whose memory, when it is over, only the first caller's stream can use again."""
     streams: list[int] = []
-    measure = ModelRunner.activation_bytes
+    measure = StepMemory.activation_bytes
 
-    def noting(self: ModelRunner, num_tokens: int) -> int:
+    def noting(self: StepMemory, num_tokens: int) -> int:
         streams.append(torch.cuda.current_stream().stream_id)
         return measure(self, num_tokens)
 
-    monkeypatch.setattr(ModelRunner, "activation_bytes", noting)
+    monkeypatch.setattr(StepMemory, "activation_bytes", noting)
     paged = hf_paged.patch(build("llama").to("cuda"), max_num_seqs=2, max_num_batched_tokens=16, cuda_graphs=False)
     paged.generate(random_ids(1, 5).to("cuda"), max_new_tokens=1)
     assert streams and set(streams) == {steps_stream(CUDA).stream_id}

@@ -128,7 +128,7 @@ def test_in_any_mode() -> None:
     with torch.inference_mode(), torch.device(CUDA), torch.autocast("cuda", dtype=torch.bfloat16):
         done = model.paged.warm_up()
     assert done.num_graphs == 1
-    tensors = [model.paged.core.kv_cache.tensor, model.paged.core.runner._graphs[1]._logits]
+    tensors = [model.paged.core.kv_cache.tensor, model.paged.core.runner.graphs.held._logits]
     assert not any(tensor.is_inference() for tensor in tensors) and tensors[1].dtype == torch.float32
     with pretend_cuda.watch() as seen:
         model.generate(random_ids(1, 5).to(CUDA), max_new_tokens=2, eos_token_id=None)

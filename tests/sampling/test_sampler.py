@@ -35,7 +35,8 @@ from transformers import (
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
 
 import hf_paged
-from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, processor_kinds
+from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
+from hf_paged.sampling.processors import _Divisor, counts_ids, merged_processor, needs_ids, processor_kinds
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
@@ -59,8 +60,15 @@ PROCESSORS: dict[str, Any] = {  # in the order of transformers
 }
 
 
-def processors_of(options: dict[str, Any]) -> list[Any]:
-    return [PROCESSORS[name](options[name]) for name in PROCESSORS if options.get(name) is not None]
+OWN: dict[str, Any] = {  # in front of them; given the prompt's width, too
+    "penalties": lambda values, width: GeneratedTokenPenalties(*values, width),
+    "logit_bias": lambda bias, width: TokenBias(bias),
+}
+
+
+def processors_of(options: dict[str, Any], width: int = 3) -> list[Any]:
+    own = [OWN[name](options[name], width) for name in OWN if options.get(name) is not None]
+    return own + [PROCESSORS[name](options[name]) for name in PROCESSORS if options.get(name) is not None]
 
 
 def make_logits(style: str, steps: int, rows: int, vocab: int, seed: int) -> Tensor:
@@ -184,6 +192,8 @@ OPTIONS = st.fixed_dictionaries(
         "epsilon_cutoff": st.sampled_from([1e-3, 0.1]),
         "eta_cutoff": st.sampled_from([1e-3, 0.1]),
         "suppress_tokens": st.sampled_from([[1], [1, 3]]),
+        "penalties": st.sampled_from([(1.5, 0.0), (0.0, 0.7), (-2.0, 1.0)]),
+        "logit_bias": st.sampled_from([{1: 5.0}, {0: -100.0, 4: 2.5}]),
     },
 )
 STYLES = st.sampled_from(["plain", "bfloat16", "rounded", "ties", "forbidden"])
@@ -198,7 +208,12 @@ STYLES = st.sampled_from(["plain", "bfloat16", "rounded", "ties", "forbidden"])
 )
 def test_any_calls_together(options: list[tuple[dict[str, Any], bool, int]], style: str, vocab: int, seed: int) -> None:
     calls = [
-        Call(processors_of(own), make_logits(style, 3, rows, vocab, seed + i), seed + i if does_sample else None, i + 1)
+        Call(
+            processors_of(own, i + 1),
+            make_logits(style, 3, rows, vocab, seed + i),
+            seed + i if does_sample else None,
+            i + 1,
+        )
         for i, (own, does_sample, rows) in enumerate(options)
     ]
     try:
@@ -219,22 +234,24 @@ def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: 
         "top_k": st.integers(1, 60),
         "top_p": st.floats(0, 0.9999),
         "min_p": st.floats(0, 1),
+        "penalties": st.tuples(st.floats(-2, 2), st.floats(-2, 2)),
+        "logit_bias": st.dictionaries(st.integers(0, 39), st.floats(-100, 100), min_size=1, max_size=3),
     }
     names = data.draw(st.sets(st.sampled_from(sorted(strategies)), min_size=1))
     options = [{name: data.draw(strategies[name]) for name in names} for _ in range(data.draw(st.integers(2, 5)))]
     rows = [data.draw(st.integers(1, 3)) for _ in options]
     calls = [
-        Call(processors_of(own), make_logits(style, 2, count, 40, seed + i), seed + i, data.draw(st.integers(1, 9)))
+        Call(processors_of(own, width), make_logits(style, 2, count, 40, seed + i), seed + i, width)
         for i, (own, count) in enumerate(zip(options, rows))
+        for width in [data.draw(st.integers(1, 9))]
     ]
     assert len({call.sampler.kind for call in calls}) == 1
     # Bit for bit, and not only where a token happens to fall on the other side.
     scores = torch.cat([call.logits[0] for call in calls]).float()
-    ids = None
-    if "repetition_penalty" in names:
-        lengths = [call.width for call in calls for _ in range(len(call.prompts))]
-        ids = TABLE.read([row for call in calls for row in call.sampler.table_rows], lengths)
+    lengths = [call.width for call in calls for _ in range(len(call.prompts))]
+    table_rows = [row for call in calls for row in call.sampler.table_rows]
     for own in zip(*(call.processors for call in calls), strict=True):
+        ids = TABLE.read(table_rows, lengths, counts_ids(own[0])) if needs_ids(own) else None
         merged = merged_processor(own, rows, scores)(ids, scores)
         pieces = [one(c.prompts, part) for one, c, part in zip(own, calls, scores.split(rows), strict=True)]
         assert torch.equal(merged, torch.cat(pieces)), type(own[0]).__name__

@@ -1,0 +1,128 @@
+"""What a patched model's class has of transformers' batch API: its ways in, which end in a `PagedBatchManager`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationMixin
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from hf_paged.api.batch_manager import PagedBatchManager
+from hf_paged.api.batch_request import with_settings
+
+MANAGER = "_cached_continuous_batching_manager"  # of a model: transformers' own name
+
+
+class PagedBatchMixin:
+    """`generate_batch()` and `init_continuous_batching()`, under transformers' own signatures."""
+
+    @functools.wraps(GenerationMixin.init_continuous_batching)
+    def init_continuous_batching(
+        self: Any,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: Any = None,
+    ) -> PagedBatchManager:
+        manager = self.__dict__.get(MANAGER)
+        is_kept = isinstance(manager, PagedBatchManager)
+        config = generation_config or (manager.generation_config if is_kept else self.generation_config)
+        batching = continuous_batching_config or getattr(config, "continuous_batching_config", None)
+        if not isinstance(batching, ContinuousBatchingConfig):
+            batching = manager.continuous_batching_config if is_kept else ContinuousBatchingConfig()
+        if not is_kept:
+            return PagedBatchManager(self, config, batching)
+        manager.configure(config, batching)
+        return manager
+
+    @contextmanager
+    def continuous_batching_context_manager(
+        self: Any,
+        generation_config: GenerationConfig | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        workload_hints: Any = None,
+    ) -> Iterator[PagedBatchManager]:
+        """As transformers' own, but that requests don't run on behind an exception.
+
+        Args:
+            generation_config: Of all requests.
+            block: Wait for what still runs at the end.
+            timeout: Seconds to wait at most; `None`: as long as it takes.
+            continuous_batching_config: See `PagedBatchManager`.
+            persistent_manager: Keep the manager for the next call.
+            warmup: Nothing: what is compiled is the engine's, see `Engine.warm_up`.
+            workload_hints: Not needed.
+        """
+        manager = self.init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
+        manager.start()
+        try:
+            yield manager
+        except BaseException:
+            manager.destroy()
+            raise
+        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+        if not persistent_manager:
+            manager.destroy()
+
+    def generate_batch(
+        self: Any,
+        inputs: list[list[int]],
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        **kwargs: Any,
+    ) -> dict[str, GenerationOutput]:
+        """As transformers' own, but that errors of a call are raised, and samples follow their first in every version.
+
+        Args:
+            inputs: Prompts.
+            generation_config: Of all of them.
+            continuous_batching_config: See `PagedBatchManager`.
+            record_timestamps: Note when each token came.
+            progress_bar: Show a tqdm bar.
+            persistent_manager: Keep the manager for the next call.
+            warmup: Nothing: what is compiled is the engine's, see `Engine.warm_up`.
+            **kwargs: Any other settings of a `GenerationConfig`.
+
+        Returns:
+            Results by request id, in the order of the prompts; of several sequences the best first, the others as its
+            children. One that failed has an `error`.
+
+        Raises:
+            ValueError: A setting that there isn't, or that can't be honoured.
+        """
+        config = self.generation_config if generation_config is None else generation_config
+        config = with_settings(config, kwargs, "generate_batch()") if kwargs else config
+        if not inputs:
+            return {}
+        results: dict[str, GenerationOutput] = {}
+        total = len(inputs) * (config.num_return_sequences or 1)
+        with (
+            self.continuous_batching_context_manager(
+                config,
+                continuous_batching_config=continuous_batching_config,
+                persistent_manager=persistent_manager,
+                warmup=warmup,
+            ) as manager,
+            logging_redirect_tqdm(),
+            tqdm(total=total, disable=not progress_bar, desc=f"Solving {total} requests", unit="request") as bar,
+        ):
+            ids = manager.add_requests(inputs, record_timestamps=record_timestamps)
+            while len(results) < total and (output := manager.get_result()) is not None:
+                results[output.request_id] = output
+                bar.update()
+        order = {name: index for index, name in enumerate(ids)}
+        parent = {name: name.partition("__child#")[0] for name in results}
+        arrived = sorted(results, key=lambda name: order[parent[name]])  # stable: a request's own are in their order
+        return {name: results[name] for name in arrived}

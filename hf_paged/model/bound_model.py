@@ -1,0 +1,258 @@
+"""`BoundModel`: the patched model as the engine's forwards call it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
+from hf_paged.core.config import PagedConfig
+from hf_paged.model.cache_argument import cache_argument, output_type
+from hf_paged.model.mixers import Mixers
+from hf_paged.model.placement import Placement
+from hf_paged.model.token_inputs import TokenInputs
+from hf_paged.model.traits import ModelTraits
+from hf_paged.model.wrapper import InnerCall, Twin, Wrapper
+
+DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
+
+
+class BoundModel:
+    """The unpatched forward of a model, what a step does to the model around it, and which thread is in one.
+
+    Holds the model weakly: the model owns the engine, not the reverse.
+
+    Attributes:
+        traits: What was found out about its architecture.
+        takes_positions: Whether its forward takes position ids.
+        chooses_logits: Whether its forward can compute the logits of chosen columns only.
+        output_type: What its forward returns.
+        cache_argument: What its forward calls the cache.
+        configs: Those that its attention modules read their implementation from.
+        wrapper: How it talks to its language model, if it is a multimodal one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        layers: Callable[[], AbstractContextManager[None]],
+        traits: ModelTraits,
+        is_plain: Callable[[], bool],
+        config: PagedConfig,
+    ) -> None:
+        """Binds to a model.
+
+        Args:
+            model: The patched model.
+            forward: The forward function of its class before patching, unbound.
+            layers: Within it, layers of the model are computed in the engine's way.
+            traits: What was found out about its architecture.
+            is_plain: Whether nothing but known code runs in forwards now.
+            config: The settings.
+        """
+        self._model = weakref.ref(model)
+        self._placement = Placement(model)
+        self._forward = forward
+        self._layers = layers
+        self.traits = traits
+        parameters = inspect.signature(forward).parameters
+        self.takes_positions = "position_ids" in parameters
+        self.chooses_logits = "logits_to_keep" in parameters
+        self.output_type = output_type(forward)
+        self.cache_argument = cache_argument(forward)
+        self._mixers = Mixers(model, traits.mixers)
+        self._is_plain = is_plain
+        self._config = config
+        self._prepared_for: int | None = None  # the thread whose forwards find the model as they need it
+        self._inside: int | None = None  # the thread that is in a step's forward
+        self._compiled: Callable[..., Any] | None = None
+        self.configs = attention_configs(model)
+        self.wrapper = Wrapper.of(model)
+
+    # What it is
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The patched model.
+
+        Raises:
+            RuntimeError: It was deleted while something still uses its engine.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the patched model no longer exists; keep a reference to it while you use its engine")
+        return model
+
+    @property
+    def living_model(self) -> PreTrainedModel | None:
+        """The patched model, `None` if it no longer exists."""
+        return self._model()
+
+    @property
+    def placement(self) -> tuple[torch.dtype, torch.device]:
+        """The model's dtype and device."""
+        return self._placement() or (self.model.dtype, self.model.device)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but torch's and transformers' own code runs in forwards now."""
+        return self._is_plain()
+
+    @property
+    def may_infer(self) -> bool:
+        """Whether forwards may run in inference mode now."""
+        return self.traits.allows_inference_mode and self._is_plain()
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """What forwards of steps run in: inference mode, where that can do no harm."""
+        # Not inference_mode(False), which would turn gradients on.
+        return torch.inference_mode() if self.may_infer else nullcontext()
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence that the model is made for."""
+        config = self.model.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it knows."""
+        size: int = self.model.config.get_text_config(decoder=True).vocab_size
+        return size
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The embeddings of ids."""
+        embedding: nn.Module = self.model.get_input_embeddings()
+        states: Tensor = embedding(ids)
+        return states
+
+    # Where a thread is
+
+    def check_outside(self) -> None:
+        """Refuses what takes another step: this thread is in one.
+
+        Raises:
+            RuntimeError: It is, in a hook of an inner module, say.
+        """
+        if self.is_inside:
+            raise RuntimeError(
+                "this thread is inside a step (in a hook of one of the model's modules), which can't wait for another "
+                "step: call the model in a logits processor, a streamer or a hook of the patched model itself, or on "
+                "another thread"
+            )
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in a step's forward of this model."""
+        return self._inside == threading.get_ident()
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Around steps of this thread with no other code between them: what each does to the model is done once."""
+        if self._config.compile_decode:  # whose steps want the layers as they are
+            yield
+            return
+        with self._scopes():
+            self._prepared_for = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._prepared_for = None
+
+    def _scopes(self) -> AbstractContextManager[None]:
+        """What a forward of a step does to the model."""
+        return nullcontext() if self._prepared_for == threading.get_ident() else self._entering()
+
+    @contextmanager
+    def _entering(self) -> Iterator[None]:
+        scope = paged_attention_scope(self.configs) if self.traits.runs_packed else nullcontext()
+        with scope, self._layers(), self._mixers.scope():
+            yield
+
+    # Its forward
+
+    def logits(
+        self,
+        tokens: TokenInputs,
+        attention_mask: Any,
+        cache: Cache,
+        keep: Tensor | int | None,
+        is_compiled: bool = False,
+    ) -> Tensor:
+        """The forward of a step.
+
+        Args:
+            tokens: `[B, Q]`, as the layout has them.
+            attention_mask: What the layout says of them.
+            cache: What the layers are given as their cache.
+            keep: The columns of which logits are wanted, or how many at the end; `None`: all.
+            is_compiled: Whether it runs compiled, in the pieces that attention leaves (the same few for all layers).
+
+        Returns:
+            `[B, columns, vocab_size]`; of all columns, where the model can't choose.
+        """
+        inputs: dict[str, Any] = {self.cache_argument: cache}
+        if tokens.inputs_embeds is None:
+            inputs["input_ids"] = tokens.input_ids
+        else:
+            inputs["inputs_embeds"] = tokens.inputs_embeds
+        if self.takes_positions:
+            inputs["position_ids"] = tokens.position_ids
+        if self.chooses_logits and keep is not None:
+            inputs["logits_to_keep"] = keep
+        model: Any = self.model
+        if tokens.extras is not None:
+            assert self.wrapper is not None
+            model = self.wrapper.handing(model, tokens.extras)
+        forward = self._forward
+        if is_compiled:
+            self._compiled = forward = self._compiled or torch.compile(forward, dynamic=True)
+        with self._compiling() if is_compiled else self._scopes():
+            output = self._run(
+                forward, model, attention_mask=attention_mask, use_cache=True, return_dict=True, **inputs
+            )
+        logits: Tensor = output.logits
+        return logits
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._inside = threading.get_ident()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = None
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        # Else each layer's number would make it another program.
+        patch = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+        with paged_attention_scope(self.configs), patch:
+            yield
+
+    def forget_compiled(self) -> None:
+        """Its forward is compiled again when that is next needed."""
+        self._compiled = None
+
+    def run_unpatched(self, *args: Any, twin: Twin | None = None, **kwargs: Any) -> Any:
+        """The forward of the unpatched class; of a wrapper, on the twin that holds the call's state."""
+        with self._layers():
+            if twin is None and self.wrapper is not None:  # nothing that is left on the model is this call's
+                twin = self.wrapper.twin(self.model, {})
+            return self._run(self._forward, self.model if twin is None else twin.model, *args, **kwargs)
+
+    def run_bare(self, **inputs: Any) -> Any:
+        """The forward of the unpatched class, on the model as its user left it: no step."""
+        return self._forward(self.model, **inputs)
+
+    def reach(self, twin: Twin, arguments: dict[str, Any]) -> InnerCall:
+        """What the wrapper that this model is hands to its language model; see `Wrapper.reach`."""
+        assert self.wrapper is not None
+        return self.wrapper.reach(twin, self._forward, arguments)

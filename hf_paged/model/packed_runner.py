@@ -1,0 +1,83 @@
+"""`PackedRunner`: a step in the packed layout, real tokens side by side, attention straight over the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.attention.cache import StepCache
+from hf_paged.attention.context import forward_context
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
+from hf_paged.kernels.transfers import to_device
+from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.mixers import StateStep
+from hf_paged.model.token_inputs import TokenInputs
+
+
+class PackedRunner:
+    """Runs real tokens side by side."""
+
+    def __init__(self, model: BoundModel) -> None:
+        """Serves one model."""
+        self._model = model
+
+    def run(
+        self,
+        tokens: TokenInputs,
+        metadata: Sequence[AttentionMetadata],
+        attention: PoolAttention,
+        rows: Tensor | None,
+        states: StateStep | None = None,
+        is_compiled: bool = False,
+    ) -> Tensor:
+        """One forward.
+
+        Args:
+            tokens: `[T]`, on the device.
+            metadata: Of each group of layers.
+            attention: Over the pool.
+            rows: `[K]`, the tokens whose logits are wanted; `None`: all.
+            states: What mixers read and write.
+            is_compiled: Whether the forward runs compiled.
+
+        Returns:
+            `[K, vocab_size]`.
+        """
+        model, traits = self._model, self._model.traits
+        step = attention.step(metadata)
+        cache: StepCache
+        if traits.shares_attention:
+            cache = LayerNotingCache(states)
+            step = SharedLayersStep(step, cache)
+        else:
+            cache = StepCache(states, tokens.position_ids if traits.tells_positions else None)
+        with forward_context(step, tokens.input_ids.device) as sentinel:
+            logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled)[0]
+        return logits if model.chooses_logits or rows is None else logits[rows]
+
+    @torch.no_grad()
+    def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> None:
+        """A step of no sequence's: all tokens are in the null block, which is written to.
+
+        Args:
+            attention: Over the pool.
+            lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
+        """
+        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
+        query_lens, seq_lens = np.array(lens, dtype=np.int64).T
+        num_blocks = -(-seq_lens // kv_cache.block_size)
+        blocks = np.full(num_blocks.sum(), kv_cache.null_block)
+        metadata = AttentionMetadata.build(
+            blocks, num_blocks, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
+        )
+        positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
+        tokens = TokenInputs(to_device(positions % self._model.vocab_size, device), to_device(positions, device))
+        rows = to_device(np.cumsum(query_lens) - 1, device)
+        others = (metadata.with_tables(metadata.host_tables) for _ in kv_cache.groups.windows[1:])
+        with self._model.mode():
+            self.run(tokens, [metadata, *others], attention, rows)

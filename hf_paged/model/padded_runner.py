@@ -1,0 +1,174 @@
+"""`PaddedRunner`: a step in the padded layout, for a model's own attention over keys gathered from the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.padded import PaddedCache, PaddedLayout
+from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.core.batch import Batch
+from hf_paged.kernels.transfers import to_device
+from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.mixers import PaddedStates, StateStep
+from hf_paged.model.token_inputs import TokenInputs
+from hf_paged.model.weights_version import is_batch_dependent
+from hf_paged.model.wrapper import Twin
+
+
+class PaddedRunner:
+    """Runs sequences as rows of equal width."""
+
+    def __init__(self, model: BoundModel) -> None:
+        """Serves one model."""
+        self._model = model
+
+    def run(
+        self,
+        tokens: TokenInputs,
+        metadata: list[AttentionMetadata],
+        attention: PoolAttention,
+        logit_rows: np.ndarray,
+        spans: Sequence[tuple[int, ...]] = (),
+        batch: Batch | None = None,
+    ) -> Tensor:
+        """A step by forwards of the model's own attention, each of rows that padding costs little.
+
+        Args:
+            tokens: `[T]`, on the device.
+            metadata: Of each group of layers.
+            attention: Over the pool.
+            logit_rows: `[K]` int64, the tokens whose logits are wanted.
+            spans: See `Batch`: masks say which tokens see others behind them.
+            batch: The step; of a model with states, its rows' are read and written.
+
+        Returns:
+            `[K, vocab_size]`.
+        """
+        kv_cache, start = attention.kv_cache, metadata[0].host_start_loc
+        sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
+        groups = metadata[0].alike()
+        parts: list[Tensor] = []
+        order: list[np.ndarray] = []
+        with _kept_frequencies(self._model):
+            for rows in groups:
+                mine = np.nonzero(np.isin(sequence, rows))[0]
+                from_end = start[sequence[mine] + 1] - logit_rows[mine]  # rows end in the last column
+                wanted = np.searchsorted(rows, sequence[mine]), from_end
+                own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
+                layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
+                states = None if batch is None else StateStep.of(batch, self._model.traits, kv_cache, rows)
+                cache = PaddedCache(layouts, attention.step(own), kv_cache, states)
+                parts.append(self._run_rows(tokens, layouts[0], cache, wanted, self._masks(layouts[0], rows, spans)))
+                order.append(mine)
+        if len(parts) == 1:
+            return parts[0]
+        back = np.argsort(np.concatenate(order), kind="stable")
+        return torch.cat(parts)[to_device(back, parts[0].device)]
+
+    def _masks(self, layout: PaddedLayout, rows: np.ndarray, spans: Sequence[tuple[int, ...]]) -> Any:
+        """Masks of a padded forward of these rows: of padding, and of tokens that see others behind them."""
+        if not spans:
+            return layout.attention_mask
+        wrapper = self._model.wrapper
+        assert wrapper is not None
+        renamed = {row: number for number, row in enumerate(rows.tolist())}
+        shifts = layout.width - layout.seq_lens  # a token's column exceeds its index by as much
+        own = [
+            (renamed[row], start + int(shifts[renamed[row]]), stop + int(shifts[renamed[row]]))
+            for row, start, stop in spans
+            if row in renamed
+        ]
+        return wrapper.masks(layout.attention_mask, layout.query_width, own, self._model.placement[0])
+
+    def _run_rows(
+        self,
+        tokens: TokenInputs,
+        layout: PaddedLayout,
+        cache: PaddedCache,
+        wanted: tuple[np.ndarray, np.ndarray],
+        masks: Any,
+    ) -> Tensor:
+        """One forward.
+
+        Args:
+            tokens: Of the whole step.
+            layout: Of the rows.
+            cache: Of the rows.
+            wanted: `[K]` rows, and `[K]` columns counted from the end (1: the last), whose logits are wanted.
+            masks: What the model is told of padding.
+
+        Returns:
+            `[K, vocab_size]`.
+        """
+        rows, from_end = wanted
+        device = layout.attention_mask.device
+        own = tokens.select(to_device(np.maximum(layout.token_index, 0), device))
+        logits = self._model.logits(own, masks, cache, int(from_end.max(initial=1)))
+        num_rows, num_columns = logits.shape[:2]
+        if num_columns == 1 and len(rows) == num_rows:
+            return logits[:, 0]
+        places = rows * num_columns + num_columns - from_end
+        return logits.flatten(0, 1)[to_device(places, device)]
+
+    def run_called(
+        self,
+        metadata: list[AttentionMetadata],
+        attention: PoolAttention,
+        shape: tuple[int, int],
+        arguments: dict[str, Any],
+        twin: Twin | None = None,
+        states: np.ndarray | None = None,
+    ) -> Any:
+        """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
+
+        Args:
+            metadata: Of each group of layers; some rows may have no new token.
+            attention: Over the pool.
+            shape: Columns in all, and new ones.
+            arguments: What the caller gave.
+            twin: See `BoundModel.run_unpatched`.
+            states: `[B, pages]` int64, of each row's state, of a model that has any.
+
+        Returns:
+            What the model's forward does.
+        """
+        kv_cache, model = attention.kv_cache, self._model
+        device = kv_cache.tensor.device
+        layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
+        cache = PaddedCache(layouts, attention.step(metadata), kv_cache)
+        arguments[model.cache_argument] = cache
+        if states is None or kv_cache.states is None:
+            return model.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)
+        is_fresh, specs = shape[0] == shape[1], model.traits.states
+        held = PaddedStates(kv_cache.states, specs, to_device(states, device), is_fresh, model.traits.num_layers)
+        cache.layers = held.layers
+        output = model.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)
+        held.write_back()
+        return output
+
+
+@contextmanager
+def _kept_frequencies(model: BoundModel) -> Iterator[None]:
+    """Around tokens that are computed again: dynamic rotary embeddings remember the longest batch they have seen."""
+    kept = [
+        (
+            module,
+            module._buffers.copy(),
+            {name: value for name, value in vars(module).items() if name.endswith("cached")},
+        )
+        for module in (model.model.modules() if model.traits.regime_length is not None else ())
+        if is_batch_dependent(getattr(module, "rope_type", None))
+    ]
+    try:
+        yield
+    finally:
+        for module, buffers, lengths in kept:
+            module._buffers.update(buffers)
+            vars(module).update(lengths)

@@ -1,0 +1,90 @@
+"""`ModelTraits`: what was found out about a model's architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.memory.kv_cache import KVGeometry, PageShape
+from hf_paged.memory.spec import AttentionSpec, StateSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What the engine has to know about a model's architecture.
+
+    Attributes:
+        layers: What each of its layers caches; `None`: nothing of its own.
+        tells_positions: Whether its layers reckon with how much is cached before each token.
+        indexers: Beside that: the keys of what chooses the tokens that a layer attends to. Empty if there is no such.
+        runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
+            the model keeps its own attention and is given gathered keys and values.
+        runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
+        states: What its layers with a state (recurrent, of a convolution) keep, by the layer's number.
+        mixers: The classes of the modules that compute them.
+        forms_differ: Whether these compute several tokens by another formula than single ones, with another result.
+        shares_attention: Whether layers share attention modules, which tell their cache the layer they compute.
+        carries_state: Whether these take a state along into several tokens; if not, only into single ones.
+        regime_length: Where rows depend on each other: of sequences shorter than this, they don't.
+        rows_independent: Whether a row's result never depends on the rows beside it.
+        allows_inference_mode: Whether its forward keeps no tensor that it computes: in a later training step a tensor
+            made in inference mode would be refused.
+    """
+
+    layers: tuple[AttentionSpec | None, ...]
+    runs_packed: bool
+    rows_independent: bool
+    allows_inference_mode: bool = False
+    runs_padded: bool = False
+    regime_length: int | None = None
+    states: dict[int, StateSpec] = field(default_factory=dict)
+    mixers: tuple[type[nn.Module], ...] = ()
+    carries_state: bool = True
+    forms_differ: bool = False
+    shares_attention: bool = False
+    indexers: tuple[AttentionSpec | None, ...] = ()
+    tells_positions: bool = False
+
+    @property
+    def stored(self) -> tuple[AttentionSpec | None, ...]:
+        """All that is cached of a token: of each layer, then of each layer's indexer."""
+        return (*self.layers, *self.indexers)
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether rows of all callers may share a forward, in either layout."""
+        return self.runs_packed or self.runs_padded
+
+    @property
+    def num_layers(self) -> int:
+        """Its layers, those that store nothing included."""
+        return len(self.layers)
+
+    def geometry(self, groups: CacheGroups, dtype: torch.dtype, block_size: int) -> KVGeometry:
+        """What the pages of these groups hold, in a pool of this dtype."""
+        if not groups.sizes:  # a block for a whole state
+            width, size = 64, sum(spec.num_bytes(torch.float32) for spec in self.states.values())
+            return KVGeometry.uniform(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)
+        kinds = {
+            group: layer for (group, _), layer in zip(groups.places, self.stored, strict=True) if layer is not None
+        }
+        pages = [
+            PageShape(size, kinds[group].kv_heads, kinds[group].key_dim, kinds[group].value_dim)
+            for group, size in enumerate(groups.sizes)
+        ]
+        return KVGeometry(tuple(pages), groups.elements, dtype)
+
+
+def is_stochastic(model: nn.Module) -> bool:
+    """Whether forwards in training mode draw (dropout) or drop the cache (gradient checkpointing)."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return True
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    config: PreTrainedConfig = model.config  # type: ignore[assignment]
+    rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "layerdrop", "dropout"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

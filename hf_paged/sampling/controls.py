@@ -1,0 +1,118 @@
+"""What an HTTP interface lets a request say of its sampling, and `generate()` does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingControls:
+    """Of one request.
+
+    Attributes:
+        seed: Its draws are those of a generator that starts with it; `None`: where the global one stands.
+        presence_penalty: Taken off the logit of each token that has been generated.
+        frequency_penalty: The same, as often as it has been.
+        logit_bias: Added to the logits of tokens, by id.
+    """
+
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, vocab_size: int, seed: Any, presence_penalty: Any, frequency_penalty: Any, logit_bias: Any
+    ) -> SamplingControls:
+        """From the arguments of a request.
+
+        Raises:
+            ValueError: One of them isn't what it should be.
+        """
+        if seed is not None and (not _is_whole(seed) or not -(2**63) <= seed < 2**64):
+            raise ValueError(f"seed must be an integer of 64 bits, got {seed!r:.80}")
+        for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
+            if not _is_number(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+        bias = {} if logit_bias is None else logit_bias
+        if not isinstance(bias, Mapping) or not all(_is_number(value) for value in bias.values()):
+            raise ValueError(f"logit_bias must give finite numbers by token id, got {logit_bias!r:.80}")
+        bad = next((token for token in bias if not _is_whole(token) or not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"logit_bias has {bad!r:.80}, which is no token id from 0 to {vocab_size - 1}")
+        return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias))
+
+    def processors(self, prompt_length: int) -> list[LogitsProcessor]:
+        """What does it, for a prompt of so many tokens; none where nothing is asked for."""
+        found: list[LogitsProcessor] = []
+        if self.presence_penalty or self.frequency_penalty:
+            found.append(GeneratedTokenPenalties(self.presence_penalty, self.frequency_penalty, prompt_length))
+        if self.logit_bias:
+            found.append(TokenBias(self.logit_bias))
+        return found
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class GeneratedTokenPenalties(LogitsProcessor):
+    """`logit - count * frequency_penalty - (count > 0) * presence_penalty`, count: of the token among those generated.
+
+    Attributes:
+        settings: Presence penalty, frequency penalty, and how many tokens are before the first generated one: numbers,
+            or `[rows, 1]` of each.
+    """
+
+    def __init__(self, presence_penalty: float, frequency_penalty: float, prompt_length: int) -> None:
+        self.settings: tuple[Any, Any, Any] = (presence_penalty, frequency_penalty, prompt_length)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`scores` of rows with these tokens; -1 stands behind the end of a shorter row."""
+        presence, frequency, start = self.settings
+        place = torch.arange(input_ids.shape[1], device=input_ids.device)
+        is_generated = ((place >= start) & (input_ids >= 0)).to(scores.dtype)
+        counts = torch.zeros_like(scores).scatter_add(1, input_ids.clamp(min=0), is_generated)
+        return scores - counts * frequency - (counts > 0) * presence
+
+
+class TokenBias(LogitsProcessor):
+    """Adds a number to the logits of some tokens.
+
+    Attributes:
+        bias: What is added.
+    """
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self.bias = DenseBias(bias)
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        return scores + self.bias.like(scores)
+
+
+class DenseBias:
+    """A number for each token of the vocabulary, brought to a device once."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._bias = bias
+        self._made: Tensor | None = None
+
+    def like(self, scores: Tensor) -> Tensor:
+        """`[vocab_size]`, where and as long as scores are."""
+        if self._made is None or self._made.device != scores.device:
+            dense = torch.zeros(scores.shape[-1], dtype=scores.dtype)
+            dense[list(self._bias)] = torch.tensor(list(self._bias.values()), dtype=scores.dtype)
+            self._made = dense.to(scores.device)
+        return self._made

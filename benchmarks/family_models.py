@@ -26,8 +26,8 @@ _SHORT_CONVOLUTIONS = ["conv", "conv", "full_attention"] * 8
 # What a config has to say beside its defaults, with which transformers can't make the model or can't generate with it:
 # numbers that have no default, and a layer with attention among those with states.
 SAID: dict[str, dict[str, Any]] = {
-    "blt": {"encoder_hash_byte_group_vocab": 512},
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 512},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -41,6 +41,7 @@ SAID: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "reformer": {"is_decoder": True},
+    "xlstm": {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2},
     "xmod": {"default_language": "en_XX"},
 }
 

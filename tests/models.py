@@ -280,6 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "recurrent state",
     ),
     "minimax": (lambda: AutoModelForCausalLM.from_config(hf.MiniMaxConfig(**_GQA)), "cache of its own"),
+    "openai_gpt": (lambda: hf.OpenAIGPTLMHeadModel(hf.OpenAIGPTConfig(**_GPT2_NAMES)), "has no cache"),
     "no_lm_head": (lambda: hf.LlamaModel(hf.LlamaConfig(**_GQA)), "language-model head"),
     "plain_module": (lambda: nn.Linear(2, 2), "PreTrainedModel"),
 }

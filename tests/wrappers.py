@@ -67,6 +67,78 @@ def _tiles(seed: int) -> dict[str, Any]:
     return {"pixel_values": _pixels(seed, 1, 1, 3, SIZE, SIZE)}
 
 
+def _placed_patches(width: int, height: int) -> Callable[[int], dict[str, Any]]:
+    """Of Gemma 4's tower: a picture's patches and where they lie."""
+
+    def picture(seed: int) -> dict[str, Any]:
+        across, down = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
+        places = torch.stack([across.flatten(), down.flatten()], dim=-1)[None]
+        return {"pixel_values": _pixels(seed, 1, width * height, 3 * 4 * 4), "image_position_ids": places}
+
+    return picture
+
+
+def _gemma4(**text: Any) -> PreTrainedConfig:
+    own = {key: value for key, value in _TEXT.items() if key != "num_hidden_layers"}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    own |= {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 6, "head_dim": 16, "global_head_dim": 32}
+    own |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB}
+    return hf.Gemma4Config(
+        text_config=hf.Gemma4TextConfig(**(own | text)),
+        vision_config=hf.Gemma4VisionConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            patch_size=4,
+            pooling_kernel_size=2,
+            position_embedding_size=16,
+        ),
+        image_token_id=IMAGE,
+        video_token_id=VOCAB - 2,
+        audio_token_id=VOCAB - 5,
+        tie_word_embeddings=False,
+    )
+
+
+def _gemma3n() -> PreTrainedConfig:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = hf.Gemma3nConfig(
+        text_config=hf.Gemma3nTextConfig(
+            **(_TEXT | {"num_hidden_layers": 6}),
+            vocab_size_per_layer_input=VOCAB - 5,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+            layer_types=kinds,
+            head_dim=16,
+            sliding_window=6,
+            laurel_rank=8,
+            altup_num_inputs=2,
+        ),
+        audio_config=hf.Gemma3nAudioConfig(
+            vocab_size=2,
+            vocab_offset=VOCAB - 2,
+            hidden_size=32,
+            input_feat_size=8,
+            conf_num_attention_heads=2,
+            conf_num_hidden_layers=1,
+            sscp_conv_channel_size=[4, 2],
+        ),
+        image_token_id=IMAGE,
+        audio_token_id=VOCAB - 5,
+        vision_soft_tokens_per_image=4,
+        tie_word_embeddings=False,
+    )
+    # Its own is timm's. Ids of pictures and sounds have embeddings of their own.
+    tower = hf.SiglipVisionConfig(
+        **_TOWER, vocab_size=3, vocab_offset=VOCAB - 5, rms_norm_eps=1e-6, vision_use_head=False
+    )
+    vars(config)["vision_config"] = tower
+    return config
+
+
 @dataclass(frozen=True)
 class TinyWrapper:
     """A row of the table.
@@ -205,6 +277,23 @@ WRAPPERS: dict[str, TinyWrapper] = {
             **_WHOLE,
         ),
         types="token_type_ids",
+        is_causal=False,
+    ),
+    # What each layer is told of a token, and layers that attend to others' keys.
+    "gemma4": TinyWrapper(
+        lambda: _gemma4(num_kv_shared_layers=3, hidden_size_per_layer_input=8),
+        picture=_placed_patches(4, 4),
+        types="mm_token_type_ids",
+    ),
+    "gemma3n": TinyWrapper(_gemma3n, types="token_type_ids"),
+    # Tokens of a picture see each other in layers with a window, not beyond that, and not in others.
+    "gemma4_mutual": TinyWrapper(
+        lambda: _gemma4(
+            sliding_window=4, use_bidirectional_attention="vision", attention_k_eq_v=True, num_global_key_value_heads=1
+        ),
+        picture=_placed_patches(8, 4),
+        num_tokens=8,
+        types="mm_token_type_ids",
         is_causal=False,
     ),
     "paligemma": TinyWrapper(

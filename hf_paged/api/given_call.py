@@ -62,7 +62,7 @@ def _look_inside(self: Any, cache: PagedCache, call: ForwardCall) -> None:
     inner = bound.reach(twin, given | {"past_key_values": cache, "use_cache": True, "return_dict": True})
     call.others = {name: call.others[name] for name in asked} | inner.others
     has_same_shape = inner.inputs_embeds.shape[:2] == call.tokens.shape[:2]
-    call.is_known = not inner.others and has_same_shape and inner.find_spans(wrapper.is_causal, wrapper.window)
+    call.is_known = not inner.others and has_same_shape and wrapper.find_spans(inner)
     if call.is_known:
         inner.compare(call.input_ids, self.get_input_embeddings())
         call.inner = inner

@@ -114,6 +114,7 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
         if isinstance(part, PreTrainedConfig) and stated(part, "kv_n_heads"):
             put(part, "kv_n_heads", min(part.kv_n_heads, widths["num_key_value_heads"]))
     if widths:
+        _state_sections(small)
         _shrink_sections(getattr(small, "rope_parameters", None), widths.get("head_dim"))
     for number, name in enumerate(("bos_token_id", "eos_token_id", "pad_token_id")):
         put(small, name, None)
@@ -180,6 +181,13 @@ def _chosen_layers(config: PreTrainedConfig) -> list[int]:
                     seen[trait] = seen.get(trait, 0) + 1
         chosen += (own if len(own) >= 2 else list(part)[:2])[:_MOST_LAYERS]
     return chosen if len(chosen) >= 2 else [0, 0]
+
+
+def _state_sections(config: PreTrainedConfig) -> None:
+    """Says in a config what its model takes for granted: the shares of a rotary embedding's axes."""
+    parameters, known = getattr(config, "rope_parameters", None), getattr(config, "ignore_keys_at_rope_validation", ())
+    if isinstance(parameters, dict) and "mrope_section" in (known or ()):
+        parameters.setdefault("mrope_section", [2, 3, 3])
 
 
 def _shrink_sections(parameters: Any, head_dim: int | None) -> None:

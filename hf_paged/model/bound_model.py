@@ -20,7 +20,7 @@ from hf_paged.model.mixers import Mixers
 from hf_paged.model.placement import Placement
 from hf_paged.model.token_inputs import TokenInputs
 from hf_paged.model.traits import ModelTraits
-from hf_paged.model.wrapper import InnerCall, Twin, Wrapper
+from hf_paged.model.wrapper import InnerCall, Twin, Wrapper, put_in
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
 
@@ -113,9 +113,8 @@ class BoundModel:
         return self.traits.allows_inference_mode and self._is_plain()
 
     def mode(self) -> AbstractContextManager[Any]:
-        """What forwards of steps run in: inference mode, where that can do no harm."""
-        # Not inference_mode(False), which would turn gradients on.
-        return torch.inference_mode() if self.may_infer else nullcontext()
+        """What forwards of steps run in: inference mode, where that can do no harm, in any case without gradients."""
+        return torch.inference_mode() if self.may_infer else torch.no_grad()
 
     @property
     def max_context(self) -> int:
@@ -200,19 +199,18 @@ class BoundModel:
         Returns:
             `[B, columns, vocab_size]`; of all columns, where the model can't choose.
         """
-        inputs: dict[str, Any] = {self.cache_argument: cache}
-        if tokens.inputs_embeds is None:
-            inputs["input_ids"] = tokens.input_ids
-        else:
-            inputs["inputs_embeds"] = tokens.inputs_embeds
+        model: Any = self.model
+        inputs: dict[str, Any] = {self.cache_argument: cache, "input_ids": tokens.input_ids}
+        if tokens.given is not None and tokens.given_at is not None:
+            if self.wrapper is not None:
+                model = self.wrapper.handing(model, tokens.given, tokens.given_at)
+            else:
+                own = self.embed(inputs.pop("input_ids"))
+                inputs["inputs_embeds"] = put_in(own, tokens.given, tokens.given_at)
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids
         if self.chooses_logits and keep is not None:
             inputs["logits_to_keep"] = keep
-        model: Any = self.model
-        if tokens.extras is not None:
-            assert self.wrapper is not None
-            model = self.wrapper.handing(model, tokens.extras)
         forward = self._forward
         if is_compiled:
             self._compiled = forward = self._compiled or torch.compile(forward, dynamic=True)

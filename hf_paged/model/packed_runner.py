@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import StepCache
@@ -60,7 +59,6 @@ class PackedRunner:
             logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled)[0]
         return logits if model.chooses_logits or rows is None else logits[rows]
 
-    @torch.no_grad()
     def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> None:
         """A step of no sequence's: all tokens are in the null block, which is written to.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,18 +22,16 @@ class TokenInputs:
         position_ids: `[N]` int64, or `[axes, N]` where they differ from axis to axis.
         chosen: Of ids that only the device knows: `[M]` tokens there, and for each of the N its place in them, or -1
             (`input_ids` knows it).
-        embedded: Of tokens given as embeddings: `[E]` their places among the N, and what was given: `[E, hidden_size]`,
-            or wider, with what else belongs to them (see `Wrapper`).
-        inputs_embeds: `[N, hidden_size]`, once some were given so: the ids' embeddings, too.
-        extras: `[N, width]`, what else belongs to tokens.
+        given: `[E, hidden_size]`, what tokens were given as that are not ids, or wider, with what else belongs to them
+            (see `Wrapper`); `None`: all are ids.
+        given_at: `[N]` int64, each token's place in these, or -1: it is an id.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     chosen: tuple[Tensor, np.ndarray] | None = None
-    embedded: tuple[np.ndarray, Tensor] | None = None
-    inputs_embeds: Tensor | None = None
-    extras: Tensor | None = None
+    given: Tensor | None = None
+    given_at: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch, embeddings: Tensor | None, chosen: Tensor | None) -> TokenInputs:
@@ -53,7 +50,9 @@ class TokenInputs:
             assert chosen is not None
             known.chosen = chosen, np.frombuffer(batch.placeholders, np.int64)
         if embeddings is not None:
-            known.embedded = np.frombuffer(batch.embedded, np.int64), embeddings
+            known.given, known.given_at = embeddings, torch.full((len(ids),), -1)
+            places = torch.from_numpy(np.frombuffer(batch.embedded, np.int64))
+            known.given_at[places] = torch.arange(len(places))
         return known
 
     def as_row(self) -> TokenInputs:
@@ -61,8 +60,8 @@ class TokenInputs:
         return TokenInputs(
             self.input_ids[None],
             self.position_ids[..., None, :],
-            inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[None],
-            extras=None if self.extras is None else self.extras[None],
+            given=self.given,
+            given_at=None if self.given_at is None else self.given_at[None],
         )
 
     def select(self, places: Tensor) -> TokenInputs:
@@ -70,26 +69,14 @@ class TokenInputs:
         return TokenInputs(
             self.input_ids[places],
             self.position_ids[..., places],
-            inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[places],
-            extras=None if self.extras is None else self.extras[places],
+            given=self.given,
+            given_at=None if self.given_at is None else self.given_at[places],
         )
 
-    def to(self, device: torch.device, embed: Callable[[Tensor], Tensor]) -> TokenInputs:
-        """The same on a device, where all ids are known, and their embeddings if any are given.
-
-        Args:
-            device: Where the model is.
-            embed: Its embedding of ids.
-        """
+    def to(self, device: torch.device) -> TokenInputs:
+        """The same on a device, where all ids are known."""
         ids = to_device(self.input_ids, device)
         if self.chosen is not None:
             ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))
-        embeds = extras = None
-        if self.embedded is not None:
-            embeds = embed(ids)
-            places, given = to_device(self.embedded[0], device), self.embedded[1].to(device, embeds.dtype)
-            width = given.shape[-1] - embeds.shape[-1]
-            if width:
-                extras = embeds.new_zeros(len(ids), width).index_copy(0, places, given[:, -width:])
-            embeds = embeds.index_copy(0, places, given[:, : embeds.shape[-1]])
-        return TokenInputs(ids, to_device(self.position_ids, device), inputs_embeds=embeds, extras=extras)
+        given_at = None if self.given_at is None else to_device(self.given_at, device)
+        return TokenInputs(ids, to_device(self.position_ids, device), given=self.given, given_at=given_at)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_paged.kernels.transfers import to_host
+from hf_paged.model.span_masks import SpanMasks
 
 State = dict[tuple[int, str], Any]
 """What forwards left on the parts of a wrapper: by the part's place on the way to the language model, and its name."""
@@ -19,7 +20,7 @@ State = dict[tuple[int, str], Any]
 # What any language model is told, and what of it says nothing about tokens.
 _COMMON = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values"}
 _IGNORED = {"use_cache", "return_dict", "cache_position", "logits_to_keep"}
-SLIDING = "sliding_attention"
+_PER_LAYER = "per_layer_inputs"
 _DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 
 
@@ -57,40 +58,6 @@ class InnerCall:
         (differs,) = to_host([(own != self.inputs_embeds).any(dim=-1)])
         if bool(differs.any()):
             self.embedded = [row.nonzero()[:, 0].tolist() for row in differs]
-
-    def find_spans(self, is_causal: bool, window: int | None) -> bool:
-        """Finds the runs that see each other, in the wrapper's masks. Waits for a GPU.
-
-        Args:
-            is_causal: Whether the language model's attention is causal where it has no mask.
-            window: Of layers with one.
-
-        Returns:
-            Whether masks are understood: causal, but for such runs, of which all see all, and for the window.
-        """
-        batch, length = self.inputs_embeds.shape[:2]
-        if self.attention_mask is None and not is_causal:
-            self.spans = [[(0, length)]] * batch if length > 1 else None
-            return True
-        masks = self.attention_mask if isinstance(self.attention_mask, dict) else {"": self.attention_mask}
-        drawn = {kind: mask for kind, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 4}
-        if not drawn or length == 1:
-            return is_causal or length == 1
-        visible = to_host([mask if mask.dtype is torch.bool else mask == 0 for mask in drawn.values()])
-        spans: list[list[tuple[int, int]]] | None = None
-        for kind, mask in zip(drawn, visible, strict=True):
-            mask = mask[:, 0].expand(batch, -1, -1)
-            found = [_spans(row[:, -length:]) for row in mask]
-            if spans not in (None, found):
-                return False
-            spans = found
-            if not all(
-                _is_drawn_from(row, own, window if kind == SLIDING else None)
-                for row, own in zip(mask, found, strict=True)
-            ):
-                return False
-        self.spans = spans if any(spans or ()) else None
-        return len(drawn) == len(masks) or self.spans is None
 
     @property
     def given(self) -> Tensor:
@@ -166,13 +133,14 @@ class Twin:
 class Wrapper:
     """How a multimodal model and its language model talk to each other.
 
-    What belongs to a token beside its embedding and its positions is one vector to us, `[width]`: what is added to the
-    states behind the first layers (deepstack), one after another.
+    What belongs to a token beside its embedding and its positions is one vector to us, `[width]`: what each layer is
+    told of it, layer by layer (of models that do so of any token), then what is added to the states behind the first
+    layers (deepstack), one after another (zeros, or nothing at all, of a token that has none).
 
     Attributes:
         path: Names of the parts on the way to the language model, its own the last.
         is_causal: Whether the language model's attention is causal where it has no mask.
-        window: Of its layers that have one.
+        mask_kinds: What kinds of masks it takes, by name; `None`: one for all layers.
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
@@ -181,9 +149,8 @@ class Wrapper:
         parts = model.get_submodule(path).modules()
         self.is_causal = all(getattr(part, "is_causal", True) is not False for part in parts)
         config = model.get_submodule(path).config
-        self.window = getattr(config, "sliding_window", None)  # type: ignore[union-attr]
-        # What kinds of masks it takes, by name; `None`: one for all layers.
         self.mask_kinds: tuple[str, ...] | None = None
+        self._masks = SpanMasks(getattr(config, "sliding_window", None))
 
     @classmethod
     def of(cls, model: nn.Module) -> Wrapper | None:
@@ -207,15 +174,10 @@ class Wrapper:
             ValueError: It never called its language model.
         """
         inner = twin.innermost._modules[self.path[-1]]
-        signature = inspect.signature(inner.forward)
+        names = _arguments_of(inner)
 
         def reached(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            found = dict(bound.arguments)
-            for parameter in signature.parameters.values():
-                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                    found |= found.pop(parameter.name, {})
-            raise _ReachedError(found)
+            raise _ReachedError(names(*args, **kwargs))
 
         self._tap(twin, inner, reached)
         try:
@@ -229,25 +191,52 @@ class Wrapper:
             twin.innermost._modules[self.path[-1]] = inner
         raise ValueError(f"{type(twin.model).__name__} did not call its {'.'.join(self.path)}")
 
+    def find_spans(self, call: InnerCall) -> bool:
+        """Finds the runs of a call's tokens that see each other. Waits for a GPU.
+
+        Returns:
+            Whether its masks are understood; see `SpanMasks`.
+        """
+        batch, length = call.inputs_embeds.shape[:2]
+        if call.attention_mask is None and not self.is_causal:
+            call.spans = [[(0, length)]] * batch if length > 1 else None
+            return True
+        masks = {
+            kind: mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
+            for kind, mask in _by_kind(call.attention_mask).items()
+        }
+        drawn = {kind: mask for kind, mask in masks.items() if mask is not None}
+        if not drawn or length == 1:
+            return self.is_causal or length == 1
+        visible = to_host([mask if mask.dtype is torch.bool else mask == 0 for mask in drawn.values()])
+        rows = (mask[:, 0].expand(batch, -1, -1) for mask in visible)
+        spans = self._masks.read(masks | dict(zip(drawn, rows, strict=True)))
+        if spans is not None and any(spans):
+            call.spans = spans
+        return spans is not None and (self.is_causal or len(drawn) == len(masks))
+
     def masks(
         self, attention_mask: Tensor, query_width: int, spans: list[tuple[int, int, int]], dtype: torch.dtype
     ) -> Any:
-        """Masks of a padded forward, as the language model takes them; see `draw_masks`."""
+        """Masks of a padded forward, as the language model takes them; see `SpanMasks.draw`."""
+        kinds = ("",) if self.mask_kinds is None else self.mask_kinds
+        found = {kind: self._masks.draw(kind, attention_mask, query_width, spans, dtype) for kind in kinds}
+        return found if self.mask_kinds is not None else found[""]
 
-        def draw(window: int | None) -> Tensor:
-            return draw_masks(attention_mask, query_width, spans, window, dtype)
+    def handing(self, model: Any, given: Tensor, places: Tensor) -> Any:
+        """A twin of a model that hands its language model something else for some tokens.
 
-        if self.mask_kinds is None:
-            return draw(None)
-        return {kind: draw(self.window if kind == SLIDING else None) for kind in self.mask_kinds}
-
-    def handing(self, model: Any, extras: Tensor) -> Any:
-        """A twin of a model that hands `extras` (`[B, q, width]`) to its language model, too."""
+        Args:
+            model: A wrapper.
+            given: `[E, hidden_size + width]`, see `Wrapper`; `width` may be 0.
+            places: `[B, q]` int64, of each token its place in these, or -1: what the wrapper makes of its id is right.
+        """
         twin = Twin(model, self.path, {})
         inner = twin.innermost._modules[self.path[-1]]
+        names = _arguments_of(inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return inner.forward(*args, **(kwargs | _unpacked(extras, inner.config.hidden_size)))
+            return inner.forward(**_handed(inner, names(*args, **kwargs), given, places))
 
         self._tap(twin, inner, forward)
         return twin.model
@@ -281,6 +270,10 @@ def token_positions(positions: Tensor) -> Tensor:
     return positions[0] if bool((positions == positions[:1]).all()) else positions
 
 
+def _by_kind(attention_mask: Any) -> dict[str, Any]:
+    return attention_mask if isinstance(attention_mask, dict) else {"": attention_mask}
+
+
 def _shallow_copy(module: Any) -> Any:
     copy = object.__new__(type(module))
     own = dict(vars(module))
@@ -290,82 +283,62 @@ def _shallow_copy(module: Any) -> Any:
     return copy
 
 
+def _arguments_of(inner: Any) -> Callable[..., dict[str, Any]]:
+    """From what a language model is called with to the same by name."""
+    signature = inspect.signature(inner.forward)
+
+    def names(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = dict(signature.bind(*args, **kwargs).arguments)
+        for parameter in signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                found |= found.pop(parameter.name, {})
+        return found
+
+    return names
+
+
 def _inner_call(inner: Any, arguments: dict[str, Any]) -> InnerCall:
     embeds = arguments.get("inputs_embeds")
     if embeds is None:
         embeds = inner.get_input_embeddings()(arguments["input_ids"])
     others = {name: value for name, value in arguments.items() if name not in _COMMON | _IGNORED}
     others = {name: value for name, value in others.items() if value is not None and value is not False}
-    extras = None
+    extras = []
+    if arguments.get(_PER_LAYER) is None and getattr(inner.config, "hidden_size_per_layer_input", None):
+        others[_PER_LAYER] = None  # computed otherwise than of ids
+    if others.get(_PER_LAYER) is not None:
+        extras.append(others.pop(_PER_LAYER).flatten(2).to(embeds.device, embeds.dtype))
     if all(name in others for name in _DEEPSTACK):
         mask, layers = (others.pop(name) for name in _DEEPSTACK)
-        extras = embeds.new_zeros(*embeds.shape[:2], len(layers) * embeds.shape[-1])
-        extras[mask.to(embeds.device)] = torch.cat([layer.to(embeds.device, embeds.dtype) for layer in layers], dim=-1)
-    return InnerCall(embeds, arguments.get("position_ids"), arguments.get("attention_mask"), extras, others)
+        stacked = embeds.new_zeros(*embeds.shape[:2], len(layers) * embeds.shape[-1])
+        stacked[mask.to(embeds.device)] = torch.cat([layer.to(embeds.device, embeds.dtype) for layer in layers], dim=-1)
+        extras.append(stacked)
+    told = arguments.get("position_ids"), arguments.get("attention_mask")
+    return InnerCall(embeds, *told, torch.cat(extras, dim=-1) if extras else None, others)
 
 
-def _unpacked(extras: Tensor, hidden_size: int) -> dict[str, Any]:
-    """Arguments for the language model."""
-    rows = extras.flatten(0, 1)
-    everywhere = torch.ones(extras.shape[:2], dtype=torch.bool, device=extras.device)
-    return dict(zip(_DEEPSTACK, (everywhere, list(rows.split(hidden_size, dim=-1))), strict=True))
+def _handed(inner: Any, arguments: dict[str, Any], given: Tensor, places: Tensor) -> dict[str, Any]:
+    """What a language model was called with, but for the tokens that were given as something else; see `handing`."""
+    embeds = arguments.get("inputs_embeds")
+    if embeds is None:
+        embeds = inner.get_input_embeddings()(arguments.pop("input_ids"))
+    own = arguments.get(_PER_LAYER)
+    parts = [embeds] if own is None else [embeds, own.flatten(2)]
+    width = sum(part.shape[-1] for part in parts)
+    if given.shape[-1] > width:
+        parts.append(embeds.new_zeros(*embeds.shape[:2], given.shape[-1] - width))
+    found = list(put_in(torch.cat(parts, dim=-1), given, places).split([part.shape[-1] for part in parts], dim=-1))
+    arguments["inputs_embeds"] = found[0]
+    if own is not None:
+        arguments[_PER_LAYER] = found[1].view_as(own)
+    if given.shape[-1] > width:
+        rows = found[-1].flatten(0, 1)
+        everywhere = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        arguments |= zip(_DEEPSTACK, (everywhere, list(rows.split(embeds.shape[-1], dim=-1))), strict=True)
+    return arguments
 
 
-def _spans(visible: Tensor) -> list[tuple[int, int]]:
-    """Runs of columns that see each other.
-
-    Args:
-        visible: `[n, n]`, which of the new columns each of them sees.
-    """
-    length = visible.shape[0]
-    columns = torch.arange(length)
-    last = torch.where(visible, columns, -1).amax(dim=1).tolist()  # that each one sees
-    spans: list[tuple[int, int]] = []
-    column = 0
-    while column < length:
-        if last[column] > column:
-            spans.append((column, last[column] + 1))
-            column = last[column]
-        column += 1
-    return spans
-
-
-def _is_drawn_from(visible: Tensor, spans: list[tuple[int, int]], window: int | None) -> bool:
-    """Whether a row's mask (`[n, columns]`) is causal within a window, but for these runs and left padding."""
-    length, width = visible.shape
-    query, key = torch.arange(width - length, width)[:, None], torch.arange(width)
-    expected = key <= query
-    if window is not None:
-        expected &= key > query - window
-    for start, stop in spans:
-        expected[start:stop, width - length + start : width - length + stop] = True
-    seen = visible.any(dim=0)
-    first = int(seen.int().argmax()) if bool(seen.any()) else width  # what nothing sees is padding
-    real = query[:, 0] >= first
-    expected &= key >= first
-    return bool((expected == visible)[real].all())
-
-
-def draw_masks(
-    attention_mask: Tensor, query_width: int, spans: list[tuple[int, int, int]], window: int | None, dtype: torch.dtype
-) -> Tensor:
-    """`[B, 1, Q, W]`, what is added to the scores of the last `Q` columns: as `InnerCall.find_spans` understands masks.
-
-    Args:
-        attention_mask: `[B, W]`, 0 at padding.
-        query_width: `Q`.
-        spans: Rows, and columns of theirs.
-        window: Of the layers.
-        dtype: Of the model.
-    """
-    width, device = attention_mask.shape[1], attention_mask.device
-    query, key = torch.arange(width - query_width, width, device=device)[:, None], torch.arange(width, device=device)
-    visible = key <= query
-    if window is not None:
-        visible &= key > query - window
-    visible = visible.expand(len(attention_mask), -1, -1).clone()
-    for row, start, stop in spans:
-        visible[row, max(start - width + query_width, 0) : stop - width + query_width, start:stop] = True
-    visible &= attention_mask[:, None].bool()
-    masks = torch.zeros(visible.shape, dtype=dtype, device=device)
-    return masks.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+def put_in(own: Tensor, given: Tensor, places: Tensor) -> Tensor:
+    """`[B, q, width]`, of each token its own, or what was given (`[E, width]`) at its place (`[B, q]` int64)."""
+    is_given = (places >= 0)[..., None]
+    return torch.where(is_given, given.to(own.device, own.dtype)[places.clamp(min=0)], own)

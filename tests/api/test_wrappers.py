@@ -18,6 +18,7 @@ from wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 
 import hf_paged
 from hf_paged import PagedCache
+from hf_paged.api.support import is_architecture_supported
 
 MakePair = Callable[..., Pair]
 
@@ -123,6 +124,14 @@ def test_cache_kept_over_two_turns(make_wrapper_pair: MakePair, name: str, turns
     pair.both(call)
 
 
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
+def test_shares_of_axes_that_the_config_does_not_state(kind: str) -> None:
+    """Would break: a narrow copy whose code takes a head of 128 for granted."""
+    base, config = (getattr(transformers, f"{kind}{end}") for end in ("ForConditionalGeneration", "Config"))
+    assert "mrope_section" not in config().text_config.rope_parameters
+    assert is_architecture_supported(base, config()).layout == "packed"
+
+
 @every_wrapper
 def test_forward(make_wrapper_pair: MakePair, name: str) -> None:
     """Would break: a caller's own forwards, a picture and then tokens whose positions the model has to find."""
@@ -180,7 +189,7 @@ def test_the_same_picture_is_computed_once(make_wrapper_pair: MakePair, name: st
     assert pair.delta["prefix_cache_hit_tokens"] <= words // 2 * 2
 
 
-@pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if row.types == "mm_token_type_ids"])
+@pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if row.types and row.has_start])
 def test_equal_pixels_under_another_grid_are_another_picture(make_wrapper_pair: MakePair, name: str) -> None:
     """Would break: hits for a picture of the same patches whose tokens lie elsewhere."""
     pair = make_wrapper_pair(name, block_size=2)
@@ -188,6 +197,19 @@ def test_equal_pixels_under_another_grid_are_another_picture(make_wrapper_pair: 
     pair.generate(**call, max_new_tokens=2)
     pair.generate(**(call | {"image_grid_thw": torch.tensor([[1, 8, 4]])}), max_new_tokens=2)
     assert pair.delta["prefix_cache_hit_tokens"] <= 4
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
+def test_what_layers_are_told_of_a_token_is_part_of_it(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: hits for equal embeddings that come with something else for each layer."""
+    pair = make_wrapper_pair(name, block_size=2)
+    language_model = pair.stock.model.language_model
+    ids, others = random_ids(1, 9) % 90, random_ids(1, 9, seed=1) % 90
+    given = {"inputs_embeds": language_model.get_input_embeddings()(ids).detach()}
+    for told, hits in ((ids, 0), (others, 0), (ids, 8)):
+        given["per_layer_inputs"] = language_model.get_per_layer_inputs(told).detach()
+        pair.both(lambda model: model(**given, past_key_values=new_cache(model), logits_to_keep=1).logits)
+        assert pair.delta["prefix_cache_hit_tokens"] == hits
 
 
 @every_wrapper

@@ -165,7 +165,7 @@ class CallerForwards:
         """A step in the caller's shape, since its padding is seen; on its thread, where hooks of its own may look."""
         packed = self._pack(cache, call, active, padding)
         sequences, width = packed.sequences, packed.width + packed.length
-        with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
+        with self._store.residency.holding(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             with self._core.transaction():
                 self._extend(cache, packed)
                 limit = self._core.traits.regime_length
@@ -173,7 +173,7 @@ class CallerForwards:
                     for sequence in sequences:
                         sequence.is_stale = True
                 rows = [row for row, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]
-                batch = self._store.schedule_together([sequences[row] for row in rows])
+                batch = self._store.residency.schedule_together([sequences[row] for row in rows])
             called = CalledForward(call.arguments(), call.twin, rows, len(sequences), width, packed.length)
             output: ModelOutput = self._core.executor.launch(batch, called)
             self._core.worker.loop.settle()
@@ -190,7 +190,7 @@ class CallerForwards:
     def _forward_padded(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
-        with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
+        with self._store.residency.holding(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             cache.select_active(active)
             output: ModelOutput = self._core.bound.run_unpatched(

@@ -188,7 +188,7 @@ class EngineCore:
     def num_running(self) -> int:
         """Sequences with keys and values in the pool."""
         with self.transaction():
-            return self.scheduler.num_running if self.pool.is_made else 0
+            return self.scheduler.queues.num_running if self.pool.is_made else 0
 
     def count_generated(self, num_tokens: int) -> None:
         """Books tokens that a call handed out. The pool's lock is held."""
@@ -204,12 +204,12 @@ class EngineCore:
         return EngineStats(
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free,
-            num_running=scheduler.num_running,
+            num_running=scheduler.queues.num_running,
             num_waiting=num_waiting,
-            num_swapped=scheduler.num_swapped,
-            num_preemptions=scheduler.num_preemptions,
-            num_swapped_out=scheduler.num_swapped_out,
-            num_admission_stalls=scheduler.num_admission_stalls,
+            num_swapped=scheduler.queues.num_swapped,
+            num_preemptions=scheduler.preemption.num_preemptions,
+            num_swapped_out=scheduler.preemption.num_swapped_out,
+            num_admission_stalls=scheduler.admission.num_stalls,
             num_cow_copies=manager.num_cow_copies,
             prefix_cache_hit_tokens=manager.prefix.hit_tokens,
             prefix_cache_query_tokens=manager.prefix.query_tokens,

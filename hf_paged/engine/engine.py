@@ -26,6 +26,7 @@ from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
 from hf_paged.model.traits import ModelTraits
 from hf_paged.sampling.controls import SamplingControls
+from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 
 
@@ -92,6 +93,7 @@ class Engine:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
+        grammar: Grammar | None = None,
         **generate_kwargs: Any,
     ) -> Request:
         """Queues one prompt and returns at once.
@@ -115,6 +117,8 @@ class Engine:
             presence_penalty: Taken off the logit of each token that was generated before.
             frequency_penalty: The same, as often as it was. Both before temperature and the like.
             logit_bias: Added to logits, by token id; as early.
+            grammar: What the text is to follow, of a `GrammarCompiler`: tokens that it forbids are masked before all of
+                these (not of beams, assisted decoding and processors of your own). The text ends with it.
             **generate_kwargs: Everything else that `generate()` takes (`pixel_values` and other inputs of the prompt,
                 too), but `streamer` (iterate the request instead), `inputs_embeds`, and per-step outputs.
 
@@ -127,7 +131,7 @@ class Engine:
         """
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
         of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
-        controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias)
+        controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar)
         return self._submissions.submit(
             input_ids, generation_config, request_id, priority, cache_salt, wanted, of_prompt, generate_kwargs, controls
         )

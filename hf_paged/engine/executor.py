@@ -175,8 +175,9 @@ class StepExecutor:
                 pool.scheduler.undo(batch)
             raise
         with pool.lock, on_steps_stream(device):
-            rows = StepRows.of(pool.scheduler.chunks(batch))
-            offers = pool.scheduler.update(batch, is_checked=False)
+            scheduler = pool.scheduler
+            rows = StepRows.of(scheduler.chunks(batch))
+            offers = scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)
             parts = self._deliver(batch, output) if called is None else []
@@ -327,8 +328,8 @@ class StepExecutor:
             num_prefill_tokens=rows.num_tokens - rows.num_decode,
             seconds=seconds,
             chunks=rows.columns,
-            num_waiting=scheduler.num_waiting,
-            num_swapped=scheduler.num_to_swap_in,
+            num_waiting=scheduler.queues.num_waiting,
+            num_swapped=scheduler.queues.num_to_swap_in,
             is_stalled=is_stalled,
             num_free_blocks=self._pool.manager.pool.num_free,
         )

@@ -99,7 +99,7 @@ class StepLoop:
         return (
             self.has_orders
             or self._executor.num_in_flight > 0
-            or (self._pool.is_made and self._pool.scheduler.has_work)
+            or (self._pool.is_made and self._pool.scheduler.queues.has_work)
         )
 
     # Who has the role
@@ -218,7 +218,7 @@ class StepLoop:
         with self._pool.lock:
             self._housekeep()
             step: Batch | None = None
-            if self._pool.is_made and self._pool.scheduler.has_work:
+            if self._pool.is_made and self._pool.scheduler.queues.has_work:
                 step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
                 if step is None:
                     return True

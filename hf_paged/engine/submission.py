@@ -128,6 +128,9 @@ class Submissions:
                     _split_generators(call)
                 else:
                     _seed_generators(call, controls.seed)
+                if controls.grammar is not None:
+                    _check_grammar(call)
+                    call.work.grammar = controls.grammar  # type: ignore[union-attr]
                 has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
                 state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
@@ -342,6 +345,15 @@ def _check_logprobs(
         )
     if prompt_logprobs is not None and isinstance(call.work, SampleCall) and call.work.given is not None:
         raise ValueError("prompt_logprobs are of a prompt of token ids: not with pictures, sound or embeddings")
+
+
+def _check_grammar(call: PreparedCall) -> None:
+    """Raises `ValueError` where it isn't the engine's own sampling that chooses the tokens."""
+    if not isinstance(call.work, SampleCall) or call.work.beams is not None:
+        raise ValueError(
+            "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors of "
+            "your own"
+        )
 
 
 def _seed_generators(call: PreparedCall, seed: int) -> None:

@@ -113,3 +113,10 @@ def test_every_example_is_tested():
     found = {path.name for path in EXAMPLES.glob("*.py")} - NOT_A_DEMONSTRATION
     tested = {f"{name.removeprefix('test_')}.py" for name in globals() if name.startswith("test_")}
     assert found == tested - {"every_example_is_tested.py"}
+
+
+def test_openai_client():
+    output = run_example("openai_client.py")
+    [(tokens, steps)] = numbers(r"(\d+) tokens in (\d+) model steps", output)
+    assert tokens == 4 * 32 and steps < tokens
+    assert re.search(r"a person: \{'name': '(Ann|Bob)', 'age': \d+\}", output)

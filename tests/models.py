@@ -156,6 +156,10 @@ MODELS: dict[str, TinyModel] = {
         ),
         seed=1,
     ),
+    # Two stacks of layers, run through eight times, each time with keys of their own.
+    "hrm_text": TinyModel(
+        lambda: hf.HrmTextConfig(**(_COMMON | {"num_hidden_layers": 1}), head_dim=16, H_cycles=2, L_cycles=3), seed=1
+    ),
     "smollm3": TinyModel(lambda: hf.SmolLM3Config(**_GQA), seed=4),
     # Layers that cache more than others, values narrower than keys, and layers that attend to another one's keys.
     "gemma4": TinyModel(
@@ -276,6 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "recurrent state",
     ),
     "minimax": (lambda: AutoModelForCausalLM.from_config(hf.MiniMaxConfig(**_GQA)), "cache of its own"),
+    "openai_gpt": (lambda: hf.OpenAIGPTLMHeadModel(hf.OpenAIGPTConfig(**_GPT2_NAMES)), "has no cache"),
     "no_lm_head": (lambda: hf.LlamaModel(hf.LlamaConfig(**_GQA)), "language-model head"),
     "plain_module": (lambda: nn.Linear(2, 2), "PreTrainedModel"),
 }

@@ -43,6 +43,7 @@ _MAMBA2 = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 16,
 }
+_LATENTS = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 _MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 
 
@@ -125,6 +126,43 @@ STATE_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba2": lambda: hf.Mamba2Config(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, state_size=16, num_heads=8, head_dim=16, expand=2,
         n_groups=1, chunk_size=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    ),
+    # Latents beside states: the model's own attention, over gathered latents, and its mixers over real tokens alone.
+    "kimi_linear": lambda: hf.KimiLinearConfig(
+        **_kinds(num_key_value_heads=4, moe_intermediate_size=32),
+        **_LATENTS,
+        linear_num_heads=2,
+        linear_head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    ),
+    # Four convolutions on a layer, each with a state; a bias by distance, and windows that cache more heads.
+    "inkling": lambda: hf.InklingTextConfig(
+        **_kinds(tie_word_embeddings=None, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        head_dim=16,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=4,
+        swa_head_dim=16,
+        sliding_window_size=5,
+        d_rel=4,
+        rel_extent=8,
+        logits_mup_width_multiplier=1.0,
+        local_layer_ids=[0, 2],
+        mlp_layer_types=["dense", "sparse", "dense", "dense"],
+    ),
+    # A mixer that gives queries, keys and values.
+    "zaya": lambda: hf.ZayaConfig(
+        **_kinds(intermediate_size=None), head_dim=16, num_experts=4, moe_intermediate_size=32, router_hidden_size=16
+    ),
+    # Attention that is told its number in the call.
+    "zamba": lambda: hf.ZambaConfig(
+        **_kinds(num_key_value_heads=4, num_hidden_layers=6),
+        attention_head_dim=32,
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba", "mamba"],
     ),
 }  # fmt: skip
 

@@ -55,7 +55,7 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
     tiny_stored = specs(stock)
     try:
         whole = on_meta(base, config)
-        found = specs(noted_on_meta(whole))
+        found = specs(noted_on_meta(whole, NotingCache))
     except Exception as error:  # its forward needs numbers
         found = _as_wide(base, config) or f"what its layers store could not be found out ({_text(error)})"
     if isinstance(found, str) or isinstance(tiny_stored, str):
@@ -119,7 +119,16 @@ def _ways(
 ) -> Iterator[tuple[ModelTraits, bool]]:
     """What may be tried, the best first, and whether it is with the windows that the config states."""
     rows_independent = not any(map(is_batch_dependent, _rope_types(getattr(config, "rope_parameters", None))))
-    own = ModelTraits(layers, runs_packed=False, rows_independent=rows_independent, indexers=indexers)
+    # Modules that are run through again store keys under other numbers than theirs.
+    numbers = {getattr(module, "layer_idx", None) for module in tiny.modules()}
+    shares = any(layer is not None and index not in numbers for index, layer in enumerate(layers))
+    own = ModelTraits(
+        layers,
+        runs_packed=False,
+        rows_independent=rows_independent,
+        indexers=indexers,
+        shares_attention=shares and len(numbers) > 1,
+    )
     if not is_causal:  # keys of a token follow from those behind it in its forward: none can be computed again
         yield own, False
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from contextlib import suppress
 from typing import Any
@@ -18,10 +19,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size.*", _VOCAB),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_.*_(size|dim)|moe_.*_size", 24),
     (r".*intermediate_size.*|(.*_)?ffn_dim|n_inner|ffn_hidden_size|inner_dim|d_ff|d_inner", 48),
-    (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 64),
+    (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 128),
     (r"sliding_window|attention_window", 5),
     (r"attention_chunk_size", 6),
-    (r"floor_scale", 4),
+    (r"floor_scale|log_scaling_n_floor", 4),
     (r"(n|num)_(routed_|local_|moe_)?experts|(moe_)?num_(local_)?experts|n_experts", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_selected_experts|moe_k|experts_top_k", 2),
     (r"n_group|topk_group|num_expert_groups?|first_k_dense_replace", 1),
@@ -33,6 +34,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"index_n_heads", 16),  # their scores are often 0, and where all are, ties decide
     (r"(num_)?(n_)?(encoder|decoder)_layers|num_hidden_layers|n_layers?|num_layers|num_blocks", 2),
 )
+_KINDS = ("layers_block_type", "layer_types")
 _LATENT_WIDTH = 64  # of the hidden states where heads have widths of their own
 
 
@@ -83,16 +85,21 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
     for name, value in list(vars(small).items()):
         if name.startswith("_"):
             continue
-        if isinstance(value, PreTrainedConfig):  # towers of another kind, which the probe doesn't use
-            for own in ("num_hidden_layers", "num_blocks"):
-                if isinstance(getattr(value, own, None), int):
-                    put(value, own, 2)
+        if isinstance(value, PreTrainedConfig):  # a part of the layers, or a tower that the trial doesn't use
+            for own, number in list(vars(value).items()):
+                put(value, own, _shrunken(own, number))
             continue
         if isinstance(value, list | tuple) and num_layers and len(value) == num_layers:
             put(small, name, type(value)(_shrunken(name, value[index]) for index in layers))
         else:
             put(small, name, _shrunken(name, value))
     put(small, "num_hidden_layers", len(layers))
+    if (stated(config, "sliding_window") or 0) >= (stated(config, "max_position_embeddings") or math.inf):
+        put(small, "sliding_window", small.max_position_embeddings)  # one that no text gets beyond
+    stack = stated(config, "num_layers_per_stack")
+    if stack and num_layers:  # layers that are run through again and again, each time with keys of their own
+        put(small, "num_layers_per_stack", 2)
+        put(small, "num_hidden_layers", 2 * num_layers // stack)
     shared = stated(config, "num_kv_shared_layers")
     if shared and num_layers:
         put(small, "num_kv_shared_layers", sum(index >= num_layers - shared for index in layers))
@@ -101,18 +108,25 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
     for name, value in widths.items():
         if stated(small, name) is not None:
             put(small, name, value)
+    for part in vars(small).values() if widths else ():
+        if isinstance(part, PreTrainedConfig) and stated(part, "hidden_size") == stated(config, "hidden_size"):
+            put(part, "hidden_size", widths["hidden_size"])
+        if isinstance(part, PreTrainedConfig) and stated(part, "kv_n_heads"):
+            put(part, "kv_n_heads", min(part.kv_n_heads, widths["num_key_value_heads"]))
     if widths:
         _state_sections(small)
         _shrink_sections(getattr(small, "rope_parameters", None), widths.get("head_dim"))
     for number, name in enumerate(("bos_token_id", "eos_token_id", "pad_token_id")):
         put(small, name, None)
         # The config insists on one, or positions are counted from it (RoBERTa's).
-        if getattr(small, name, None) is not None or (name == "pad_token_id" and stated(config, name)):
+        if getattr(small, name, None) is not None or (
+            name == "pad_token_id" and getattr(config, name, None) is not None
+        ):
             put(small, name, SPECIAL + number)
     if overrides:
         ratio = _ratio(config)
         small.per_layer_config = {
-            new: {name: _narrow(name, value, widths, ratio) for name, value in overrides[old].items()}
+            new: {name: _narrow(config, name, value, widths, ratio) for name, value in overrides[old].items()}
             for new, old in enumerate(layers)
             if old in overrides
         }
@@ -161,7 +175,7 @@ def _chosen_layers(config: PreTrainedConfig) -> list[int]:
         own: list[int] = []
         for index in part:
             traits = [(name, repr(value[index])) for name, value in lists.items()]
-            if any(seen.get(trait, 0) < (2 if trait[0] == "layer_types" else 1) for trait in traits):
+            if any(seen.get(trait, 0) < (2 if trait[0] in _KINDS else 1) for trait in traits):
                 own.append(index)
                 for trait in traits:
                     seen[trait] = seen.get(trait, 0) + 1
@@ -192,7 +206,7 @@ def _shrink_sections(parameters: Any, head_dim: int | None) -> None:
 
 def _beginning(config: PreTrainedConfig) -> list[int]:
     """The first layers, as far as the first one of the last kind."""
-    for name in ("layers_block_type", "layer_types"):
+    for name in _KINDS:
         kinds = getattr(config, name, None)
         if kinds:
             return list(range(max(2, 1 + max(list(kinds).index(kind) for kind in set(kinds)))))
@@ -216,6 +230,8 @@ def _mixer_widths(config: PreTrainedConfig, widths: dict[str, int]) -> dict[str,
     key_heads, value_heads = stated(config, "linear_num_key_heads") or 1, stated(config, "linear_num_value_heads") or 1
     found |= {
         "mamba_d_ssm": inner,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2 * min(value_heads // key_heads, 2),
         "linear_key_head_dim": 16,
@@ -285,12 +301,12 @@ def _take_overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
     return overrides
 
 
-def _narrow(name: str, value: Any, widths: dict[str, int], ratio: float) -> Any:
+def _narrow(config: PreTrainedConfig, name: str, value: Any, widths: dict[str, int], ratio: float) -> Any:
     """A layer's own number, as its kind is narrow."""
     if not isinstance(value, int) or isinstance(value, bool) or not widths:
         return value
     if name == "head_dim":
         return _scaled(value, ratio)
-    if name == "num_key_value_heads":
-        return 1
+    if name in ("num_attention_heads", "num_key_value_heads"):
+        return max(1, widths[name] * value // (stated(config, name) or value))
     return _shrunken(name, value)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.shrinking import SPECIAL
+from hf_paged.api.stored_layers import Layers, noted_on_meta, on_meta, specs
 from hf_paged.api.stored_states import StateNotes, StateNotingCache
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
-from hf_paged.memory.spec import AttentionSpec
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.traits import ModelTraits
@@ -49,83 +48,74 @@ def state_traits(
         shrunken: Make the config of one, in the order in which they are to be tried.
     """
     try:
-        layers, notes, _ = _stored(base, config)
+        found = _stored(base, config)
     except Exception as error:
         return f"what its layers store could not be found out ({type(error).__name__}: {error!s:.200})"
-    if isinstance(layers, str):
-        return layers
+    if isinstance(found, str):
+        return found
     failure = ""
     for make in shrunken:
         try:
             small = make()
             tiny = build(small)
             expected, carries, forms_differ = _expected(tiny)
-            tiny_layers, tiny_notes, shares = _stored(base, small)
+            tiny_found = _stored(base, small)
             break
         except Exception as error:
             failure = failure or f"{type(error).__name__}: {error}"
     else:
         return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
-    if isinstance(tiny_layers, str):
-        return tiny_layers
+    if isinstance(tiny_found, str):
+        return tiny_found
+    (stored, notes), (tiny_stored, tiny_notes) = found, tiny_found
     traits = ModelTraits(
-        tiny_layers,
+        tiny_stored.layers,
         runs_packed=True,
         rows_independent=True,
         states=tiny_notes.specs(torch.bfloat16),
         mixers=tuple(sorted(tiny_notes.mixers, key=lambda kind: kind.__name__)),
         carries_state=carries,
         forms_differ=forms_differ,
-        shares_attention=shares,
+        shares_attention=tiny_stored.is_shared,
+        indexers=tiny_stored.indexers,
     )
-    for may_infer in (True, False):
-        failure = _difference(tiny, replace(traits, allows_inference_mode=may_infer), expected)
+    for packed, may_infer in itertools.product((True, False), (True, False)):
+        if not packed and may_infer and _sees_padding(tiny):
+            return f"a row depends on the padding beside it, and it doesn't run without ({failure:.200})"
+        way: dict[str, Any] = {"runs_packed": packed, "runs_padded": not packed, "allows_inference_mode": may_infer}
+        failure = _difference(tiny, replace(traits, **way), expected)
         if not failure:
             states = notes.specs(torch.bfloat16)
-            return replace(traits, allows_inference_mode=may_infer, layers=layers, states=states)
+            return replace(traits, **way, layers=stored.layers, indexers=stored.indexers, states=states)
     return f"its layers don't compute over states in the pool what they do over a cache of their own ({failure:.200})"
 
 
-class _NotingCache(StateNotingCache):
-    """Also of keys and values."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the layers of a model cache of each token.
 
-    def __init__(self, config: PreTrainedConfig, notes: StateNotes) -> None:
-        super().__init__(config, notes)
-        self.attention: dict[int, AttentionSpec] = {}
-        self.is_shared = False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        (_, heads, _, key_dim), value_dim = key_states.shape, value_states.shape[-1]
-        self.attention[layer_idx] = AttentionSpec(heads, key_dim, value_dim)
-        self.is_shared |= getattr(self._notes.running[-1], "layer_idx", None) != layer_idx
-        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return states
-
-
-@torch.no_grad()
-def _stored(
-    base: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[tuple[AttentionSpec | None, ...] | str, StateNotes, bool]:
-    """What each layer stores, seen in a forward without numbers: keys and values, and states.
-
-    And whether one stores keys under another number than its module's.
+    Attributes:
+        layers: Of each; `None`: nothing.
+        indexers: See `ModelTraits`.
+        is_shared: Whether one stores keys under another number than its module's.
     """
-    notes = StateNotes()
-    with torch.device("meta"):
-        whole = base._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
-        cache = _NotingCache(whole.config, notes)
-        with notes.of(whole):
-            whole(
-                input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=True, **{cache_argument(base.forward): cache}
-            )
-    shapes = set(cache.attention.values())
-    if len(shapes) > 1 or any(shape.key_dim != shape.value_dim for shape in shapes):
-        return f"its layers don't store keys and values of one shape, but {sorted(map(str, shapes))}", notes, False
+
+    layers: Layers
+    indexers: Layers
+    is_shared: bool
+
+
+def _stored(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Stored, StateNotes] | str:
+    """What each layer stores, seen in a forward without numbers, or why that can't be in the pool."""
+    notes, whole = StateNotes(), on_meta(base, config)
+    with notes.of(whole):
+        cache = noted_on_meta(whole, lambda own: StateNotingCache(own, notes))
     if not notes.tensors:
-        return "its layers keep states elsewhere than in the layers of a cache", notes, False
-    return tuple(cache.attention.get(layer) for layer in range(len(cache.layers))), notes, cache.is_shared
+        return "its layers keep states elsewhere than in the layers of a cache"
+    if not cache.noted:
+        return Stored((None,) * len(cache.layers), (), False), notes
+    found = specs(cache)
+    return found if isinstance(found, str) else (Stored(*found, cache.is_shared), notes)
 
 
 def _expected(tiny: PreTrainedModel) -> tuple[Tensor, bool, bool]:
@@ -150,6 +140,13 @@ def _expected(tiny: PreTrainedModel) -> tuple[Tensor, bool, bool]:
     return by_chunks, True, differ(one_by_one, by_chunks[:, 1:], _ROUNDING)
 
 
+def _sees_padding(tiny: PreTrainedModel) -> bool:
+    """Whether what stock computes of a row depends on the columns of padding before it."""
+    edges = [0, max(_LENGTHS), max(_LENGTHS) + 1]
+    together, alone = (_logits(tiny, DynamicCache(config=tiny.config), edges, row) for row in (None, 1))
+    return bool((alone[0] - together[1]).abs().max() > _TOLERANCE * together.abs().max())
+
+
 def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> str:
     """What is wrong with the tiny model's logits over the pool; empty if they are as expected."""
     longest = max(_LENGTHS)
@@ -172,16 +169,23 @@ def _pages(traits: ModelTraits) -> int:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, past: Cache, edges: list[int]) -> Tensor:
-    """Last logits of forwards over these columns of a ragged left-padded batch: `[rows, forwards, vocab]`."""
+def _logits(model: PreTrainedModel, past: Cache, edges: list[int], row: int | None = None) -> Tensor:
+    """Last logits of forwards over these columns of a ragged left-padded batch: `[rows, forwards, vocab]`.
+
+    With `row` of that one alone, without its padding.
+    """
     parameters = inspect.signature(model.forward).parameters
     with torch.device("cpu"):
         longest, rows = max(_LENGTHS), len(_LENGTHS)
         num_plain = min(SPECIAL, model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type,type-var]
         ids = torch.randint(0, num_plain, (rows, longest + 4), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)
-        for row, length in enumerate(_LENGTHS):
-            mask[row, : longest - length] = 0
+        for index, length in enumerate(_LENGTHS):
+            mask[index, : longest - length] = 0
+        if row is not None:
+            padding = longest - _LENGTHS[row]
+            ids, mask = (each[row : row + 1, padding:] for each in (ids, mask))
+            edges = [max(0, edge - padding) for edge in edges]
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
         collected = []
         for start, end in itertools.pairwise(edges):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.shrinking import stated
 from hf_paged.memory.spec import AttentionSpec
+from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.wrapper import inner_path
 
 Layers = tuple[AttentionSpec | None, ...]
@@ -67,6 +69,9 @@ def on_meta(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
         return base._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
 
 
+NotesT = TypeVar("NotesT", bound=NotingCache)
+
+
 class _Zeros(TorchDispatchMode):
     """Within it what looks at a number of a tensor on the meta device finds a zero, or that it is true."""
 
@@ -82,8 +87,8 @@ class _Zeros(TorchDispatchMode):
 
 
 @torch.no_grad()
-def noted_on_meta(model: PreTrainedModel) -> NotingCache:
-    """What a model without numbers stores of two tokens.
+def noted_on_meta(model: PreTrainedModel, make_cache: Callable[[PreTrainedConfig], NotesT]) -> NotesT:
+    """What a model without numbers stores of two tokens, in a cache that notes it.
 
     Raises:
         Exception: Whatever its forward raises.
@@ -92,11 +97,11 @@ def noted_on_meta(model: PreTrainedModel) -> NotingCache:
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = inputs["input_ids"]
     for looking in (nullcontext(), _Zeros()):  # some look at numbers, some check those that they make
-        cache = NotingCache(model.config)
+        cache: Any = make_cache(model.config)
         try:
             with torch.device("meta"), looking:
-                model(**inputs, past_key_values=cache, use_cache=True)
-            return cache
+                model(**inputs, **{cache_argument(type(model).forward): cache}, use_cache=True)
+            return cache  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
     raise failure

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from hf_paged.api.stored_layers import NotingCache
 from hf_paged.memory.spec import StateSpec, StateTensor
 
 
@@ -66,12 +67,23 @@ class StateNotes:
                 handle.remove()
 
 
-class StateNotingCache(DynamicCache):
-    """A stock cache that notes the states it is given."""
+class StateNotingCache(NotingCache):
+    """A stock cache that notes the states it is given, too.
+
+    Attributes:
+        is_shared: Whether keys were stored under another number than that of the module that stored them.
+    """
 
     def __init__(self, config: PreTrainedConfig, notes: StateNotes) -> None:
-        super().__init__(config=config)
+        super().__init__(config)
         self._notes = notes
+        self.is_shared = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.is_shared |= getattr(self._notes.running[-1], "layer_idx", None) != layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         full: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_paged.api.state_probe import keeps_states
 from hf_paged.api.stored_layers import as_their_modules_say, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.sharding import local_layers, ranks_of, why_not_whole
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.wrapper import inner_path
@@ -156,7 +158,11 @@ def is_architecture_supported(base: type[PreTrainedModel], config: PreTrainedCon
 def _tried(base: type[PreTrainedModel], config: PreTrainedConfig) -> SupportReport:
     with torch.random.fork_rng(devices=[]):
         found = probe(base, config)
-    return SupportReport(False, (found,)) if isinstance(found, str) else SupportReport(True, (), found)
+    if not isinstance(found, str):
+        return SupportReport(True, (), found)
+    if not set(CACHE_ARGUMENTS) & set(inspect.signature(base.forward).parameters):
+        found = f"its forward takes no {' or '.join(CACHE_ARGUMENTS)}, so it has no cache for the pool to stand in for"
+    return SupportReport(False, (found,))
 
 
 def _structural_reasons(model: nn.Module) -> list[str]:

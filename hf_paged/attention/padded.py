@@ -61,18 +61,25 @@ class PaddedLayout:
 
 
 class PaddedCache(Cache):
-    """The cache of a padded forward: new keys and values go to the pool, and all of the rows' come back."""
+    """The cache of a padded forward: new keys and values go to the pool, and all of the rows' come back.
 
-    def __init__(self, layouts: Sequence[PaddedLayout], step: PagedStep, kv_cache: KVCache) -> None:
+    Attributes:
+        states: The states of the step's rows, of a model with layers that keep one.
+        real: Places in `[B * Q]` that are tokens, not padding, on the device; `None`: all.
+    """
+
+    def __init__(self, layouts: Sequence[PaddedLayout], step: PagedStep, kv_cache: KVCache, states: Any = None) -> None:
         """For one forward.
 
         Args:
             layouts: Where tokens are, of each group of layers: they differ in their slots alone.
             step: Writes the rows' new tokens, one row after another.
             kv_cache: The pool.
+            states: See the class.
         """
         layout = layouts[0]
         super().__init__(layers=[])
+        self.states = states
         self._layout = layout
         self._step = step
         self._kv_cache, self._places = kv_cache, kv_cache.groups.places
@@ -80,7 +87,7 @@ class PaddedCache(Cache):
         self._lengths = [self._past] * len(self._places)
         places = layout.token_index.reshape(-1)
         device = kv_cache.tensor.device
-        self._new = None if (places >= 0).all() else to_device(np.nonzero(places >= 0)[0], device)
+        self.real = None if (places >= 0).all() else to_device(np.nonzero(places >= 0)[0], device)
         self._slots = [to_device(own.slots, device) for own in layouts]
 
     def update(
@@ -88,7 +95,7 @@ class PaddedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Stores `[B, num_kv_heads, Q, width]` keys and values; returns `[B, num_kv_heads, W, width]`."""
         new = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        key, value = new if self._new is None else (states.index_select(0, self._new) for states in new)
+        key, value = new if self.real is None else (states.index_select(0, self.real) for states in new)
         self._step.write(key, value, layer_idx)
         self._lengths[layer_idx] = self._layout.width
         group, index = self._places[layer_idx]

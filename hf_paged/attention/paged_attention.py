@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.attention.context import current_step, is_sentinel
 from hf_paged.attention.params import AttentionParams
+from hf_paged.attention.shared_layers import SharedLayersStep
 
 NAME_PREFIX = "hf_paged_"
 
@@ -74,10 +75,10 @@ def _write_and_attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    layer = module.layer_idx
+    step = current_step(sentinel)
+    layer = step.layer if isinstance(step, SharedLayersStep) else module.layer_idx
     if not isinstance(layer, int):
         raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
-    step = current_step(sentinel)
     # [1, heads, T, head_dim] to [T, heads, head_dim]
     step.write(key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1), layer)
     params = AttentionParams(layer, scale, sliding_window, softcap, sinks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -35,8 +34,13 @@ class SharedLayersStep:
         self._step = step
         self._cache = cache
 
+    @property
+    def layer(self) -> int:
+        """The layer that is computed now."""
+        return self._cache.layer
+
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        self._step.write(key, value, self._cache.layer)
+        self._step.write(key, value, layer)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
-        return self._step.attend(query, replace(params, layer=self._cache.layer))
+        return self._step.attend(query, params)

@@ -8,10 +8,10 @@ length after the other, over states that are read from the pool before and writt
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,11 +20,14 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import is_sentinel
+from hf_paged.attention.padded import PaddedCache
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
+from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.spec import StateSpec
 from hf_paged.memory.state_cache import LayerStates, StateCache
 from hf_paged.model.module_overrides import ModuleOverride, overriding
+from hf_paged.model.traits import ModelTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,14 @@ class _Part:
     Attributes:
         tokens: Where they are in the packed batch.
         num_rows: How many rows.
+        first_row: Which of the step is the first of them.
         pages: `[rows, pages]` int64 on the device: of their states.
         is_fresh: They have none yet.
     """
 
     tokens: slice
     num_rows: int
+    first_row: int
     pages: Tensor
     is_fresh: bool
 
@@ -87,6 +92,8 @@ class StateStep:
         self._cache = cache
         self._specs = way.specs
         self._parts: list[_Part] = []
+        self._layer = -1  # that of the last mixer, and what it made of the rows' states, by their first row
+        self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
         own = to_device(pages, device)
         # Of each row how many tokens are computed at once; the rest one by one.
         at_once = query_lens.copy()
@@ -103,7 +110,7 @@ class StateStep:
             first, last = int(rows[0]), int(rows[-1]) + 1
             if at_once[first] == query_lens[first]:
                 tokens = slice(int(first_tokens[first]), int(first_tokens[last]))
-                self._parts.append(_Part(tokens, last - first, own[first:last], bool(starts[first] == 0)))
+                self._parts.append(_Part(tokens, last - first, first, own[first:last], bool(starts[first] == 0)))
                 continue
             for row in rows:
                 token, end = int(first_tokens[row]), int(first_tokens[row + 1])
@@ -111,46 +118,53 @@ class StateStep:
                 is_fresh = bool(starts[row] == 0)
                 while token < end:
                     length = max(length, 1)
-                    self._parts.append(_Part(slice(token, token + length), 1, own[row : row + 1], is_fresh))
+                    self._parts.append(_Part(slice(token, token + length), 1, int(row), own[row : row + 1], is_fresh))
                     token, length, is_fresh = token + length, 1, False
 
     @classmethod
-    def of(cls, batch: Batch, cache: StateCache, way: MixerWay, device: torch.device) -> StateStep:
-        """The states of a batch's rows."""
+    def of(cls, batch: Batch, traits: ModelTraits, kv_cache: KVCache, rows: np.ndarray | None = None) -> Self | None:
+        """The states of a batch's rows, or of these rows of it; `None`: the model keeps none."""
+        if not traits.states:
+            return None
+        assert kv_cache.states is not None
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
         numbers = batch.starts, batch.query_lens, batch.nums_at_once
         starts, query_lens, nums_at_once = (np.frombuffer(a, np.int64) for a in numbers)
-        return cls(cache, way, pages, starts, query_lens, nums_at_once, device)
+        if rows is not None:
+            pages, starts, query_lens, nums_at_once = (a[rows] for a in (pages, starts, query_lens, nums_at_once))
+        way = MixerWay(traits.states, traits.carries_state, traits.forms_differ)
+        return cls(kv_cache.states, way, pages, starts, query_lens, nums_at_once, kv_cache.tensor.device)
 
     def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.
 
         Args:
             mixer: Called once for each part.
-            args: As it was called with, a `StepCache` and tensors `[1, T, ...]` among them.
+            args: As it was called with, the cache of a step and tensors `[1, T, ...]` among them.
             kwargs: The same by name.
         """
-        layer, num_tokens = mixer.layer_idx, self._parts[-1].tokens.stop
-        outputs = [self._run_part(part, mixer, layer, num_tokens, args, kwargs) for part in self._parts]
-        if isinstance(outputs[0], tuple):
-            return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        num_tokens = self._parts[-1].tokens.stop
+        if mixer.layer_idx != self._layer:
+            self._layer = mixer.layer_idx
+            self._held.clear()
+        outputs = [self._run_part(part, mixer, num_tokens, args, kwargs) for part in self._parts]
+        if not isinstance(outputs[0], tuple):
+            return _joined(outputs)
+        return tuple(_joined(list(values)) for values in zip(*outputs, strict=True))
 
-    def _run_part(
-        self, part: _Part, mixer: Any, layer: int, num_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        spec = self._specs[layer]
-        states = self._cache.empty(layer, part.num_rows) if part.is_fresh else self._cache.read(layer, part.pages)
-        own = layer_with(spec, None if part.is_fresh else states)
-        cache = Cache(layers=[own] * (layer + 1))
+    def _run_part(self, part: _Part, mixer: Any, num_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a mixer returns for some rows, with `[1, tokens, ...]` of them."""
+        own, states = self._states(part)
+        cache = Cache(layers=[own] * (self._layer + 1))
+        num_rows, length = part.num_rows, (part.tokens.stop - part.tokens.start) // part.num_rows
 
         def of_part(value: Any) -> Any:
             if isinstance(value, Tensor):
                 if is_sentinel(value):
                     return None
                 if value.shape[:2] == (1, num_tokens):
-                    return value[0, part.tokens].unflatten(0, (part.num_rows, -1))
-            elif isinstance(value, StepCache):
+                    return value[0, part.tokens].unflatten(0, (num_rows, -1))
+            elif isinstance(value, StepCache | PaddedCache):
                 return cache
             elif type(value) is tuple:
                 return tuple(of_part(item) for item in value)
@@ -158,10 +172,55 @@ class StateStep:
 
         output = mixer._call_impl(*map(of_part, args), **{name: of_part(value) for name, value in kwargs.items()})
         store(own, states)
-        self._cache.write(layer, part.pages, states)
-        if isinstance(output, tuple):
-            return output[0].flatten(0, 1)[None], *output[1:]
-        return output.flatten(0, 1)[None]
+        self._cache.write(self._layer, part.pages, states)
+        shape = num_rows, length
+        return _mapped(output, lambda value: value.flatten(0, 1)[None] if value.shape[:2] == shape else value)
+
+    def _states(self, part: _Part) -> tuple[LinearAttentionLayer, LayerStates]:
+        """The states of a part's rows in the layer that is computed, as the mixers of this step have left them."""
+        held = self._held.get(part.first_row)
+        if held is None:
+            if part.is_fresh:
+                states = self._cache.empty(self._layer, part.num_rows)
+            else:
+                states = self._cache.read(self._layer, part.pages)
+            held = layer_with(self._specs[self._layer], None if part.is_fresh else states), states
+            self._held[part.first_row] = held
+        return held
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tensor changed, or all of them in a tuple; anything else as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return tuple(_mapped(item, change) for item in value) if type(value) is tuple else value
+
+
+def _joined(values: list[Any]) -> Any:
+    """What all parts returned in one place."""
+    return torch.cat(values, dim=1) if len(values) > 1 and isinstance(values[0], Tensor) else values[0]
+
+
+def _run_padded(cache: PaddedCache, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a mixer returns for padded rows: computed packed, with zeros at padding."""
+    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    shape, real = given.shape[:2], cache.real
+
+    def packed(value: Tensor) -> Tensor:
+        if value.shape[:2] != shape:
+            return value
+        flat = value.flatten(0, 1)
+        return (flat if real is None else flat.index_select(0, real))[None]
+
+    def padded(value: Tensor) -> Tensor:
+        if real is None:
+            return value[0].unflatten(0, shape)
+        return value.new_zeros(shape.numel(), *value.shape[2:]).index_copy(0, real, value[0]).unflatten(0, shape)
+
+    output = cache.states.run(
+        mixer, _mapped(args, packed), {name: _mapped(value, packed) for name, value in kwargs.items()}
+    )
+    return _mapped(output, padded)
 
 
 class PaddedStates:
@@ -221,7 +280,7 @@ def store(layer: LinearAttentionLayer, states: LayerStates) -> None:
     """Takes over what a layer holds now."""
     for tensor, state in states.tensors:
         held = (layer.conv_states if tensor.kind == "conv" else layer.recurrent_states)[tensor.index]
-        if held is not state:
+        if held is not None and held is not state:  # of another mixer of the layer, which is still to come
             state.copy_(held)
 
 
@@ -231,10 +290,12 @@ class _Mixer(ModuleOverride):
     is_needed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = next((c.states for c in (*args, *kwargs.values()) if isinstance(c, StepCache)), None)
-        if step is None:
+        cache = next((c for c in (*args, *kwargs.values()) if isinstance(c, StepCache | PaddedCache)), None)
+        if cache is None or cache.states is None:
             return self.module._call_impl(*args, **kwargs)
-        return step.run(self.module, args, kwargs)
+        if isinstance(cache, PaddedCache):
+            return _run_padded(cache, self.module, args, kwargs)
+        return cache.states.run(self.module, args, kwargs)
 
 
 class Mixers:

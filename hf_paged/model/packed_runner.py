@@ -12,10 +12,9 @@ from hf_paged.attention.context import forward_context
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
-from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
-from hf_paged.model.mixers import MixerWay, StateStep
+from hf_paged.model.mixers import StateStep
 from hf_paged.model.token_inputs import TokenInputs
 
 
@@ -59,16 +58,6 @@ class PackedRunner:
         with forward_context(step, tokens.input_ids.device) as sentinel:
             logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled)[0]
         return logits if model.chooses_logits or rows is None else logits[rows]
-
-    def states(self, batch: Batch, attention: PoolAttention) -> StateStep | None:
-        """What the mixers of a step read and write; `None`: the model has none."""
-        traits = self._model.traits
-        if not traits.states:
-            return None
-        held = attention.kv_cache.states
-        assert held is not None
-        way = MixerWay(traits.states, traits.carries_state, traits.forms_differ)
-        return StateStep.of(batch, held, way, attention.kv_cache.tensor.device)
 
     def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> None:
         """A step of no sequence's: all tokens are in the null block, which is written to.

@@ -17,7 +17,7 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
-from hf_paged.model.mixers import PaddedStates
+from hf_paged.model.mixers import PaddedStates, StateStep
 from hf_paged.model.token_inputs import TokenInputs
 from hf_paged.model.weights_version import is_batch_dependent
 from hf_paged.model.wrapper import Twin
@@ -64,6 +64,7 @@ class PaddedRunner:
         attention: PoolAttention,
         logit_rows: np.ndarray,
         spans: Sequence[tuple[int, ...]] = (),
+        batch: Batch | None = None,
     ) -> Tensor:
         """A step by forwards of the model's own attention, each of rows that padding costs little.
 
@@ -73,6 +74,7 @@ class PaddedRunner:
             attention: Over the pool.
             logit_rows: `[K]` int64, the tokens whose logits are wanted.
             spans: See `Batch`: masks say which tokens see others behind them.
+            batch: The step; of a model with states, its rows' are read and written.
 
         Returns:
             `[K, vocab_size]`.
@@ -89,7 +91,8 @@ class PaddedRunner:
                 wanted = np.searchsorted(rows, sequence[mine]), from_end
                 own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
                 layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
-                cache = PaddedCache(layouts, attention.step(own), kv_cache)
+                states = None if batch is None else StateStep.of(batch, self._model.traits, kv_cache, rows)
+                cache = PaddedCache(layouts, attention.step(own), kv_cache, states)
                 parts.append(self._run_rows(tokens, layouts[0], cache, wanted, self._masks(layouts[0], rows, spans)))
                 order.append(mine)
         if len(parts) == 1:

@@ -15,6 +15,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.graph_runner import GraphRunner
+from hf_paged.model.mixers import StateStep
 from hf_paged.model.packed_runner import PackedRunner
 from hf_paged.model.padded_runner import PaddedRunner
 from hf_paged.model.token_inputs import TokenInputs
@@ -82,10 +83,10 @@ class ModelRunner:
         # A model that can choose rows still computes at least one.
         logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
         if not self._model.traits.runs_packed:
-            return self.padded.run(tokens, metadata, attention, logit_rows)
+            return self.padded.run(tokens, metadata, attention, logit_rows, batch=batch)
         if batch.spans:
             return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
-        states = self.packed.states(batch, attention)
+        states = StateStep.of(batch, self._model.traits, kv_cache)
         return self.packed.run(tokens, metadata, attention, to_device(logit_rows, device), states)
 
     def _run_apart(

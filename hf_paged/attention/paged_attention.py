@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.attention.context import current_step, is_sentinel
+from hf_paged.attention.context import check_not_cut, current_step, is_sentinel
 from hf_paged.attention.params import AttentionParams
 
 NAME_PREFIX = "hf_paged_"
@@ -41,6 +41,8 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if attention_mask is None or not is_sentinel(attention_mask):
+            if attention_mask is not None:
+                check_not_cut(attention_mask)
             for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
                 if given is not None:
                     kwargs[name] = given

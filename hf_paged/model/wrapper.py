@@ -332,9 +332,8 @@ def _handed(inner: Any, arguments: dict[str, Any], given: Tensor, places: Tensor
     if own is not None:
         arguments[_PER_LAYER] = found[1].view_as(own)
     if given.shape[-1] > width:
-        rows = found[-1].flatten(0, 1)
-        everywhere = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        arguments |= zip(_DEEPSTACK, (everywhere, list(rows.split(embeds.shape[-1], dim=-1))), strict=True)
+        rows = torch.arange(len(embeds), device=embeds.device)  # whole: to find the places in a mask waits for a GPU
+        arguments |= zip(_DEEPSTACK, (rows, list(found[-1].split(embeds.shape[-1], dim=-1))), strict=True)
     return arguments
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ SECONDS = 240  # for a family
 POOLS = (256, 56)  # blocks of 4 tokens: with room, and with less than the batch needs
 NEW = {"max_new_tokens": 14}
 Batch = dict[str, Tensor]
+Survey = Callable[[str], dict[str, Any]]
 
 
 def tiny_model(name: str) -> Any:
@@ -172,18 +174,18 @@ def survey(name: str) -> dict[str, Any]:
     return {"status": status} | found
 
 
-def _survey_into(name: str, results: Any) -> None:
+def _survey_into(one: Survey, name: str, results: Any) -> None:
     try:
-        results.put(survey(name))
+        results.put(one(name))
     except BaseException as error:
         results.put({"status": "raised", "why": text_of(error)})
 
 
-def survey_apart(name: str) -> dict[str, Any]:
-    """The same in a process of its own, which may take so long."""
+def survey_apart(name: str, one: Survey = survey) -> dict[str, Any]:
+    """What a survey says of a family, in a process of its own, which may take so long."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    process = context.Process(target=_survey_into, args=(name, results))
+    process = context.Process(target=_survey_into, args=(one, name, results))
     process.start()
     process.join(SECONDS)
     if process.is_alive():

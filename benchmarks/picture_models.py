@@ -43,6 +43,8 @@ _TOWER_SIZES: tuple[tuple[str, int], ...] = (
 SAID: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "gemma4": {"vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 16}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 1, "vision_end_token_id": 1},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 1, "vision_end_token_id": 1},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
 }
 _TO_TEXT = ("out_hidden_size", "projector_output_dim")  # what a tower hands over is as wide as the text's states
@@ -84,6 +86,13 @@ def tiny_config(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig
                 put(small, "image_grid_pinpoints", [[4 * patch, 4 * patch]])
         if part is not small and getattr(part, "spatial_merge_size", None) and getattr(part, "window_size", None):
             put(part, "window_size", 4 * patch)
+        if part is not small and getattr(part, "pixel_shuffle_ratio", None):  # llama4's
+            put(part, "intermediate_size", int(part.hidden_size / part.pixel_shuffle_ratio**2))
+            for name in ("projector_input_dim", "vision_output_dim"):
+                put(part, name, part.projector_output_dim)
+        heads = getattr(part, "num_attention_heads", None)
+        if part is not small and getattr(part, "head_dim", None) and isinstance(heads, int):
+            put(part, "head_dim", part.hidden_size // heads)
     if getattr(small, "mm_tokens_per_image", None):
         put(small, "mm_tokens_per_image", 4)
     for name in list(vars(small)):
@@ -216,7 +225,7 @@ def _asking(model: Any) -> Asking:
         try:
             number = _num_tokens(model, given)
         except Exception as error:
-            failure = failure if "missing" in str(error) and failure else error
+            failure = failure or error
             continue
         for has_start in (False, True):
             asking = Asking(picture, number, types, has_start)

@@ -87,6 +87,10 @@ run: $(VENV)/.installed ## generate with and without hf_paged, compare: make run
 demo: $(VENV)/.installed-demo ## watch the paged cache work, in a browser: make demo ARGS="--model ..."
 	@$(PY) -m demo $(ARGS)
 
+.PHONY: serve
+serve: $(VENV)/.installed-dev ## OpenAI's HTTP interface: make serve ARGS="NAME_OR_PATH --port 8000"
+	@$(PY) -m hf_paged serve $(ARGS)
+
 .PHONY: venv
 venv: $(VENV)/.installed-dev ## make .venv with everything that the tests and tools need
 

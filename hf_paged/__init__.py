@@ -1,5 +1,8 @@
 """Paged KV cache for Hugging Face Transformers: `model = hf_paged.patch(model)`, then `model.generate()` as usual."""
 
+from importlib import import_module
+from typing import Any
+
 from hf_paged import testing
 from hf_paged.api.patching import patch, patched, unpatch
 from hf_paged.api.support import SupportReport, is_supported
@@ -14,6 +17,13 @@ from hf_paged.model.hooks import packed_hook
 from hf_paged.sampling.logprobs import TokenLogprobs
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "server":  # with its extra, which the package does without
+        return import_module("hf_paged.server")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Engine",

@@ -28,7 +28,6 @@ from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_row
 from hf_paged.api.routing import (
     ENGINE,
     LoopCall,
-    base_class,
     engine_call,
     fall_back,
     rows_may_leave,
@@ -42,6 +41,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PREPARES_ONLY
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import on_steps_stream
+from hf_paged.model.base_class import base_class
 from hf_paged.model.host_call import CALL, CallState, HostCall, end_of_preparation, hides_device, preparing
 from hf_paged.sampling.processors import pads_finished
 from hf_paged.sampling.random import DRAWS
@@ -166,6 +166,19 @@ class PagedGenerationMixin(PagedBatchMixin):
                 twin.write_back(self, wrapper.path)  # of stock, which looks at the model when it is continued
             return result
 
+    def _run_rows(self: Any, call: LoopCall, is_submitted: bool, host: HostCall | None) -> Tensor | None:
+        """The result of a call whose rows or beams the engine can drive; `None`: transformers' loop has to."""
+        if call.cache is None:
+            return None
+        rows = engine_call(self, call, call.input_ids.device if host is None else host.device)
+        if rows is None:
+            return None
+        check_prompt(self.paged, call, 0)
+        if host is not None:
+            with on_steps_stream(host.device):  # whose memory they take: steps may outlast the call
+                host.place_items(rows.processors, rows.ends.others or ())
+        return run_rows(self.paged, rows, call.generation_config, call.others.get("streamer"), is_submitted)
+
     @functools.wraps(GenerationMixin._sample)
     def _sample(
         self: Any,
@@ -175,18 +188,13 @@ class PagedGenerationMixin(PagedBatchMixin):
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        preparation = is_submitted, host = end_of_preparation()
+        preparation = end_of_preparation()
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        if call.cache is not None:
-            rows = engine_call(self, call, input_ids.device if host is None else host.device)
-            if rows is not None:
-                check_prompt(self.paged, call, 0)
-                if host is not None:
-                    with on_steps_stream(host.device):  # whose memory they take: steps may outlast the call
-                        host.place_items(rows.processors, rows.ends.others or ())
-                return run_rows(self.paged, rows, generation_config, kwargs.get("streamer"), is_submitted)
-            if pads_finished(stopping_criteria) and rows_may_leave(self.paged, call):
-                call.criteria = RetiringCriteria(stopping_criteria, call.cache)
+        result = self._run_rows(call, *preparation)
+        if result is not None:
+            return result
+        if call.cache is not None and pads_finished(stopping_criteria) and rows_may_leave(self.paged, call):
+            call.criteria = RetiringCriteria(stopping_criteria, call.cache)
         return run_loop(self, preparation, super()._sample, call)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin._beam_search)
@@ -200,6 +208,9 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> Any:
         loop, preparation = super()._beam_search, end_of_preparation()  # type: ignore[misc]
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        result = self._run_rows(call, *preparation)
+        if result is not None:
+            return result
         watch = None
         if call.cache is not None and not kwargs.get("synced_gpus"):
             watch = BeamSearchLoop(self, call.cache, rows_may_leave(self.paged, call))

@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 from hf_paged.api.routing import LoopCall, fall_back
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
+from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import CallPrepared, LoopResult, PreparedCall
@@ -60,7 +61,7 @@ def run_rows(
     with deferred_interrupt(), calls.leading():
         run = calls.start(call, None if stream is None else stream.put, on_end=None if stream is None else stream.close)
         try:
-            if stream is not None:
+            if stream is not None and isinstance(run, SampledRequest):
                 run.run_alone(stream.hand_out)
                 stream.follow()
             run.wait()
@@ -93,7 +94,7 @@ class _Stream:
         """One more token of the call's one row."""
         self._tokens.put(token)
 
-    def close(self, run: SampledRequest) -> None:
+    def close(self, run: EngineRequest) -> None:
         """No more tokens come."""
         self._tokens.put(None)
 

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from hf_paged.api.batch_methods import MANAGER
 from hf_paged.api.forward import paged_forward
 from hf_paged.api.generation import PagedGenerationMixin
-from hf_paged.api.routing import BASE, ENGINE, base_class
+from hf_paged.api.routing import ENGINE
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.engine import Engine
+from hf_paged.model.base_class import BASE, base_class
 from hf_paged.model.traits import ModelTraits
 
 _SETTINGS = "_hf_paged_settings"

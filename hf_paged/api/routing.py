@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import logging
 
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
@@ -16,26 +16,22 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.prepared_call import WANTS_LOGPROBS
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
+from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.packed_forward import PackedForward
 from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
-from hf_paged.sampling.processors import are_row_wise, ends_together, pads_finished, take_any_rows
+from hf_paged.sampling.beams import BeamSettings
+from hf_paged.sampling.processors import RowEnds, are_row_wise, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
 
 logger = logging.get_logger(__name__)
 
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
-BASE = "_hf_paged_base"  # of a patched class, the class that it was made from
-
-
-def base_class(model: nn.Module) -> type[PreTrainedModel]:
-    """The model's class without ours."""
-    base: type[PreTrainedModel] = getattr(type(model), BASE, type(model))
-    return base
 
 
 def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:
@@ -120,13 +116,12 @@ class LoopCall:
 
 
 def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall | None:
-    """The call as rows for the engine to sample, if that can't be told from transformers' own loop; else `None`.
+    """The call as rows for the engine to sample, or as beams for it to search; `None`: it may differ from stock's loop.
 
     `device` is where the caller has its tensors.
 
-    It can't be told when all of the caller's code in it is transformers' own and row-wise, when no per-step outputs are
-    asked
-    for, and when nothing hooks or overrides the forward and its preparation.
+    It doesn't differ when all of the caller's code in it is transformers' own and row-wise, no per-step outputs are
+    asked for, and nothing hooks or overrides the forward and its preparation.
     """
     engine: Engine = model.paged
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
@@ -141,6 +136,9 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         and take_any_rows(processors)
     ):
         return None
+    beams = _beam_settings(call)
+    if beams is None and (call.generation_config.num_beams or 1) > 1:
+        return None
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
     known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD}
     wrapper = engine.core.bound.wrapper
@@ -152,7 +150,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         return None  # a streamer is given the tokens of all rows step by step
     if wrapper is not None and not (is_plain and wrapper.is_causal):
         prompts = _given_prompts(model, call)
-        return None if prompts is None else _sample_call(call, device, [0] * rows, prompts)
+        return None if prompts is None else _sample_call(call, device, [0] * rows, prompts, beams)
     padding = [0] * rows
     mask: Tensor | None = kwargs.get("attention_mask")
     positions: Tensor | None = kwargs.get("position_ids")
@@ -177,7 +175,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
     call.input_ids = input_ids
-    return _sample_call(call, device, padding, None)
+    return _sample_call(call, device, padding, None, beams)
 
 
 def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
@@ -187,7 +185,7 @@ def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
     forward = forward_call(model, call.cache, dict(inputs))
     if forward.others or not forward.is_known:
         return None
-    forward = forward.select(slice(None, None, call.generation_config.num_return_sequences or 1))
+    forward = forward.select(slice(None, None, _fan_out(call.generation_config)))
     core = model.paged.core
     let_caller_first(core.pool.kv_device)
     with on_steps_stream(core.pool.kv_device):  # in their memory, as what a caller's forward is given
@@ -195,7 +193,11 @@ def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
 
 
 def _sample_call(
-    call: LoopCall, device: torch.device, padding: list[int], given: list[GivenPrompt] | None
+    call: LoopCall,
+    device: torch.device,
+    padding: list[int],
+    given: list[GivenPrompt] | None,
+    beams: BeamSettings | None,
 ) -> SampleCall:
     """The call as the engine samples it."""
     generation_config, processors, criteria = call.generation_config, call.processors, call.criteria
@@ -208,20 +210,58 @@ def _sample_call(
         input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
         given=given,
         padding=padding,
-        num_samples=generation_config.num_return_sequences or 1,
+        num_samples=_fan_out(generation_config),
         processors=processors,
         criteria=criteria,
         device=device,
         do_sample=bool(generation_config.do_sample),
         pad_token_id=0 if pad is None else int(pad),
         generator=generator,
+        beams=beams,
+    )
+
+
+def _fan_out(generation_config: GenerationConfig) -> int:
+    """Rows of each prompt."""
+    num_beams: int = generation_config.num_beams or 1
+    return num_beams if num_beams > 1 else generation_config.num_return_sequences or 1
+
+
+def _beam_settings(call: LoopCall) -> BeamSettings | None:
+    """How the engine is to search the beams of a call; `None` if there are none, or transformers' loop has to."""
+    config = call.generation_config
+    num_beams, ends = config.num_beams or 1, RowEnds.of(call.criteria)
+    if (
+        num_beams == 1
+        or config.low_memory
+        or WANTS_LOGPROBS.get()
+        or ends.others is not None
+        or ends.max_length != config.max_length
+    ):
+        return None
+    eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.reshape(-1).tolist()
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    return BeamSettings(
+        num_beams=num_beams,
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+        eos=tuple(sorted(ends.eos)),
+        num_candidates=max(2, 1 + len(eos)) * num_beams,
+        prompt_length=call.input_ids.shape[1],
+        max_length=config.max_length,
+        num_return_sequences=config.num_return_sequences or 1,
+        fill=(pad or eos[0]) if eos else -1,  # as transformers' precedence has it: a pad token of 0 counts as none
     )
 
 
 def _is_plain(model: Any) -> bool:
     """Whether each step of transformers' loop would do nothing but call the model's forward with the next token."""
     own = vars(model)
-    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+    names = (
+        *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample"),
+        *("_beam_search", "_get_top_k_continuations", "_get_running_beams_for_next_iteration"),
+        *("_update_finished_beams", "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences"),
+    )
     methods = (getattr(base_class(model), name, None) for name in names)
     return (
         not model._forward_hooks

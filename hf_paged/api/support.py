@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.probe import probe
-from hf_paged.api.routing import base_class
 from hf_paged.api.state_probe import keeps_states
 from hf_paged.api.stored_layers import as_their_modules_say, on_meta
 from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.model.base_class import base_class
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import why_not_whole
 from hf_paged.model.wrapper import inner_path

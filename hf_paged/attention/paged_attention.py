@@ -38,19 +38,25 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        block_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if attention_mask is None or not is_sentinel(attention_mask):
-            if attention_mask is not None:
-                check_not_cut(attention_mask)
-            for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
-                if given is not None:
-                    kwargs[name] = given
+            check_not_cut(attention_mask)
+            given = {
+                "sliding_window": sliding_window,
+                "softcap": softcap,
+                "s_aux": s_aux,
+                "position_bias": position_bias,
+                "block_indices": block_indices,
+            }
+            kwargs |= {name: value for name, value in given.items() if value is not None}
             function = _base_attention(base_name, module)
             return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-        for name in ("position_bias", "block_indices"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"paged attention has no {name}; {type(module).__name__} needs it")
+        if position_bias is not None or block_indices is not None:
+            name = "block_indices" if position_bias is None else "position_bias"
+            raise ValueError(f"paged attention has no {name}; {type(module).__name__} needs it")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attend = _uncompiled if torch.compiler.is_compiling() else _write_and_attend
         return attend(attention_mask, module, query, key, value, scale, sliding_window, softcap, s_aux), None

@@ -135,7 +135,7 @@ class EventLog:
                 which are forgotten when many later steps have had theirs.
         """
         self._num_events += 1
-        self._events.append(("step", self.now(), number, None, None, None, *(values[n] for n in _FIELDS["step"])))
+        self._events.append(("step", self.now(), number, None, None, None, *map(values.__getitem__, _FIELDS["step"])))
         self.last_step = self._num_events, self._events[-1]
         self._chunks.append(values["chunks"])
         self._num_chunks += len(values["chunks"][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from hf_paged.core.batch import BlockMoves
 from hf_paged.core.preemption import Preemption
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.step import Step
@@ -53,10 +54,8 @@ class GroupRows(Preemption):
                     manager.unmatch(sequence.seq_id)
                     sequence.num_computed_tokens = 0
                 return False
-        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
-        step.moves.block_copies.extend(manager.append(appends))
-        for (sequence, num_tokens), count in zip(requests, held):
-            step.moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
+        self._append(requests, step.moves)
+        for sequence, num_tokens in requests:
             step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
             if num_tokens > 1 and sequence.is_recomputable and (self._waiting or self._swapped):
                 assert sequence.token_ids is not None
@@ -119,18 +118,22 @@ class GroupRows(Preemption):
             step.is_short = True
         if not requests:
             return False
-        appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
-        held = [len(manager.blocks(seq_id)) for seq_id, _ in appends]
-        step.moves.block_copies.extend(manager.append(appends))
-        for (sequence, num_tokens), count in zip(requests, held):
-            step.moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
-            step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
+        self._append(requests, step.moves)
+        step.chunks += [(sequence, sequence.num_computed_tokens, num_tokens) for sequence, num_tokens in requests]
         self._note(step, group, step.budget - budget, len(requests))
         if group.status is SequenceStatus.WAITING:
             self._note_admission(group)
         group.status, group.is_split = SequenceStatus.RUNNING, True
         self._file(group)
         return True
+
+    def _append(self, requests: list[tuple[Sequence, int]], moves: BlockMoves) -> None:
+        """Gives each sequence slots for so many tokens. Raises `OutOfBlocksError`, and has changed nothing then."""
+        manager = self._manager
+        held = [len(manager.blocks(sequence.seq_id)) for sequence, _ in requests]
+        moves.block_copies.extend(manager.append([(sequence.seq_id, n) for sequence, n in requests]))
+        for (sequence, _), count in zip(requests, held, strict=True):
+            moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
 
     def _drop_behind(self, step: Step, sequence: Sequence, victims: list[Sequence], is_all: bool) -> bool:
         """Drops the last of `victims` with blocks that are not shared, if it comes behind `sequence`.

@@ -30,9 +30,6 @@ COMMANDS = (
     "crop",
     "slide",
     "keep_past",
-    "append",
-    "extend_computed",
-    "book_computed",
     "wake",
     "add_placeholder",
     "resolve_token",
@@ -42,7 +39,7 @@ COMMANDS = (
     "settle",
     "undo",
 )
-DECIDING = ("schedule", "make_room", "swap_in_now", "preempt_all")
+DECIDING = ("schedule", "schedule_together", "make_room", "swap_in_now", "preempt_all")
 
 GROUP_FACTS = ("is_idle", "num_pins")
 SEQUENCE_FACTS = (
@@ -162,8 +159,6 @@ class RecordingScheduler(Scheduler):
             line["digests"] = result.digests()
         elif name == "update":
             self._offers[id(result)] = args[0].number
-        elif name == "book_computed":
-            self._offers[id(result)] = -args[0][0].seq_id  # no step's
         elif name == "free":
             sequence = args[0]
             self._known.pop(sequence.seq_id, None)

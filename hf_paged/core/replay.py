@@ -99,8 +99,6 @@ class Replay:
             self._groups.setdefault(result.group.arrival, result.group)
         elif name == "update":
             self._offers[args[0].number] = result
-        elif name == "book_computed":
-            self._offers[-args[0][0].seq_id] = result
         elif name == "free":
             del self._sequences[args[0].seq_id]
         if not isinstance(result, Batch):

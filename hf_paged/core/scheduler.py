@@ -9,6 +9,7 @@ from hf_paged.core.admission import Admission
 from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.block_table import Offer
+from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.policy import Policy
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.step import Step
@@ -157,55 +158,9 @@ class Scheduler(Admission):
         """From now on nothing of the sequence is given back, but by a `crop`."""
         self._manager.keep_past(sequence.seq_id)
 
-    def append(self, sequences: list[Sequence], counts: list[int]) -> BlockMoves:
-        """Gives each sequence slots for so many tokens, outside of any step; see `extend_computed`, `book_computed`.
-
-        Returns:
-            Copies and new blocks, to execute.
-
-        Raises:
-            OutOfBlocksError: The pool can't hold them; nothing has changed.
-        """
-        manager = self._manager
-        held = [len(manager.blocks(sequence.seq_id)) for sequence in sequences]
-        copies = manager.append([(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count])
-        new_blocks = [
-            block
-            for sequence, count in zip(sequences, held, strict=True)
-            for block in manager.held_blocks(sequence.seq_id, count)
-        ]
-        return BlockMoves(block_copies=copies, new_blocks=new_blocks)
-
     def reset_prefix_cache(self) -> int:
         """See `BlockManager`."""
         return self._manager.prefix.reset()
-
-    def extend_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Books tokens that were stored from outside in slots appended to the sequence's table."""
-        sequence.num_tokens += num_tokens
-        sequence.num_computed_tokens += num_tokens
-        sequence.group.status = SequenceStatus.RUNNING
-        self._file(sequence.group)
-
-    def book_computed(self, sequences: list[Sequence]) -> list[Offer]:
-        """Books that all tokens of sequences are computed, in slots appended outside of any step.
-
-        Returns:
-            What is to be checked, for `settle`.
-        """
-        offers: list[Offer] = []
-        for sequence in sequences:
-            start, end = sequence.num_computed_tokens, sequence.num_tokens
-            sequence.num_computed_tokens = end
-            sequence.group.status = SequenceStatus.RUNNING
-            self._file(sequence.group)
-            if end // self._manager.block_size > start // self._manager.block_size and sequence.is_recomputable:
-                assert sequence.token_ids is not None
-                offers += self._manager.prefix.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
-            if sequence.is_recomputable:
-                self.slide(sequence)
-        self._offered.update(offer.block_hash for offer in offers)
-        return offers
 
     def add_placeholder(self, sequence: Sequence, placeholder: int) -> None:
         """Books a token that is being chosen: it can be scheduled before the host knows which one it is.
@@ -262,16 +217,51 @@ class Scheduler(Admission):
         is_stalled = self.num_admission_stalls > num_stalls
         if not step.chunks:
             return Batch(swap_outs=step.moves.swap_outs, num_preempted=num_preempted, is_stalled=is_stalled)
+        return self._lay_out(step.chunks, step.moves, step.batch_key, num_preempted, is_stalled)
+
+    def schedule_together(self, sequences: list[Sequence]) -> Batch:
+        """A step of all uncomputed tokens of these sequences and of nothing else, whichever group has to make room.
+
+        However many tokens they are. What lies behind windows of theirs is given back.
+
+        Args:
+            sequences: Each with uncomputed tokens; none in a running step, nor swapped.
+
+        Raises:
+            OutOfBlocksError: They don't fit with everything else preempted. Nothing is in flight, but its `swap_outs`
+                are to be executed.
+        """
+        num_preemptions, groups = self.num_preemptions, [sequence.group for sequence in sequences]
+        for sequence in sequences:
+            self.slide(sequence)
+        requests = [(sequence, sequence.num_uncomputed_tokens) for sequence in sequences]
+        need = self._manager.append_need([(sequence.seq_id, num_tokens) for sequence, num_tokens in requests])
+        moves = BlockMoves(swap_outs=self.make_room(need, groups))
+        try:
+            self._append(requests, moves)
+        except OutOfBlocksError as error:
+            error.swap_outs = moves.swap_outs
+            raise
+        for group in groups:
+            self._in_flight.add(group.arrival)
+            group.status = SequenceStatus.RUNNING
+            self._file(group)
+        chunks = [(sequence, sequence.num_computed_tokens, num_tokens) for sequence, num_tokens in requests]
+        return self._lay_out(chunks, moves, groups[0].batch_key, self.num_preemptions - num_preemptions, False)
+
+    def _lay_out(
+        self, chunks: list[Chunk], moves: BlockMoves, batch_key: Hashable, num_preempted: int, is_stalled: bool
+    ) -> Batch:
         self._num_steps += 1
-        self._steps[self._num_steps] = step.chunks
-        seq_ids = [sequence.seq_id for sequence, _, _ in step.chunks]
+        self._steps[self._num_steps] = chunks
+        seq_ids = [sequence.seq_id for sequence, _, _ in chunks]
         return lay_out(
-            step.chunks,
+            chunks,
             self._manager.tables(seq_ids),
-            step.moves,
+            moves,
             states=self._manager.states(seq_ids),
             number=self._num_steps,
-            batch_key=step.batch_key,
+            batch_key=batch_key,
             num_preempted=num_preempted,
             is_stalled=is_stalled,
         )

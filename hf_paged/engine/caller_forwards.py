@@ -7,13 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.attention.metadata import padded_tables
-from hf_paged.core.batch import Chunk, group_tables
+from hf_paged.core.batch import Chunk
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.event_log import StepRows
 from hf_paged.core.interrupts import deferred_interrupt
@@ -26,6 +24,7 @@ from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS, StateOutput
 from hf_paged.model.forward_call import ForwardCall, map_batch, spread_rows
 from hf_paged.model.packed_forward import PackedForward, plain_padding, sees_padding
+from hf_paged.model.padded_runner import CalledForward
 from hf_paged.model.traits import is_stochastic
 
 logger = logging.get_logger(__name__)
@@ -153,59 +152,34 @@ class CallerForwards:
             )
         return True
 
+    def _pack(self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]) -> PackedForward:
+        """The call's real tokens, to be added to its sequences."""
+        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
+        cache.set_padding(padding, active)
+        takes_positions = self._core.bound.takes_positions
+        return PackedForward.make(call, sequences, padding, cache.get_seq_length(), takes_positions)
+
     def _forward_called(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
     ) -> ModelOutput:
-        """A forward by itself in the caller's shape, whose padding is seen; what is stored is that of any forward."""
-        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
-        width = cache.get_seq_length()
-        cache.set_padding(padding, active)
-        packed = PackedForward.make(call, sequences, padding, width, self._core.bound.takes_positions)
-        device = self._core.pool.kv_device
-        with self._store.resident(sequences, has_forward=True), among_steps(device):
-            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
+        """A step in the caller's shape, since its padding is seen; on its thread, where hooks of its own may look."""
+        packed = self._pack(cache, call, active, padding)
+        sequences, width = packed.sequences, packed.width + packed.length
+        with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             with self._core.transaction():
-                self._extend(cache, packed, width)
-                new = [sequence.num_tokens - length for sequence, length in zip(sequences, lengths, strict=True)]
-                self._store.append(sequences, new)
-                attention = self._core.pool.attention
-                kv_cache = attention.kv_cache
-                tables = padded_tables(
-                    group_tables(self._core.manager.tables([sequence.seq_id for sequence in sequences])),
-                    kv_cache.groups.windows,
-                    kv_cache.null_block,
-                    np.int64,
-                )
-                states = self._state_pages(sequences, kv_cache.null_block) if self._core.traits.states else None
-            output: ModelOutput = self._core.runner.run_called(
-                tables,
-                np.array(new),
-                np.array([sequence.num_tokens for sequence in sequences]),
-                attention,
-                (width + packed.length, packed.length),
-                call.arguments(),
-                call.twin,
-                states,
-            )
-            with self._core.transaction():
+                self._extend(cache, packed)
                 limit = self._core.traits.regime_length
                 if limit is not None and packed.longest >= limit:  # from here on, frequencies are those of the moment
                     for sequence in sequences:
                         sequence.is_stale = True
-                offers = self._core.scheduler.book_computed(sequences)
-                blocks, groups = [offer.block_id for offer in offers], [offer.group for offer in offers]
-                sums = kv_cache.block_sums(blocks, groups).wait() if offers else torch.empty(0)
-                self._core.scheduler.settle(offers, sums.isfinite().tolist())
-                self._book_forward(sequences, lengths, started)
+                rows = [row for row, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]
+                batch = self._store.schedule_together([sequences[row] for row in rows])
+            called = CalledForward(call.arguments(), call.twin, rows, len(sequences), width, packed.length)
+            output: ModelOutput = self._core.executor.launch(batch, called)
+            self._core.worker.loop.settle()
         cache.advance(packed.length)
         hand_out([value for name, value in output.items() if name not in CACHE_ARGUMENTS])
         return output
-
-    def _state_pages(self, sequences: list[Sequence], null_block: int) -> np.ndarray:
-        """`[B, pages]` int64, of the rows' states; the null block for a row that is padding alone."""
-        rows = [np.array(self._core.manager.states([s.seq_id]), dtype=np.int64) for s in sequences]
-        size = max(map(len, rows))
-        return np.stack([row if len(row) else np.full(size, null_block) for row in rows])
 
     def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
         """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
@@ -236,14 +210,11 @@ class CallerForwards:
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
     ) -> ModelOutput:
         """The call's real tokens, in the next steps' packed batches."""
-        sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
-        width = cache.get_seq_length()
-        cache.set_padding(padding, active)
-        packed = PackedForward.make(call, sequences, padding, width, self._core.bound.takes_positions)
+        packed = self._pack(cache, call, active, padding)
         request: ForwardRequest | None = None
         try:
             with self._core.worker.leading():
-                request = self._enqueue(cache, packed, width)
+                request = self._enqueue(cache, packed)
                 logits = request.wait()
         except BaseException:
             if request is not None:
@@ -254,12 +225,12 @@ class CallerForwards:
         takes_past = self._core.bound.cache_argument == "past_key_values"
         return self._core.bound.output_type(logits=logits) if takes_past else StateOutput(logits=logits)
 
-    def _enqueue(self, cache: PagedCache, packed: PackedForward, width: int) -> ForwardRequest:
+    def _enqueue(self, cache: PagedCache, packed: PackedForward) -> ForwardRequest:
         request: ForwardRequest | None = None
         try:
             with self._core.transaction():
                 loop = cache.loop
-                self._extend(cache, packed, width)
+                self._extend(cache, packed)
                 longest = max(sequence.num_tokens for sequence in packed.sequences)
                 self._core.pool.check_fits(longest, longest, 0)
                 request = ForwardRequest(
@@ -271,14 +242,16 @@ class CallerForwards:
                 request.cancel()  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def _extend(self, cache: PagedCache, packed: PackedForward, width: int) -> None:
+    def _extend(self, cache: PagedCache, packed: PackedForward) -> None:
         """Adds a call's tokens to its sequences. The pool's lock is held."""
         salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
         device = self._core.pool.kv_device
         let_caller_first(device)
         with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
             # Inside one generate() call the weights stand still, so its decode steps don't ask again.
-            packed.extend_sequences(None if cache.owned_by_call and width > 0 else self._core.weights_version, salt)
+            packed.extend_sequences(
+                None if cache.owned_by_call and packed.width > 0 else self._core.weights_version, salt
+            )
         batch_key = self._core.batch_key()
         for sequence in packed.sequences:
             sequence.group.batch_key = batch_key
@@ -290,12 +263,14 @@ class _Mark:
 
     sequence: Sequence
     num_tokens: int
+    is_stale: bool
 
     @classmethod
     def of(cls, sequence: Sequence) -> _Mark:
-        return cls(sequence, sequence.num_tokens)
+        return cls(sequence, sequence.num_tokens, sequence.is_stale)
 
     def restore(self, core: EngineCore) -> None:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
         with core.transaction():
+            self.sequence.is_stale = self.is_stale
             core.scheduler.crop(self.sequence, min(self.num_tokens, self.sequence.num_tokens))

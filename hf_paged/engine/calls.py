@@ -9,6 +9,7 @@ from functools import partial
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.engine.beam_request import BeamRequest, EngineRequest
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.openmp import rest_threads
@@ -58,8 +59,8 @@ class Calls:
         call: SampleCall,
         on_token: TokenCallback | None = None,
         waits: bool = True,
-        on_end: Callable[[SampledRequest], None] | None = None,
-    ) -> SampledRequest:
+        on_end: Callable[[EngineRequest], None] | None = None,
+    ) -> EngineRequest:
         """Starts a call whose rows the engine samples.
 
         Args:
@@ -72,7 +73,7 @@ class Calls:
         if waits:
             self._room.wait()
             core.worker.pause.warn()
-        run: SampledRequest | None = None
+        run: EngineRequest | None = None
         let_caller_first(core.pool.kv_device)
 
         def end() -> None:
@@ -86,7 +87,10 @@ class Calls:
             with core.transaction(), on_steps_stream(core.pool.kv_device):
                 _ = core.kv_cache
                 weights_key, batch_key = core.weights_version.key(), core.batch_key()
-                run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
+                if call.beams is not None:
+                    run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
+                else:
+                    run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 core.runs.add(run)
             if not waits:
                 core.worker.resign()
@@ -98,9 +102,12 @@ class Calls:
                 self.cancel(run)  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def cancel(self, run: SampledRequest, row: int | None = None) -> None:
+    def cancel(self, run: EngineRequest, row: int | None = None) -> None:
         """Ends a run, or one of its rows, before the next step. Takes no lock."""
-        self._core.worker.loop.order(run.cancel if row is None else partial(run.cancel_row, row))
+        if row is not None and isinstance(run, SampledRequest):  # of beams none ends by itself
+            self._core.worker.loop.order(partial(run.cancel_row, row))
+        else:
+            self._core.worker.loop.order(run.cancel)
 
     def leading(self) -> AbstractContextManager[None]:
         """Around a run that is waited for: see `StepWorker.leading`."""

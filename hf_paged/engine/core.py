@@ -18,11 +18,11 @@ from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
+from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.kv_pool import KVPool, StateNeeds
 from hf_paged.engine.pool_size import find_size
-from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
@@ -99,7 +99,7 @@ class EngineCore:
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
         self._posted: deque[Callable[[], None]] = deque()
-        self.runs: set[SampledRequest] = set()
+        self.runs: set[EngineRequest] = set()
         self.num_generated_tokens = 0
 
     @contextmanager

@@ -160,6 +160,19 @@ class Engine:
     def _vocab_size(self) -> int:
         return int(self.core.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
+    @property
+    def is_handing_out(self) -> bool:
+        """Whether a step's tokens are on their way to their requests: what listens may wait for `on_step`."""
+        return self.core.executor.is_handing_out
+
+    def on_step(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """`listener` is called by the loop behind each step, when its tokens are with their requests; it must only hand
+        that on. Returns what ends that.
+        """
+        listeners = self.core.executor.step_listeners
+        listeners.append(listener)
+        return lambda: listeners.remove(listener) if listener in listeners else None
+
     # What there is
 
     @property

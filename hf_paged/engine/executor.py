@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.padded_runner import CalledForward
 from hf_paged.model.runner import ModelRunner
+from hf_paged.sampling.beams import BeamBatch, SelectedBeams, select_beams
 from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
 
@@ -27,7 +30,9 @@ from hf_paged.sampling.token_table import TokenTable
 class LogitsConsumer(Protocol):
     """What waits for the uncomputed tokens of sequences: a caller's forward, or rows that the engine samples."""
 
-    def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[SamplingBatch]:
+    def take(
+        self, batch: Batch, rows: list[int], places: list[int], logits: Tensor
+    ) -> Sequence[SamplingBatch | BeamBatch]:
         """Receives what it wanted. The pool's lock is held.
 
         Args:
@@ -37,8 +42,9 @@ class LogitsConsumer(Protocol):
             logits: `[K, vocab_size]`, in the order of `batch.logit_rows`.
 
         Returns:
-            What is to be chosen from them for rows that the engine samples; then `add_placeholders` is called for each
-            batch, and `take_tokens` when the host knows the tokens.
+            What is to be chosen from them for rows that the engine samples, or selected for prompts with beams; then
+            `add_placeholders` is called for each batch of rows, and `take_tokens` for all when the host knows the
+            tokens.
         """
 
     def add_placeholders(self, rows: list[int], place: int) -> None:
@@ -50,7 +56,9 @@ class LogitsConsumer(Protocol):
         """
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
-        """Receives tokens chosen for rows (-1: its probabilities are none). The pool's lock is held.
+        """Receives tokens chosen for rows (-1: its probabilities are none), or beams selected for prompts.
+
+        The pool's lock is held.
 
         Raises:
             Exception: What the outcome is, if any of the rows still waits for it.
@@ -58,6 +66,9 @@ class LogitsConsumer(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Ends with an error. The pool's lock is held."""
+
+
+_Part = tuple[SampledTokens | SelectedBeams | Exception, list[tuple[LogitsConsumer, list[int]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +80,9 @@ class _StepInFlight:
         rows: What it computes.
         is_stalled: See `Batch`.
         timer: Of the step.
-        chosen: The tokens it chooses, or what choosing raised; `None`: none.
-        takers: For each batch, who takes its tokens, and its rows.
+        chosen: The tokens it chooses; `None`: none.
+        parts: Tokens it chooses and beams it selects, or what that raised, each with those who take them, batch by
+            batch, and their rows.
         offers: Blocks that it filled, to be shared if they are finite, and
         check: sums that tell, or what asking for them raised; `None`: there are no offers.
     """
@@ -79,8 +91,8 @@ class _StepInFlight:
     rows: StepRows
     is_stalled: bool
     timer: DeviceTimer
-    chosen: SampledTokens | Exception | None
-    takers: list[tuple[LogitsConsumer, list[int]]]
+    chosen: SampledTokens | None
+    parts: list[_Part]
     offers: list[Offer]
     check: ToHost | Exception | None
 
@@ -95,6 +107,8 @@ class StepExecutor:
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
+        is_handing_out: The tokens of a step are on their way to their requests.
+        step_listeners: Called when all of them are there, with the step lock held: they must only hand that on.
     """
 
     def __init__(self, pool: KVPool, model: BoundModel, runner: ModelRunner) -> None:
@@ -107,6 +121,8 @@ class StepExecutor:
         self.consumers: dict[int, tuple[LogitsConsumer, int]] = {}
         self.num_steps = 0
         self.num_prefill_tokens = 0
+        self.is_handing_out = False
+        self.step_listeners: list[Callable[[], None]] = []
 
     @property
     def num_in_flight(self) -> int:
@@ -134,15 +150,26 @@ class StepExecutor:
         """See `BoundModel.prepared`."""
         return self._model.prepared()
 
-    def launch(self, batch: Batch) -> None:
-        """Queues a step. Takes it back if anything raises. The step lock is held."""
+    def launch(self, batch: Batch, called: CalledForward | None = None) -> Any:
+        """Queues a step. Takes it back if anything raises. The step lock is held.
+
+        Args:
+            batch: The step.
+            called: The caller's forward that it is, if it is one in its caller's shape.
+
+        Returns:
+            What the model's forward does, for that caller; else the logits, which are handed out here.
+        """
         pool = self._pool
         try:
             device = self._model.placement[1]
             with on_steps_stream(device), _autocast(batch.batch_key):
                 attention = pool.execute_moves(batch)
                 timer = DeviceTimer(device)
-                logits = self._runner.run(batch, attention, self._embeddings(batch), self._chosen_before(batch))
+                if called is None:
+                    output = self._runner.run(batch, attention, self._embeddings(batch), self._chosen_before(batch))
+                else:
+                    output = self._runner.padded.run_called(batch, attention, called)
         except BaseException:
             with pool.lock:
                 pool.scheduler.undo(batch)
@@ -152,39 +179,52 @@ class StepExecutor:
             offers = pool.scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)
-            chosen, takers = self._deliver(batch, logits)
-            step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, takers, offers, check)
+            parts = self._deliver(batch, output) if called is None else []
+            chosen = next((part for part, _ in parts if isinstance(part, SampledTokens)), None)
+            step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, parts, offers, check)
             self._in_flight.append(step)
             timer.stop()
+        return output
 
     def collect(self) -> None:
         """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held."""
         done = self._in_flight.popleft()
-        outcomes: list[Outcome] = []
         is_finite = [False] * len(done.offers)
         seconds = 0.0
+        failure: Exception | None = None
         try:
             if isinstance(done.check, ToHost):
                 is_finite = done.check.wait().isfinite().tolist()
-            if isinstance(done.chosen, Exception):
-                raise done.chosen
-            if done.chosen is not None:
-                outcomes = done.chosen.read()
-            seconds = done.timer.seconds()
         except Exception as error:  # no row's in particular: out of memory, a kernel that failed
-            outcomes = [error] * len(done.takers)
+            failure = error
+        outcomes: list[Outcome] = []
+        for part, takers in done.parts:
+            try:
+                found = failure or part
+                outcomes += [found] * len(takers) if isinstance(found, Exception) else found.read()
+            except Exception as error:
+                outcomes += [error] * len(takers)
+        try:
+            seconds = done.timer.seconds()
+        except Exception as error:
+            outcomes = [error] * len(outcomes)
         with self._pool.lock:
             # Before rows end, whose blocks are free then.
             self._pool.scheduler.settle(done.offers, is_finite)
-            for (consumer, rows), outcome in zip(done.takers, outcomes, strict=True):
+            self.is_handing_out = True
+            takers = [taker for _, takers in done.parts for taker in takers]
+            for (consumer, rows), outcome in zip(takers, outcomes, strict=True):
                 try:
                     consumer.take_tokens(rows, outcome)
                 except Exception as error:
                     consumer.fail(error)
+            self.is_handing_out = False
             self.note_step(done.number, done.rows, seconds, done.is_stalled)
             num_tokens = done.rows.num_tokens
             if num_tokens > 4 * len(done.rows.columns[0]):
                 self._pool.cost.note_prefill(num_tokens, seconds)
+        for listener in self.step_listeners:
+            listener()
 
     def _embeddings(self, batch: Batch) -> Tensor | None:
         """`[E, hidden_size]`, what the batch's tokens of `embedded` were given as; in slices, as it was given."""
@@ -216,14 +256,8 @@ class StepExecutor:
         assert isinstance(chosen, SampledTokens)
         return chosen.tokens
 
-    def _deliver(
-        self, batch: Batch, logits: Tensor
-    ) -> tuple[SampledTokens | Exception | None, list[tuple[LogitsConsumer, list[int]]]]:
-        """Hands callers their logits, and has the tokens of the engine's rows chosen.
-
-        Returns:
-            `chosen` and `takers` of the step in flight.
-        """
+    def _deliver(self, batch: Batch, logits: Tensor) -> list[_Part]:
+        """Hands callers their logits, has the tokens of the engine's rows chosen, and beams selected."""
         by_consumer: dict[int, tuple[LogitsConsumer, list[int], list[int]]] = {}
         starts = batch.logit_starts.tolist()
         for place, seq_id in enumerate(batch.seq_ids):
@@ -234,24 +268,38 @@ class StepExecutor:
                 places.append(place)
         batches: list[SamplingBatch] = []
         takers: list[tuple[LogitsConsumer, list[int]]] = []
+        beams: list[BeamBatch] = []
+        beam_takers: list[tuple[LogitsConsumer, list[int]]] = []
         for consumer, rows, places in by_consumer.values():
             try:
-                own = consumer.take(batch, rows, places, logits)
-                batches += own
-                takers += [(consumer, own_batch.rows) for own_batch in own]
+                for own in consumer.take(batch, rows, places, logits):
+                    if isinstance(own, SamplingBatch):
+                        batches.append(own)
+                        takers.append((consumer, own.rows))
+                    else:
+                        beams.append(own)
+                        beam_takers.append((consumer, own.prompts))
             except Exception as error:
                 consumer.fail(error)
-        if not batches:
-            return None, []
-        try:
-            chosen = sample_tokens(batches, logits)
-        except Exception as error:
-            return error, takers
-        for (consumer, rows), first in zip(takers, chosen.places, strict=True):
-            # Rows without a token wait, and fail when those of the step before are known: they may have ended with it.
-            if not isinstance(first, Exception):
-                consumer.add_placeholders(rows, first)
-        return chosen, takers
+        parts: list[_Part] = []
+        if batches:
+            try:
+                chosen = sample_tokens(batches, logits)
+                parts.append((chosen, takers))
+            except Exception as error:
+                parts.append((error, takers))
+            else:
+                for (consumer, rows), first in zip(takers, chosen.places, strict=True):
+                    # Rows without a token wait, and fail when those of the step before are known: they may have ended
+                    # with it.
+                    if not isinstance(first, Exception):
+                        consumer.add_placeholders(rows, first)
+        if beams:
+            try:
+                parts.append((select_beams(beams, logits), beam_takers))
+            except Exception as error:
+                parts.append((error, beam_takers))
+        return parts
 
     def count_step(self, num_seqs: int, num_tokens: int) -> int:
         """Books a model step of so many rows and tokens; returns its number. The pool's lock is held."""

@@ -16,6 +16,10 @@ from hf_paged.sampling.random import GeneratorStates
 PREPARES_ONLY: ContextVar[bool] = ContextVar("hf_paged_prepares_only", default=False)
 
 
+# Whether the likelihoods of its tokens are wanted: those of beams are computed behind transformers' loop.
+WANTS_LOGPROBS: ContextVar[bool] = ContextVar("hf_paged_wants_logprobs", default=False)
+
+
 @dataclass(slots=True)
 class LoopResult:
     """What one of transformers' loops returned.

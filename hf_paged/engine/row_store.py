@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
+from hf_paged.core.batch import Batch
 from hf_paged.core.block_table import GONE
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import deferred_interrupt
@@ -172,9 +173,10 @@ class RowStore:
             self._core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
         num_tokens = key.shape[2]
         with self.resident(sequences):
-            if is_first_layer:
-                self._add_unknown(sequences, num_tokens)
+            batch = self._add_unknown(sequences, num_tokens) if is_first_layer else None
             try:
+                if batch is not None:
+                    self._pool.execute_moves(batch)
                 self._write(layer, sequences, key, value, [width - num_tokens - pad for pad in padding])
                 return self.read_tokens(layer, list(sequences), padding, width)
             except BaseException:
@@ -184,36 +186,42 @@ class RowStore:
                             self._core.scheduler.crop(sequence, sequence.num_tokens - num_tokens)
                 raise
 
-    def _add_unknown(self, sequences: list[Sequence], num_tokens: int) -> None:
+    def _add_unknown(self, sequences: list[Sequence], num_tokens: int) -> Batch:
+        """Gives each sequence slots for so many tokens that are about to be stored; returns what moves for them."""
         with self.transaction():
-            self.append(sequences, [num_tokens] * len(sequences))
+            known = [sequence.token_ids for sequence in sequences]
             for sequence in sequences:
                 sequence.token_ids = None
-                self._core.scheduler.extend_computed(sequence, num_tokens)
+                sequence.num_tokens += num_tokens
+            try:
+                batch = self.schedule_together(sequences)
+            except OutOfBlocksError:
+                for sequence, token_ids in zip(sequences, known, strict=True):
+                    sequence.token_ids = token_ids
+                    sequence.num_tokens -= num_tokens
+                raise
+            self._core.scheduler.update(batch)
+            for sequence in sequences:
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
+            return batch
 
-    def append(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Gives each sequence slots for so many tokens more; all are in the pool. The pool's lock is held.
+    def schedule_together(self, sequences: list[Sequence]) -> Batch:
+        """One step of all uncomputed tokens of these sequences, all in the pool. The pool's lock is held.
 
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
         self._pool.log.step = self._core.executor.num_steps + 1
-        manager, scheduler = self._core.manager, self._core.scheduler
-        requests = [(s.seq_id, count) for s, count in zip(sequences, counts, strict=True) if count]
-        for sequence in sequences:
-            scheduler.slide(sequence)
-        groups = [sequence.group for sequence in sequences]
-        self._pool.execute_swap_outs(scheduler.make_room(manager.append_need(requests), groups))
+        manager = self._core.manager
         try:
-            moves = scheduler.append(sequences, counts)
+            return self._core.scheduler.schedule_together(sequences)
         except OutOfBlocksError as error:
+            self._pool.execute_swap_outs(error.swap_outs)
             blocks = {block for sequence in sequences for block in manager.all_blocks(sequence.seq_id)}
             if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                 error.needed += len(blocks)
             raise self._pool.out_of_blocks(error) from None
-        self._pool.execute_moves(moves)
 
     def _write(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         with among_steps(key.device), self.transaction():

@@ -14,15 +14,17 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.core.batch import Batch
+from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenPrompt, Sequence
 from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
+from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import SamplingNoise
-from hf_paged.sampling.sampler import Outcome, RowSampler, SamplingBatch
+from hf_paged.sampling.sampler import Chosen, Outcome, RowSampler, SamplingBatch
 from hf_paged.sampling.token_table import TokenTable
 
 TokenCallback = Callable[[int, int, TokenLogprobs | None], None]  # row, token, and what is said of it
@@ -36,7 +38,7 @@ class SampleCall:
         input_ids: `[rows, width]` on the CPU, left-padded; the rows of a prompt's `num_samples` samples follow each
             other.
         padding: Left padding of each row.
-        num_samples: Rows of each prompt.
+        num_samples: Rows of each prompt, samples or beams.
         processors: Row-wise ones of transformers.
         criteria: Row-wise ones of transformers.
         device: Where the caller had the prompts: there tokens are chosen, and there the result is to be.
@@ -47,6 +49,7 @@ class SampleCall:
         request_id: The request that it is.
         given: Of each prompt, its tokens, if these are not all ids.
         logprobs: What is to be said of each token.
+        beams: How they are searched, if a prompt's rows are beams.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
         ends: What ends a row.
@@ -65,6 +68,7 @@ class SampleCall:
     request_id: str | None = None
     given: list[GivenPrompt] | None = None
     logprobs: LogprobsWanted | None = None
+    beams: BeamSettings | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
     ends: RowEnds = field(init=False)
@@ -73,6 +77,31 @@ class SampleCall:
         self.prompts = [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
         self.kinds = processor_kinds(self.processors)
         self.ends = RowEnds.of(self.criteria)
+
+
+def new_sequences(
+    call: SampleCall, pool: KVPool, owner: object, weights_key: tuple[Hashable, ...], batch_key: Hashable
+) -> list[tuple[int, Sequence]]:
+    """A sequence for each prompt of a call, in a group of its own, and the first of the prompt's rows.
+
+    The pool's lock is held.
+    """
+    found: list[tuple[int, Sequence]] = []
+    salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+    for row in range(0, len(call.input_ids), call.num_samples):
+        group = pool.scheduler.new_group(call.priority, batch_key, owner, call.request_id)
+        sequence = pool.scheduler.new_sequence(group)
+        if call.given is None:
+            sequence.token_ids = call.prompts[row].copy()
+        else:
+            prompt = call.given[row // call.num_samples]
+            sequence.token_ids, sequence.spans = prompt.token_ids.copy(), prompt.spans
+            sequence.position_offset, sequence.given_end = prompt.position_offset, len(prompt.token_ids)
+        sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
+        sequence.logits_from = sequence.num_tokens - 1
+        sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
+        found.append((row, sequence))
+    return found
 
 
 @dataclass(slots=True)
@@ -104,6 +133,7 @@ class SampledRequest:
     Attributes:
         rows: The rows of the result.
         error: Why it failed.
+        scores: Of beams only: there are none here.
     """
 
     def __init__(
@@ -134,7 +164,10 @@ class SampledRequest:
         self._on_end = on_end
         self._done = threading.Event()
         self.error: BaseException | None = None
+        self.scores: list[float] | None = None
         num_rows, self._width = call.input_ids.shape
+        # Of new tokens, which no row may have more of.
+        self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
         self.rows = [_Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._max_context = pool.max_context
@@ -159,23 +192,10 @@ class SampledRequest:
             device=None if stays else call.device,
             logprobs=call.logprobs,
         )
-        uncomputed: list[tuple[int, Sequence]] = []
-        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
-        for row in range(0, num_rows, call.num_samples):
-            group = pool.scheduler.new_group(call.priority, batch_key, self, call.request_id)
-            sequence = pool.scheduler.new_sequence(group)
-            if call.given is None:
-                sequence.token_ids = call.prompts[row].copy()
-            else:
-                prompt = call.given[row // call.num_samples]
-                sequence.token_ids, sequence.spans = prompt.token_ids.copy(), prompt.spans
-                sequence.position_offset, sequence.given_end = prompt.position_offset, len(prompt.token_ids)
-            sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
-            sequence.logits_from = sequence.num_tokens - 1
-            sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
+        prompts = new_sequences(call, pool, self, weights_key, batch_key)
+        for row, sequence in prompts:
             self.rows[row].sequence = sequence
-            uncomputed.append((row, sequence))
-        worker.add(self, uncomputed)
+        worker.add(self, prompts)
 
     @property
     def is_done(self) -> bool:
@@ -233,18 +253,18 @@ class SampledRequest:
         ]
 
     def add_placeholders(self, rows: list[int], place: int) -> None:
+        scheduler = self._pool.scheduler
         for own, index in enumerate(rows, place):
             row = self.rows[index]
             sequence = row.sequence
             if sequence is None:  # another row of the call has just failed
                 continue
             row.num_chosen += 1
-            is_last = self._is_full(row.num_chosen)
             # A position that the model may not have is not tried before it is known that the row gets there.
-            if is_last or sequence.num_tokens >= self._max_context:
+            if row.num_chosen >= self._limit or sequence.num_tokens >= self._max_context:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
             else:
-                self._pool.scheduler.add_placeholder(sequence, own)
+                scheduler.add_placeholder(sequence, own)
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
         # A row may have ended since: that step began before its last token was known.
@@ -253,18 +273,21 @@ class SampledRequest:
             return
         if isinstance(outcome, Exception):
             raise outcome
+        assert isinstance(outcome, Chosen)
         tokens, stops, logprobs = outcome
         if logprobs is not None:
             for row, said in compress(zip(rows, logprobs, strict=True), is_open):
                 self.rows[row].logprobs.append(said)
+        scheduler = self._pool.scheduler
         for row, token, stop in compress(zip(rows, tokens, stops, strict=True), is_open):
-            self._append(row, token, stop)
+            self._append(scheduler, row, token, stop)
 
     def _by_index(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
         """Rows whose result has the same length, and where their logits are: usually all rows."""
         by_index: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        is_split = self._call.num_samples > 1
         for row, start in zip(rows, starts, strict=True):
-            for sample in range(row, row + self._split(row)):
+            for sample in range(row, row + self._split(row)) if is_split else (row,):
                 samples, sources = by_index[self.rows[sample].num_chosen]
                 samples.append(sample)
                 sources.append(start)
@@ -279,7 +302,7 @@ class SampledRequest:
     def _split(self, row: int) -> int:
         """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
         first = self.rows[row]
-        if self._call.num_samples == 1 or first.num_chosen:
+        if first.num_chosen:
             return 1
         assert first.sequence is not None
         for sample in range(row + 1, row + self._call.num_samples):
@@ -287,12 +310,7 @@ class SampledRequest:
             self._worker.add(self, [(sample, child)])
         return self._call.num_samples
 
-    def _is_full(self, num_tokens: int) -> bool:
-        """Whether a row with so many new tokens is as long as any may become."""
-        max_length = self._call.ends.max_length
-        return max_length is not None and self._width + num_tokens >= max_length
-
-    def _append(self, index: int, token: int, stops: bool) -> None:
+    def _append(self, scheduler: Scheduler, index: int, token: int, stops: bool) -> None:
         if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         row = self.rows[index]
@@ -303,14 +321,14 @@ class SampledRequest:
             self._end(row, "eos")
         elif stops:
             self._end(row, "stop")
-        elif self._is_full(len(row.tokens)):
+        elif len(row.tokens) >= self._limit:
             self._end(row, "length")
         else:
             assert row.sequence is not None
             if not row.sequence.has_placeholders:
                 row.sequence.is_wanted = True
-                self._pool.scheduler.add_placeholder(row.sequence, -1)  # it is known right away
-            self._pool.scheduler.resolve_token(row.sequence, token)
+                scheduler.add_placeholder(row.sequence, -1)  # it is known right away
+            scheduler.resolve_token(row.sequence, token)
 
     def _end(self, row: _Row, reason: str) -> None:
         if row.finish_reason is not None:

@@ -217,13 +217,12 @@ class StepLoop:
             self.settle()
         with self._pool.lock:
             self._housekeep()
-            has_work = self._pool.is_made and self._pool.scheduler.has_work
-            step = Batch()
-            if has_work and (found := self._schedule(only=only, forced=forced, max_tokens=self._token_limit)):
-                step = found
-            elif has_work:
-                return True
-        if not step.num_seqs:
+            step: Batch | None = None
+            if self._pool.is_made and self._pool.scheduler.has_work:
+                step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
+                if step is None:
+                    return True
+        if step is None or not step.num_seqs:
             return self.settle()
         try:
             self._run(step, keeps_in_flight=overlaps)

@@ -19,16 +19,17 @@ from tqdm.auto import tqdm
 
 from hf_paged.core.errors import QueueFullError
 from hf_paged.core.interrupts import allowed_interrupt
+from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
 from hf_paged.engine.loop_request import LoopRequest
-from hf_paged.engine.prepared_call import PREPARES_ONLY, CallPrepared, PreparedCall
+from hf_paged.engine.prepared_call import PREPARES_ONLY, WANTS_LOGPROBS, CallPrepared, PreparedCall
 from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
-from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted
 from hf_paged.sampling.random import default_generator
@@ -108,12 +109,12 @@ class Submissions:
         try:
             if processors := controls.processors(prompt.shape[1]):
                 arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
-            call = self._prepare(prompt, generation_config, arguments)
+            call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
             if controls.seed is None:
                 _split_generators(call)
             else:
                 _seed_generators(call, controls.seed)
-            has_events = call.is_streamable or isinstance(call.work, SampleCall)
+            has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
             state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
@@ -124,15 +125,18 @@ class Submissions:
 
         return Request(state, cancel, abandon, self._waiting)
 
-    def _prepare(self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any]) -> PreparedCall:
+    def _prepare(
+        self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any], wants_logprobs: bool
+    ) -> PreparedCall:
         """Lets `model.generate()` prepare everything, up to its decoding loop."""
-        token = PREPARES_ONLY.set(True)
+        token, wants = PREPARES_ONLY.set(True), WANTS_LOGPROBS.set(wants_logprobs)
         try:
             self._core.model.generate(prompt, generation_config, **arguments)
         except CallPrepared as prepared:
             return prepared.call
         finally:
             PREPARES_ONLY.reset(token)
+            WANTS_LOGPROBS.reset(wants)
         raise ValueError("submit() does not take custom_generate: it has a decoding loop of its own")
 
     def _start_run(
@@ -140,9 +144,9 @@ class Submissions:
     ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
-        runs: list[SampledRequest] = []
+        runs: list[EngineRequest] = []
 
-        def end(run: SampledRequest) -> None:
+        def end(run: EngineRequest) -> None:
             runs.clear()
             self._active.pop(state.request_id, None)
             if run.error is not None:
@@ -150,7 +154,7 @@ class Submissions:
             else:
                 reasons = [row.finish_reason or "" for row in run.rows]
                 said = None if logprobs is None else [row.logprobs for row in run.rows]
-                state.finish([row.tokens for row in run.rows], reasons, logprobs=said)
+                state.finish([row.tokens for row in run.rows], reasons, run.scores, said)
 
         # The handle's finalizer holds this as long as the handle lives. It must not lead to an ended run, whose error's
         # traceback leads to the caller of `result()`, and so to the handle.

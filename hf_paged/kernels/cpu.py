@@ -46,8 +46,8 @@ class CPUKernels:
         self._dtype, self._head_dim = dtype, head_dim
         self._write = library.hf_paged_write
         self._decode = library.hf_paged_decode
-        for function in (self._write, self._decode):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
+        for function, kind in ((self._write, _Write), (self._decode, _Decode)):
+            function.argtypes, function.restype = [ctypes.POINTER(kind)], None  # which takes the structure itself
 
     def reshape_and_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
         """Writes the new keys and values of one layer into their slots.
@@ -65,8 +65,9 @@ class CPUKernels:
         """
         _, num_layers, _, num_kv_heads, _, head_dim = kv_cache.shape
         if not (
-            key.shape == value.shape == (slot_mapping.numel(), num_kv_heads, head_dim)
-            and key.stride(2) == value.stride(2) == 1
+            key.shape == value.shape == (*slot_mapping.shape, num_kv_heads, head_dim)
+            and key.ndim == 3
+            and (key_stride := key.stride())[2] == (value_stride := value.stride())[2] == 1
             and 0 <= layer < num_layers
             and self._is_own(kv_cache)
             and key.dtype is value.dtype is self._dtype
@@ -82,17 +83,17 @@ class CPUKernels:
         arguments = _Write(
             key.data_ptr(),
             value.data_ptr(),
-            kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
+            kv_cache.data_ptr() + layer * layer_stride * self._dtype.itemsize,
             slot_mapping.data_ptr(),
-            slot_mapping.numel(),
+            key.shape[0],
             num_kv_heads,
             kv_cache.shape[4],
             block_stride,
-            *key.stride()[:2],
-            *value.stride()[:2],
+            *key_stride[:2],
+            *value_stride[:2],
             torch.get_num_threads(),
         )
-        self._write(ctypes.addressof(arguments))
+        self._write(arguments)
 
     def paged_decode(
         self,
@@ -137,11 +138,12 @@ class CPUKernels:
             query.ndim == 3
             and query.shape == output.shape
             and query.shape[2] == head_dim
-            and query.stride(2) == 1
+            and (query_stride := query.stride())[2] == 1
             and output.is_contiguous()
             and (num_heads := query.shape[1]) % num_kv_heads == 0
             and num_heads * head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS
-            and num_seqs <= min(query.shape[0], block_tables.shape[0], seq_lens.shape[0])
+            and query.shape[0] >= num_seqs <= block_tables.shape[0]
+            and num_seqs <= seq_lens.shape[0]
             and longest <= block_tables.shape[1] * block_size
             and 0 <= layer < num_layers
             and self._is_own(kv_cache)
@@ -161,11 +163,11 @@ class CPUKernels:
         arguments = _Decode(
             query.data_ptr(),
             output.data_ptr(),
-            kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
+            kv_cache.data_ptr() + layer * layer_stride * self._dtype.itemsize,
             block_tables.data_ptr(),
             seq_lens.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
-            *query.stride()[:2],
+            *query_stride[:2],
             num_seqs,
             num_kv_heads,
             num_heads // num_kv_heads,
@@ -177,7 +179,7 @@ class CPUKernels:
             scale,
             softcap or 0.0,
         )
-        self._decode(ctypes.addressof(arguments))
+        self._decode(arguments)
 
     def _is_own(self, kv_cache: Tensor) -> bool:
         """Whether the kernels are made for this pool, whose blocks they take to be contiguous."""

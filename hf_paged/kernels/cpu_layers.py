@@ -50,8 +50,9 @@ class CPULayers(LayerKernels):
         self._norm_function = compiled.hf_paged_rms_norm
         self._gate_function = compiled.hf_paged_gate
         self._rotary_function = compiled.hf_paged_rotary
-        for function in (self._norm_function, self._gate_function, self._rotary_function):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
+        kinds = (self._norm_function, _RMSNorm), (self._gate_function, _Gate), (self._rotary_function, _Rotary)
+        for function, kind in kinds:
+            function.argtypes, function.restype = [ctypes.POINTER(kind)], None  # which takes the structure itself
 
     def _are_here(self, *tensors: Tensor) -> bool:
         dtype = self.dtype
@@ -62,7 +63,7 @@ class CPULayers(LayerKernels):
 
     def _rms_norm(self, states: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
         output = torch.empty_like(states)
-        dim = weight.numel()
+        dim = weight.shape[0]
         arguments = _RMSNorm(
             states.data_ptr(),
             weight.data_ptr(),
@@ -74,7 +75,7 @@ class CPULayers(LayerKernels):
             eps,
             offset,
         )
-        self._norm_function(ctypes.addressof(arguments))
+        self._norm_function(arguments)
         return output
 
     def _gate(self, gate: Tensor, up: Tensor, gate_row: int, up_row: int, linear: float, cubic: float) -> Tensor:
@@ -92,7 +93,7 @@ class CPULayers(LayerKernels):
             linear,
             cubic,
         )
-        self._gate_function(ctypes.addressof(arguments))
+        self._gate_function(arguments)
         return output
 
     def _rotary(
@@ -122,7 +123,7 @@ class CPULayers(LayerKernels):
             interleaved,
             rounds,
         )
-        self._rotary_function(ctypes.addressof(arguments))
+        self._rotary_function(arguments)
         return to_query, to_key
 
 

@@ -47,7 +47,7 @@ class LayerKernels(ABC):
         """
         if not (
             weight.ndim == 1
-            and weight.numel() > 0
+            and weight.shape[0] > 0
             and states.shape[-1:] == weight.shape
             and states.is_contiguous()
             and weight.is_contiguous()

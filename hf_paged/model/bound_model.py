@@ -113,9 +113,8 @@ class BoundModel:
         return self.traits.allows_inference_mode and self._is_plain()
 
     def mode(self) -> AbstractContextManager[Any]:
-        """What forwards of steps run in: inference mode, where that can do no harm."""
-        # Not inference_mode(False), which would turn gradients on.
-        return torch.inference_mode() if self.may_infer else nullcontext()
+        """What forwards of steps run in: inference mode, where that can do no harm, in any case without gradients."""
+        return torch.inference_mode() if self.may_infer else torch.no_grad()
 
     @property
     def max_context(self) -> int:

@@ -346,6 +346,7 @@ class DecodeGraphs:
         self._inputs.fill(size, batch.ids, batch.positions, batch.lens, batch.tables, batch.chosen)
         return self._inputs
 
+    @torch.no_grad()
     def record(self, batch: DecodeBatch) -> None:
         """Records all sizes, the largest first, whose memory the others use.
 

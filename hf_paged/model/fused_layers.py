@@ -55,26 +55,26 @@ class _Norm(ModuleOverride):
 class _GatedMLP(ModuleOverride):
     """`down_proj(act(gate_proj(x)) * up_proj(x))`, the first two maybe in one; its layers are called as they are."""
 
-    __slots__ = ("activation", "coefficients", "kernels")
+    __slots__ = ("activation", "coefficients", "has_one_input_layer", "kernels")
 
     def __init__(self, module: Any, kernels: LayerKernels, activation: Any, coefficients: tuple[float, float]) -> None:
         super().__init__(module)
         self.kernels, self.activation, self.coefficients = kernels, activation, coefficients
-
-    def takes(self, states: Tensor) -> bool:
-        is_hooked = isinstance(self.activation, nn.Module) and has_hooks(self.activation)
-        return not is_hooked and _activation(self.module) is self.activation
+        self.has_one_input_layer = hasattr(module, "gate_up_proj")
 
     def compute(self, states: Tensor) -> Tensor:
-        module = self.module
-        if hasattr(module, "gate_up_proj"):
+        module, activation = self.module, self.activation
+        is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
+        if is_hooked or _activation(module) is not activation:
+            raise InputError("gate", "the activation that was tried", states=states)
+        if self.has_one_input_layer:
             gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
         else:
             gate, up = module.gate_proj(states), module.up_proj(states)
         try:
             product = self.kernels.gate(gate, up, *self.coefficients)
         except InputError:
-            product = self.activation(gate) * up
+            product = activation(gate) * up
         return module.down_proj(product)
 
 
@@ -210,7 +210,8 @@ def _gated_mlp(
 
 
 def _activation(module: Any) -> Any:
-    return getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    activation = getattr(module, "act_fn", None)
+    return getattr(module, "activation_fn", None) if activation is None else activation
 
 
 def _computes(activation: Any, coefficients: tuple[float, float]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -44,8 +43,10 @@ class _Rotary:
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`[1, heads, tokens, dim]` queries and keys; everything else goes to the function itself."""
         if not (args or kwargs) and (self._takes_part or cos.shape[-1:] == q.shape[-1:]):
-            with suppress(InputError):
+            try:
                 return self._kernels.rotary(q, k, cos, sin, self._interleaved, self._rounds)
+            except InputError:
+                pass
         return self._names[NAME](q, k, cos, sin, *args, **kwargs)
 
 

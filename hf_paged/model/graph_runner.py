@@ -74,8 +74,7 @@ class GraphRunner:
             lens = np.minimum(lens, max_context)
             shape = (len(kv_cache.groups.windows), graphs.max_rows, num_blocks)
             tables = np.full(shape, kv_cache.null_block, dtype=np.int32)
-            with torch.no_grad():
-                graphs.record(DecodeBatch(lens % self._model.vocab_size, lens - 1, lens, tables))
+            graphs.record(DecodeBatch(lens % self._model.vocab_size, lens - 1, lens, tables))
         return graphs if graphs.reason is None else graphs.reason
 
     def forget(self) -> None:

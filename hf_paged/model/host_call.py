@@ -23,6 +23,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.kernels.transfers import to_device, to_host
+from hf_paged.model.base_class import base_class
 from hf_paged.model.wrapper import Twin
 
 _TENSORS = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -92,8 +93,7 @@ class HostCall:
         for name in _SETTINGS:
             if any(map(_is_given, (arguments.get(name), *(getattr(config, name, None) for config in configs)))):
                 return None
-        unpatched = model.__class__.__mro__[2]  # behind the two classes that patching puts in front
-        if not _prepares_as_transformers(unpatched) or _PREPARATION & vars(model).keys():
+        if not _prepares_as_transformers(base_class(model)) or _PREPARATION & vars(model).keys():
             return None
         copies = dict(zip(found, to_host(list(found.values())), strict=True))
         return cls(device, arguments | copies, _vocab_size(model))

@@ -38,10 +38,6 @@ class ModuleOverride:
         self.own = type(module).forward
         self.thread_id: int | None = None
 
-    def takes(self, states: Tensor) -> bool:
-        """Whether this input can be computed here, as far as can be said before trying; else the module does it."""
-        return True
-
     def compute(self, states: Tensor) -> Tensor:
         """What the module would return.
 
@@ -52,7 +48,7 @@ class ModuleOverride:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the module's forward."""
-        if len(args) == 1 and not kwargs and self.takes(args[0]):
+        if len(args) == 1 and not kwargs:
             try:
                 return self.compute(args[0])
             except InputError:

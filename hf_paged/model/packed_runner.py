@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import StepCache
@@ -74,7 +73,6 @@ class PackedRunner:
         way = MixerWay(traits.states, traits.carries_state, traits.forms_differ)
         return StateStep.of(batch, held, way, attention.kv_cache.tensor.device)
 
-    @torch.no_grad()
     def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> None:
         """A step of no sequence's: all tokens are in the null block, which is written to.
 

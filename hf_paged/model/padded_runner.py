@@ -4,21 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.metadata import AttentionMetadata, padded_tables
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.mixers import PaddedStates
 from hf_paged.model.token_inputs import TokenInputs
 from hf_paged.model.weights_version import is_batch_dependent
 from hf_paged.model.wrapper import Twin
+
+
+@dataclass(frozen=True, slots=True)
+class CalledForward:
+    """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
+
+    Attributes:
+        arguments: What the caller gave.
+        twin: See `BoundModel.run_unpatched`.
+        rows: Which of the caller's rows the batch's are; all others are padding alone.
+        num_rows: The caller's rows.
+        width: Columns in all.
+        query_width: New ones.
+    """
+
+    arguments: dict[str, Any]
+    twin: Twin | None
+    rows: list[int]
+    num_rows: int
+    width: int
+    query_width: int
+
+    def spread(self, values: np.ndarray, fill: int) -> np.ndarray:
+        """`[num_rows, ...]` of `[S, ...]` values of the batch's rows."""
+        spread = np.full((self.num_rows, *values.shape[1:]), fill, dtype=values.dtype)
+        spread[self.rows] = values
+        return spread
 
 
 class PaddedRunner:
@@ -113,39 +142,38 @@ class PaddedRunner:
         places = rows * num_columns + num_columns - from_end
         return logits.flatten(0, 1)[to_device(places, device)]
 
-    def run_called(
-        self,
-        metadata: list[AttentionMetadata],
-        attention: PoolAttention,
-        shape: tuple[int, int],
-        arguments: dict[str, Any],
-        twin: Twin | None = None,
-        states: np.ndarray | None = None,
-    ) -> Any:
-        """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
+    def run_called(self, batch: Batch, attention: PoolAttention, called: CalledForward) -> Any:
+        """A step that is one forward of a caller's, in its shape.
 
         Args:
-            metadata: Of each group of layers; some rows may have no new token.
+            batch: The step.
             attention: Over the pool.
-            shape: Columns in all, and new ones.
-            arguments: What the caller gave.
-            twin: See `BoundModel.run_unpatched`.
-            states: `[B, pages]` int64, of each row's state, of a model that has any.
+            called: The forward.
 
         Returns:
             What the model's forward does.
         """
         kv_cache, model = attention.kv_cache, self._model
-        device = kv_cache.tensor.device
+        device, null_block = kv_cache.tensor.device, kv_cache.null_block
+        starts, new = (called.spread(np.frombuffer(a, np.int64), 0) for a in (batch.starts, batch.query_lens))
+        lengths = starts + new
+        padded = padded_tables(batch.tables, kv_cache.groups.windows, null_block, np.int64)
+        if not padded:  # no layer looks at them
+            padded = [np.full((batch.num_seqs, -(-int(lengths.max()) // kv_cache.block_size)), null_block)]
+        tables = [called.spread(table, null_block) for table in padded]
+        metadata = AttentionMetadata.of_groups(tables, new, lengths, kv_cache.block_size, null_block, device)
+        shape = called.width, called.query_width
         layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
         cache = PaddedCache(layouts, attention.step(metadata), kv_cache)
-        arguments[model.cache_argument] = cache
-        if states is None or kv_cache.states is None:
-            return model.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)
-        is_fresh, specs = shape[0] == shape[1], model.traits.states
-        held = PaddedStates(kv_cache.states, specs, to_device(states, device), is_fresh, model.traits.num_layers)
+        arguments = called.arguments | {model.cache_argument: cache}
+        if kv_cache.states is None:
+            return model.run_unpatched(use_cache=True, return_dict=True, twin=called.twin, **arguments)
+        pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
+        is_fresh, traits = called.width == called.query_width, model.traits
+        states = to_device(called.spread(pages, null_block), device)
+        held = PaddedStates(kv_cache.states, traits.states, states, is_fresh, traits.num_layers)
         cache.layers = held.layers
-        output = model.run_unpatched(use_cache=True, return_dict=True, twin=twin, **arguments)
+        output = model.run_unpatched(use_cache=True, return_dict=True, twin=called.twin, **arguments)
         held.write_back()
         return output
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,13 +13,11 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
-from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.graph_runner import GraphRunner
 from hf_paged.model.packed_runner import PackedRunner
 from hf_paged.model.padded_runner import PaddedRunner
 from hf_paged.model.token_inputs import TokenInputs
-from hf_paged.model.wrapper import Twin
 
 
 class ModelRunner:
@@ -45,7 +42,6 @@ class ModelRunner:
         self.padded = PaddedRunner(model)
         self.graphs = GraphRunner(model, self.packed, num_moves, config)
 
-    @torch.no_grad()
     def run(
         self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None = None, chosen: Tensor | None = None
     ) -> Tensor:
@@ -77,7 +73,9 @@ class ModelRunner:
         tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
         starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
-        metadata = _metadata(tables, query_lens, starts + query_lens, kv_cache)
+        metadata = AttentionMetadata.of_groups(
+            tables, query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
+        )
         for group, chunk in enumerate(kv_cache.groups.chunks):
             if chunk is not None:
                 metadata[group] = metadata[group].in_chunks(tables[group], chunk)
@@ -125,40 +123,3 @@ class ModelRunner:
             return logits[0][1]
         back = np.argsort(np.concatenate([wanted for wanted, _ in logits]))
         return torch.cat([found for _, found in logits])[to_device(back, device)]
-
-    def run_called(
-        self,
-        tables: Sequence[np.ndarray],
-        new: np.ndarray,
-        lengths: np.ndarray,
-        attention: PoolAttention,
-        shape: tuple[int, int],
-        arguments: dict[str, Any],
-        twin: Twin | None = None,
-        states: np.ndarray | None = None,
-    ) -> Any:
-        """A caller's forward in its own shape; see `PaddedRunner.run_called`.
-
-        Args:
-            tables: Of each group of layers the rows' block tables, `[B, N]` int64; see `padded_tables`.
-            new: `[B]` int64, new tokens of each row; some may have none.
-            lengths: `[B]` int64, its tokens with the new ones.
-            attention: Over the pool.
-            shape: Columns in all, and new ones.
-            arguments: What the caller gave.
-            twin: See `BoundModel.run_unpatched`.
-            states: `[B, pages]` int64, of each row's state, of a model that has any.
-        """
-        kv_cache = attention.kv_cache
-        if not tables:  # no layer looks at them
-            width = -(-int(lengths.max()) // kv_cache.block_size)
-            tables = [np.full((len(lengths), width), kv_cache.null_block)]
-        metadata = _metadata(tables, new, lengths, kv_cache)
-        return self.padded.run_called(metadata, attention, shape, arguments, twin, states)
-
-
-def _metadata(
-    tables: Sequence[np.ndarray], new: np.ndarray, lengths: np.ndarray, kv_cache: KVCache
-) -> list[AttentionMetadata]:
-    device = kv_cache.tensor.device
-    return AttentionMetadata.of_groups(tables, new, lengths, kv_cache.block_size, kv_cache.null_block, device)

@@ -170,11 +170,6 @@ def needs_ids(processors: Iterable[Any]) -> bool:
     return any(PROCESSORS.get(type(processor), _ALONE).reads_ids for processor in processors)
 
 
-def counts_ids(processor: Any) -> bool:
-    """Whether it is to be given -1 behind the end of a row that is shorter than others."""
-    return PROCESSORS.get(type(processor), _ALONE).counts_ids
-
-
 def processor_kinds(processors: Iterable[Any]) -> list[Hashable]:
     """What each must have in common with those of other calls to become one with them; `None` if it can't."""
     return [_kind(processor) for processor in processors]
@@ -216,6 +211,30 @@ def merged_processor(processors: Sequence[Any], lengths: list[int], scores: Tens
         return to_device(np.repeat(np.array(values, dtype=dtype), lengths)[:, None], scores.device)
 
     return treatment.merge(first, treatment.column, values, to_column, scores.shape[-1])
+
+
+def process(
+    processors: Sequence[Sequence[Any]], lengths: list[int], scores: Tensor, read: Callable[[bool], Tensor]
+) -> Tensor:
+    """Scores of the rows of several calls behind their processors.
+
+    Args:
+        processors: Of each call; all of one kind, place by place.
+        lengths: How many rows of `scores` belong to each, in this order.
+        scores: `[rows, vocab_size]`.
+        read: Gives the rows' tokens so far; whether -1 stands behind the end of shorter ones. Called if a processor
+            looks at them.
+    """
+    ids: Tensor | None = None
+    for own in zip(*processors, strict=True):
+        treatment = PROCESSORS.get(type(own[0]), _ALONE)
+        given: Tensor | None = None
+        if treatment.counts_ids:
+            given = read(True)
+        elif treatment.reads_ids:
+            given = ids = read(False) if ids is None else ids
+        scores = merged_processor(own, lengths, scores)(given, scores)
+    return scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.sampling.beams import Selection
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
-from hf_paged.sampling.processors import counts_ids, merged_processor, needs_ids
+from hf_paged.sampling.processors import process
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
 
@@ -54,7 +55,6 @@ class RowSampler:
         self.width = width
         self.device = device
         self.logprobs = logprobs
-        self.reads_ids = needs_ids(processors)
         self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, *kinds)
 
 
@@ -95,7 +95,7 @@ class Chosen(NamedTuple):
     logprobs: list[TokenLogprobs] | None
 
 
-Outcome = Chosen | Exception
+Outcome = Chosen | Selection | Exception
 
 
 class SampledTokens:
@@ -131,7 +131,7 @@ class SampledTokens:
         flags = [own.to(tokens.device, tokens.dtype) for own in stops.values()]
         self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
-    def read(self) -> list[Outcome]:
+    def read(self) -> list[Chosen | Exception]:
         """The outcome of each batch. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
         found = self._to_host.wait().tolist()
@@ -218,14 +218,12 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     first = samplers[0]
     scores = raw = logits.to(first.device or logits.device, torch.float32)
     lengths = [len(batch.rows) for batch in batches]
-    ids: Any = None
-    if first.table is not None and first.reads_ids:  # then all of them have their tokens in it
-        ids = first.table.read(*_table_rows(batches))
-    for own in zip(*(sampler.processors for sampler in samplers), strict=True):
-        read = ids
-        if first.table is not None and counts_ids(own[0]):
-            read = first.table.read(*_table_rows(batches), marks_ends=True)
-        scores = merged_processor(own, lengths, scores)(read, scores)
+
+    def read(marks_ends: bool) -> Tensor:
+        assert first.table is not None  # then all of them have their tokens in it
+        return first.table.read(*_table_rows(batches), marks_ends)
+
+    scores = process([sampler.processors for sampler in samplers], lengths, scores, read)
     if first.noise is None:
         tokens = scores.argmax(dim=-1)
     else:

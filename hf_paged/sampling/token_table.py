@@ -49,6 +49,13 @@ class TokenTable:
             self._grow(len(self._ids), longest * 3 // 2 + 64)
         self._ids[to_device(rows, self._device), to_device(lengths, self._device)] = tokens
 
+    def reorder(self, rows: Tensor, parents: Tensor, length: int, tokens: Tensor) -> None:
+        """Gives rows the first `length` tokens of others, and one more; all tensors are `[B, K]`, on the device."""
+        if length >= self._ids.shape[1]:
+            self._grow(len(self._ids), length * 3 // 2 + 64)
+        self._ids[rows] = self._ids[parents]
+        self._ids[rows, length] = tokens
+
     def read(self, rows: list[int], lengths: list[int], marks_ends: bool = False) -> Tensor:
         """`[rows, max(lengths)]`, the first tokens of rows.
 

@@ -326,6 +326,74 @@ def replay_recording(
     console.print(f"all {num_steps} steps are the same")
 
 
+@app.command()
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME_OR_PATH]",
+            help="A causal language model, by name or folder; default: the embedded one.",
+            show_default=False,
+        ),
+    ] = str(TINY_MODEL),
+    host: Annotated[str, typer.Option(help="Address to listen on; only this machine can reach the default.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that requests must bring; may be given again.", envvar="HF_PAGED_API_KEY"),
+    ] = None,
+    served_name: Annotated[str | None, typer.Option(help="What requests call the model; default: as given.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in one KV block; default: 16.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks in the pool; default: from free memory.")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step; default: 256.")] = None,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond them: 429.")] = 1024,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="The longest prompt.")] = None,
+    max_body_mib: Annotated[float, typer.Option(min=0.001, help="The largest body of a request.")] = 4.0,
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
+    drain_seconds: Annotated[int, typer.Option(min=0, help="Seconds that running requests have at the end.")] = 30,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with a Jinja template, for the tokenizer's own.", exists=True)
+    ] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="An origin whose pages may call.")] = None,
+    dtype: Annotated[str, typer.Option(help="One of float32, bfloat16, float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; default: cuda where there is one.")] = "",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; default: one for the embedded model, else torch's choice.")
+    ] = None,
+) -> None:
+    """Serve a model over OpenAI's HTTP interface, until Ctrl-C. Needs the extra [server]."""
+    try:
+        from hf_paged.server.run import run_server  # with its extra
+        from hf_paged.server.settings import ServerSettings
+    except ImportError as error:
+        _fail(ImportError(f'{error}: hf-paged serve needs the extra, pip install "hf-paged[server]"'))
+    transformers_logging.disable_progress_bar()
+    is_embedded = model == str(TINY_MODEL)
+    if threads or is_embedded:
+        torch.set_num_threads(threads or 1)
+    given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
+    try:
+        settings = ServerSettings(
+            model_name=served_name or ("tiny_lm" if is_embedded else model),
+            api_keys=tuple(api_key or ()),
+            max_body_bytes=int(max_body_mib * (1 << 20)),
+            max_prompt_tokens=max_prompt_tokens,
+            max_waiting=max_waiting,
+            request_timeout=request_timeout,
+            chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
+            cors_origins=tuple(cors_origin or ()),
+        )
+        tokenizer, loaded = _load(model, dtype, _device(device))
+        patch(loaded, **{name: value for name, value in given.items() if value is not None})
+        run_server(loaded, tokenizer, settings, host, port, drain_seconds)
+    except (ValueError, OSError) as error:
+        _fail(error)
+
+
 @app.command("models")
 def list_models(
     names: Annotated[list[str] | None, typer.Argument(help="Families (model types); default: all.")] = None,

@@ -913,14 +913,14 @@ def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
 
 def test_tokens_that_somebody_else_computed() -> None:
     setup = Setup()
-    a = setup.computed(3)
-    setup.manager.append([(a.seq_id, 2)])
-    a.token_ids = None
-    setup.scheduler.extend_computed(a, 2)
+    a, empty = setup.computed(3), setup.scheduler.new_sequence()
+    for sequence in (a, empty):
+        sequence.token_ids = None
+        sequence.num_tokens += 2
+    batch = setup.scheduler.schedule_together([a, empty])
+    assert batch.chunks == [(a.seq_id, 3, 2), (empty.seq_id, 0, 2)] and setup.scheduler.is_in_flight(a.group)
+    assert setup.scheduler.update(batch) == []
     assert (a.num_tokens, a.num_computed_tokens, a.group.status) == (5, 5, RUNNING)
-    empty = setup.scheduler.new_sequence()
-    setup.manager.append([(empty.seq_id, 2)])
-    setup.scheduler.extend_computed(empty, 2)
     assert setup.scheduler.num_running == 2 and not setup.scheduler.has_work
 
 

@@ -382,25 +382,28 @@ class World:
             for row in request.rows
         ):
             return
-        for row in request.rows:
-            self._slide(row)
-        requests = [(row.sequence.seq_id, num_tokens) for row in request.rows]
-        need = self.manager.append_need(requests)
-        swap_outs = self.scheduler.make_room(need, request.groups)
-        self._execute_copies(BlockMoves(swap_outs=swap_outs))
+        sequences = [row.sequence for row in request.rows]
+        known = [sequence.token_ids for sequence in sequences]
+        for sequence in sequences:
+            sequence.token_ids = None
+            sequence.num_tokens += num_tokens
         try:
-            moves = self.scheduler.append([row.sequence for row in request.rows], [num_tokens] * len(request.rows))
-        except OutOfBlocksError:
+            batch = self.scheduler.schedule_together(sequences)
+        except OutOfBlocksError as error:
+            self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
+            for sequence, token_ids in zip(sequences, known):
+                sequence.token_ids = token_ids
+                sequence.num_tokens -= num_tokens
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
-        self._execute_copies(moves)
+        self._execute_copies(batch)
+        self.scheduler.update(batch)
         for row in request.rows:
-            sequence, start = row.sequence, len(row.inputs)
+            start = len(row.inputs)
+            row.sequence.num_tokens -= num_tokens  # which follows
             self._extend(row, [0] * num_tokens, has_no_ids=True)
             self._stop_waiting([row])
-            sequence.token_ids, sequence.num_tokens = None, start
             self._write_tokens(row, start, num_tokens)
-            self.scheduler.extend_computed(sequence, num_tokens)
         self.events["grown from outside"] += 1
 
     def release(self) -> None:

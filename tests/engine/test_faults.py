@@ -48,6 +48,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.engine.beam_request import BeamRequest
 from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.packed_forward import PackedForward
@@ -318,7 +319,7 @@ def test_ctrl_c_at_any_moment(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "given"),
     [
-        (PackedForward, "wanted_logits", {"num_beams": 2}),
+        (BeamRequest, "__init__", {"num_beams": 2}),
         (PackedForward, "wanted_logits", {"prompt_lookup_num_tokens": 2}),
         (SampledRequest, "__init__", {}),
     ],

@@ -114,7 +114,8 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], int | None]] = {
     "bias": (lambda: BIAS | {"eos_token_id": 3}, None),
     "own_items": (lambda: {"logits_processor": [SuppressTokensLogitsProcessor([7], device="cuda")]}, None),
     "stop_strings": (lambda: {"stop_strings": ["a"], "tokenizer": tiny_tokenizer(), "eos_token_id": 3}, None),
-    "beams": (lambda: BEAMS, 3),  # ids, decided prompts, beams that go on
+    "beams": (lambda: BEAMS, None),
+    "beam_scores": (lambda: BEAMS | SCORES, 3),  # ids, decided prompts, beams that go on
     "users_processor": (lambda: {"logits_processor": LogitsProcessorList([Shift()])}, 1),
     "scores": (lambda: SCORES, 1),
     "prompt_lookup": (lambda: {"prompt_lookup_num_tokens": 2}, 2),  # 5.17 also gives what it crops

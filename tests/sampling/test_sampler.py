@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogit
 
 import hf_paged
 from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
-from hf_paged.sampling.processors import _Divisor, counts_ids, merged_processor, needs_ids, processor_kinds
+from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, process, processor_kinds
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
@@ -251,8 +252,7 @@ def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: 
     lengths = [call.width for call in calls for _ in range(len(call.prompts))]
     table_rows = [row for call in calls for row in call.sampler.table_rows]
     for own in zip(*(call.processors for call in calls), strict=True):
-        ids = TABLE.read(table_rows, lengths, counts_ids(own[0])) if needs_ids(own) else None
-        merged = merged_processor(own, rows, scores)(ids, scores)
+        merged = process([[processor] for processor in own], rows, scores, partial(TABLE.read, table_rows, lengths))
         pieces = [one(c.prompts, part) for one, c, part in zip(own, calls, scores.split(rows), strict=True)]
         assert torch.equal(merged, torch.cat(pieces)), type(own[0]).__name__
         scores = merged

@@ -72,7 +72,7 @@ class CPUStep(TorchStep):
                     params.softcap,
                     params.sinks,
                 )
-                if metadata.num_decodes == len(query):
+                if metadata.num_decodes == query.shape[0]:
                     return output
                 begun = output
             except InputError:

@@ -1,0 +1,143 @@
+"""`create_app`: a model as a FastAPI app."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from hf_paged.api.patching import patch
+from hf_paged.engine.engine import Engine
+from hf_paged.server import chat, completions
+from hf_paged.server.errors import ApiError, add_handlers
+from hf_paged.server.limits import check_key
+from hf_paged.server.metrics import CONTENT_TYPE
+from hf_paged.server.schemas import DetokenizeRequest, TokenizeRequest
+from hf_paged.server.serving import Serving
+from hf_paged.server.settings import ServerSettings
+
+logger = logging.getLogger("hf_paged.server")
+Handler = Callable[[Serving, Request], Awaitable[Any]]
+
+
+def create_app(model: Any, tokenizer: Any, settings: ServerSettings | None = None, **more: Any) -> FastAPI:
+    """An app that speaks OpenAI's interface, to be run by uvicorn or mounted in another app.
+
+    Args:
+        model: A patched model, or one that is to be patched.
+        tokenizer: Its tokenizer.
+        settings: How it is run; `None`: as `ServerSettings()`.
+        **more: Fields of `ServerSettings`, beside `settings`.
+
+    Raises:
+        UnsupportedModelError: The model can't be patched.
+        ValueError: A setting isn't what it should be.
+    """
+    settings = replace(settings or ServerSettings(), **more)
+    if not isinstance(getattr(model, "paged", None), Engine):
+        patch(model)
+    serving = Serving(model, tokenizer, settings)
+    if not serving.prompts.has_template:
+        logger.warning("%s has no chat template: chats are written line by line, role: content", serving.model_name)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        serving.close()
+
+    app = FastAPI(title="hf_paged", lifespan=lifespan)
+    app.state.serving = serving
+    add_handlers(app)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    routes: list[tuple[str, str, Handler]] = [
+        ("POST", "/v1/chat/completions", chat.create),
+        ("POST", "/v1/completions", completions.create),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{name:path}", _model),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
+        ("GET", "/metrics", _metrics),
+        ("GET", "/health", _health),
+        ("GET", "/ready", _ready),
+    ]
+    for method, path, handle in routes:
+        _add(app, serving, method, path, handle)
+    return app
+
+
+def _add(app: FastAPI, serving: Serving, method: str, path: str, handle: Handler) -> None:
+    async def route(request: Request) -> Response:
+        return await serving.answer(path, request, lambda request: handle(serving, request))
+
+    app.add_api_route(path, route, methods=[method], name=path, summary=(handle.__doc__ or "").split("\n")[0])
+
+
+async def _models(serving: Serving, request: Request) -> Any:
+    """The models that there are."""
+    check_key(request, serving.settings.api_keys)
+    return {"object": "list", "data": [_described(serving)]}
+
+
+async def _model(serving: Serving, request: Request) -> Any:
+    """One of them."""
+    check_key(request, serving.settings.api_keys)
+    name = request.path_params["name"]
+    if name != serving.model_name:
+        raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
+    return _described(serving)
+
+
+def _described(serving: Serving) -> dict[str, Any]:
+    return {
+        "id": serving.model_name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "hf_paged",
+        "max_model_len": serving.max_model_len,
+    }
+
+
+async def _tokenize(serving: Serving, request: Request) -> Any:
+    """The tokens of a text or of a chat."""
+    body = await serving.body(request, TokenizeRequest)
+    prompts = serving.prompts
+    if body.messages is not None:
+        tokens = await serving.in_thread(prompts.of_chat, body.messages, body.add_generation_prompt)
+    elif body.prompt:
+        tokens = await serving.in_thread(prompts.of_text, body.prompt, "prompt", body.add_special_tokens)
+    else:
+        tokens = []
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": serving.max_model_len}
+
+
+async def _detokenize(serving: Serving, request: Request) -> Any:
+    """The text of tokens."""
+    body = await serving.body(request, DetokenizeRequest)
+    return {"prompt": await serving.in_thread(serving.prompts.text_of, body.tokens)}
+
+
+async def _metrics(serving: Serving, request: Request) -> Any:
+    """For Prometheus."""
+    check_key(request, serving.settings.api_keys)
+    return Response(await serving.in_thread(serving.metrics.text), media_type=CONTENT_TYPE)
+
+
+async def _health(serving: Serving, request: Request) -> Any:
+    """Whether the process lives."""
+    return {"status": "ok"}
+
+
+async def _ready(serving: Serving, request: Request) -> Any:
+    """Whether it takes requests."""
+    if serving.is_draining:
+        return JSONResponse({"status": "draining"}, 503)
+    return {"status": "ready"}

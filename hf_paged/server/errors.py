@@ -1,0 +1,97 @@
+"""Errors in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+logger = logging.getLogger("hf_paged.server")
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """What a request is answered with instead of a result."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """An answer.
+
+        Args:
+            status: Of HTTP.
+            message: What was given, and what would work.
+            param: The field it is about.
+            code: A name for it.
+            headers: Of the answer.
+        """
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """As an answer."""
+        return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
+
+
+def bad_field(name: str, message: str) -> ApiError:
+    """A field that can't be honoured."""
+    return ApiError(400, f"{name}: {message}", param=name)
+
+
+def queue_full(message: str) -> ApiError:
+    """Too much is waiting."""
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+
+def invalid_body(error: ValidationError) -> ApiError:
+    """What pydantic says of a body: the first thing, and where it is."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{where}: this server does not know that field", where, "unknown_field")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {message}" if where else message, where or None, "invalid_value")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Has an app answer in this shape."""
+
+    @app.exception_handler(ApiError)
+    async def _own(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def _of_starlette(request: Request, error: HTTPException) -> JSONResponse:
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, f"{type(error).__name__}: see the server's log").response()

@@ -1,0 +1,373 @@
+"""`Generation`: what one HTTP request has the engine generate, and its texts as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hf_paged.core.errors import QueueFullError
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.request import Request, RequestOutput
+from hf_paged.sampling.logprobs import TokenLogprobs
+from hf_paged.server.errors import ApiError, bad_field, logger, queue_full
+from hf_paged.server.schemas import SamplingBody
+from hf_paged.server.text import Detokenizer, StopStrings
+from hf_paged.server.wakeups import Wakeups
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one text.
+
+    Attributes:
+        index: Of the text.
+        text: What comes behind what was there.
+        logprobs: Of the new tokens, if that was asked for.
+        finish_reason: Why it ended, if it did.
+    """
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None
+
+
+@dataclass(slots=True)
+class Text:
+    """One text that is generated.
+
+    Attributes:
+        index: Of the text.
+        detokenizer: Its tokens' text.
+        stops: Its stop strings; `None`: it has none.
+        parts: What is there.
+        logprobs: Of its tokens.
+        num_tokens: Generated.
+        finish_reason: Why it ended.
+    """
+
+    index: int
+    detokenizer: Detokenizer
+    stops: StopStrings | None
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.parts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens."""
+        return sum(each.logprob for each in self.logprobs) / max(len(self.logprobs), 1)
+
+    def feed(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta | None:
+        """Takes new tokens, and their log-probabilities or none."""
+        if self.finish_reason is not None:
+            return None
+        if self.stops is None:
+            new, num_taken = self.detokenizer.feed(token_ids), len(token_ids)
+        else:
+            new, num_taken = "", 0
+            for token_id in token_ids:  # one by one: where it ends doesn't depend on how they came
+                num_taken += 1
+                piece, is_stop = self.stops.feed(self.detokenizer.feed([token_id]))
+                new += piece
+                if is_stop:
+                    self.finish_reason = "stop"
+                    break
+        self.num_tokens += num_taken
+        return self._delta(new, logprobs[:num_taken])
+
+    def end(self, reason: str) -> Delta | None:
+        """Takes the end of its tokens."""
+        if self.finish_reason is not None:
+            return None
+        rest, self.finish_reason = self.detokenizer.flush(), FINISH_REASONS[reason]
+        if self.stops is not None:
+            rest, is_stop = self.stops.feed(rest)
+            if is_stop:
+                self.finish_reason = "stop"
+            rest += self.stops.flush()
+        return self._delta(rest, [])
+
+    def _delta(self, new: str, logprobs: list[TokenLogprobs]) -> Delta | None:
+        if new:
+            self.parts.append(new)
+        self.logprobs += logprobs
+        if not new and not logprobs and self.finish_reason is None:
+            return None
+        return Delta(self.index, new, logprobs, self.finish_reason)
+
+
+@dataclass(slots=True)
+class _Part:
+    """One prompt: its request, how many of its tokens were read, and the texts of each of its sequences."""
+
+    request: Request
+    texts: list[list[Text]]
+    num_read: int = 0
+    is_over: bool = False
+
+
+class Generation:
+    """What one HTTP request has the engine generate.
+
+    Attributes:
+        prompts: Token ids.
+        texts: In order of prompts, and of a prompt's samples.
+        arrival_time: Of `time.monotonic`.
+        first_token_time: When the first text came.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        prompts: list[list[int]],
+        body: SamplingBody,
+        arguments: Callable[[int], dict[str, Any]],
+        wakeups: Wakeups,
+        timeout: float | None,
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            engine: Where it runs.
+            tokenizer: Of the model.
+            prompts: Token ids.
+            body: How to sample.
+            arguments: Of `submit`, for a prompt of so many tokens.
+            wakeups: Of the event loop that this runs in.
+            timeout: Seconds that it may take.
+        """
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._body = body
+        self._arguments = arguments
+        self._wakeups = wakeups
+        self._timeout = timeout
+        self._news = asyncio.Event()
+        self._parts: list[_Part] = []
+        self._unlisten: list[Callable[[], None]] = []
+        self._is_closed = False
+        self.prompts = prompts
+        self.texts: list[Text] = []
+        self.arrival_time = time.monotonic()
+        self.first_token_time: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(text.num_tokens for text in self.texts)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """As OpenAI's interface counts."""
+        prompt, new = self.num_prompt_tokens, self.num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def submit(self) -> None:
+        """Queues all prompts. Takes milliseconds: not for the event loop's thread.
+
+        Raises:
+            ApiError: A prompt or an argument can't be served, or the queue is full.
+        """
+        try:
+            for prompt in self.prompts:
+                self._submit(prompt)
+        except BaseException:
+            self.close()
+            raise
+        if self._is_closed:  # meanwhile
+            self.close()
+
+    def _submit(self, prompt: list[int]) -> None:
+        body = self._body
+        arguments = self._arguments(len(prompt))
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        try:
+            request = self._engine.submit(
+                prompt, **arguments, seed=seed, priority=body.priority, cache_salt=body.cache_salt
+            )
+        except QueueFullError as error:
+            raise queue_full(str(error)) from None
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, str(error)) from error
+        # The likeliest token has no variants: what isn't drawn is computed once, and returned as often as asked for.
+        num_sequences = arguments.get("num_return_sequences", 1)
+        texts: list[list[Text]] = [[] for _ in range(num_sequences)]
+        for number in range(body.num_samples):
+            detokenizer = Detokenizer(self._tokenizer, prompt, body.skip_special_tokens)
+            text = Text(len(self.texts), detokenizer, StopStrings(body.stops) if body.stops else None)
+            self.texts.append(text)
+            texts[number % num_sequences].append(text)
+        self._parts.append(_Part(request, texts))
+
+    async def updates(self) -> AsyncIterator[list[Delta]]:
+        """What is new of all texts, whenever something is, until all have ended. Once.
+
+        Raises:
+            ApiError: It takes too long, or a request failed.
+        """
+        for part in self._parts:
+            self._unlisten.append(part.request.listen(partial(self._wakeups.wake, self._news)))
+        end = None if self._timeout is None else self.arrival_time + self._timeout
+        try:
+            while not all(part.is_over for part in self._parts):
+                await self._wait(end)
+                self._news.clear()
+                deltas = [delta for part in self._parts if not part.is_over for delta in self._read(part)]
+                if deltas:
+                    if self.first_token_time is None:
+                        self.first_token_time = time.monotonic()
+                    yield deltas
+        finally:
+            self.close()
+
+    async def _wait(self, end: float | None) -> None:
+        try:
+            await asyncio.wait_for(self._news.wait(), None if end is None else max(end - time.monotonic(), 0))
+        except TimeoutError:
+            raise ApiError(504, f"the request took longer than {self._timeout} s", code="timeout") from None
+
+    async def finish(self) -> None:
+        """Waits for all texts."""
+        async for _ in self.updates():
+            pass
+
+    def close(self) -> None:
+        """Ends what still runs. Calling it again changes nothing."""
+        self._is_closed = True
+        for unlisten in self._unlisten:
+            unlisten()
+        self._unlisten.clear()
+        for part in list(self._parts):
+            part.request.cancel()
+
+    def _read(self, part: _Part) -> list[Delta]:
+        request, deltas = part.request, []
+        is_done = request.is_done  # before the look at what has come
+        new = request.events_since(part.num_read)
+        part.num_read += len(new)
+        by_sequence: dict[int, tuple[list[int], list[TokenLogprobs]]] = {}
+        for sequence, token_id, said in new:
+            token_ids, logprobs = by_sequence.setdefault(sequence, ([], []))
+            token_ids.append(token_id)
+            if said is not None:
+                logprobs.append(said)
+        output = self._outcome(request) if is_done else None
+        if output is not None and part.num_read == 0:  # beams, which come at the end
+            said_of = output.logprobs or [[] for _ in output.sequences]
+            by_sequence = dict(enumerate(zip(output.sequences, said_of, strict=True)))
+        for sequence, (token_ids, logprobs) in by_sequence.items():
+            deltas += [text.feed(token_ids, logprobs) for text in part.texts[sequence]]
+            is_stopped = all(text.finish_reason is not None for text in part.texts[sequence])
+            if is_stopped and output is None:
+                request.cancel(sequence)
+        part.is_over = output is not None or all(text.finish_reason for texts in part.texts for text in texts)
+        if output is not None:
+            for texts, reason in zip(part.texts, output.finish_reasons, strict=True):
+                for text in texts:
+                    if text.finish_reason is None and reason not in FINISH_REASONS:
+                        raise ApiError(503, "the request was cancelled: the server ends", code="cancelled")
+                    deltas.append(text.end(reason))
+        return [delta for delta in deltas if delta is not None]
+
+    def _outcome(self, request: Request) -> RequestOutput:
+        try:
+            return request.result(0)
+        except Exception as error:
+            logger.exception("a request failed in the engine")
+            raise ApiError(500, f"the engine failed: {type(error).__name__}", code="engine_error") from error
+
+
+def submit_arguments(
+    body: SamplingBody, num_prompt_tokens: int, room: int, eos_token_ids: list[int], pad_token_id: int, vocab_size: int
+) -> dict[str, Any]:
+    """Arguments of `submit` for a request's body.
+
+    Args:
+        body: The request's.
+        num_prompt_tokens: Of its prompt.
+        room: Tokens that prompt and text may have together.
+        eos_token_ids: The model's ends of text.
+        pad_token_id: Of the model.
+        vocab_size: Of the model.
+
+    Raises:
+        ApiError: Something in the body can't be.
+    """
+    left = room - num_prompt_tokens
+    if left < 1:
+        raise ApiError(
+            400, f"the prompt has {num_prompt_tokens} tokens, and {room} is all that there is room for with the text",
+            code="context_length_exceeded",
+        )  # fmt: skip
+    if body.limit is not None and body.limit > left:
+        raise ApiError(
+            400, f"{num_prompt_tokens} tokens of the prompt and {body.limit} more are above the limit of {room} tokens",
+            code="context_length_exceeded",
+        )  # fmt: skip
+    limit = left if body.limit is None else body.limit
+    if body.min_tokens > limit:
+        raise bad_field("min_tokens", f"{body.min_tokens} are above the limit of {limit} tokens")
+    for token_id in body.stop_token_ids:
+        if token_id >= vocab_size:
+            raise bad_field("stop_token_ids", f"{token_id} is no token id below {vocab_size}")
+    ends = [*([] if body.ignore_eos else eos_token_ids), *body.stop_token_ids]
+    arguments: dict[str, Any] = {
+        "max_new_tokens": limit,
+        # Where nothing ends a text, an id that no token has.
+        "eos_token_id": ends or [vocab_size],
+        "pad_token_id": pad_token_id,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": _bias(body),
+        "do_sample": False,
+        "num_beams": body.num_beams,
+    }
+    if body.min_tokens:
+        arguments["min_new_tokens"] = body.min_tokens
+    is_drawn = body.temperature > 0
+    if body.num_beams > 1:
+        is_drawn = is_drawn and "temperature" in body.model_fields_set
+        arguments["num_return_sequences"] = body.num_samples
+        arguments["length_penalty"] = 1.0 if body.length_penalty is None else body.length_penalty
+    elif is_drawn:
+        arguments["num_return_sequences"] = body.num_samples
+    if is_drawn:
+        arguments |= {
+            "do_sample": True,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": max(body.top_k, 0),
+        }
+        if body.min_p:
+            arguments["min_p"] = body.min_p
+    if body.wanted_logprobs is not None or (is_drawn and body.num_samples > body.n):
+        arguments["logprobs"] = body.wanted_logprobs or 0
+    return arguments
+
+
+def _bias(body: SamplingBody) -> dict[int, float] | None:
+    try:
+        return None if body.logit_bias is None else {int(name): value for name, value in body.logit_bias.items()}
+    except ValueError as error:
+        raise bad_field("logit_bias", f"keys are token ids, {error}") from None

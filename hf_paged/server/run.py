@@ -1,0 +1,46 @@
+"""A server of its own: uvicorn, which drains when it is to end."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import uvicorn
+
+from hf_paged.server.app import create_app
+from hf_paged.server.serving import Serving
+from hf_paged.server.settings import ServerSettings
+
+
+class DrainingServer(uvicorn.Server):
+    """Says that it isn't ready as soon as it is to end."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
+        super().__init__(config)
+        self._serving = serving
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A signal: what runs may end by itself, nothing new is taken."""
+        self._serving.is_draining = True
+        super().handle_exit(sig, frame)
+
+
+def make_server(
+    model: Any, tokenizer: Any, settings: ServerSettings, host: str, port: int, drain_seconds: int
+) -> DrainingServer:
+    """A server that isn't running yet; `run()` runs it until a signal comes, or `should_exit` is set."""
+    app = create_app(model, tokenizer, settings)
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds
+    )
+    return DrainingServer(config, app.state.serving)
+
+
+def run_server(model: Any, tokenizer: Any, settings: ServerSettings, host: str, port: int, drain_seconds: int) -> None:
+    """Serves until a signal comes. Requests are logged to stderr, a line of JSON each."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("hf_paged.server").setLevel(logging.INFO)
+    server = make_server(model, tokenizer, settings, host, port, drain_seconds)
+    where = f"http://{host}:{port}" if port else f"{host}, a free port"
+    logging.getLogger("hf_paged.server").info("serving %s on %s", settings.model_name, where)
+    server.run()

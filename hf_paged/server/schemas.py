@@ -1,0 +1,257 @@
+"""What requests may say. A field that isn't here is refused by name; one that is `null` was not given."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_TOP_LOGPROBS = 20
+Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Of a request, or of a part of one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if type(given) is dict else given
+
+
+class StreamOptions(Body):
+    """Of a stream.
+
+    Attributes:
+        include_usage: A last event says how many tokens there were.
+    """
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class SamplingBody(Body):
+    """What all requests for text have in common; below the second line, extensions of OpenAI's fields.
+
+    Attributes:
+        min_tokens: Tokens before any end.
+        ignore_eos: Go on behind an end of text.
+        stop_token_ids: Tokens that end a text as its end of text does.
+        num_beams: A beam search of so many, whose results come at its end.
+        length_penalty: Of a beam search.
+        priority: The lower, the earlier.
+        cache_salt: Cached prefixes are shared with requests of the same salt only.
+        skip_special_tokens: Leave special tokens out of the text.
+    """
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    user: str | None = Field(None, max_length=512)
+
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
+    num_beams: int = Field(1, ge=1, le=64)
+    length_penalty: float | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, max_length=512)
+    skip_special_tokens: bool = True
+
+    @property
+    def stops(self) -> list[str]:
+        """Its stop strings."""
+        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Likeliest tokens to be named with each; `None`: nothing is to be said of tokens."""
+        return None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most; `None`: what there is room for."""
+        return None
+
+    @property
+    def num_samples(self) -> int:
+        """Texts to be generated for each prompt."""
+        return self.n
+
+    @model_validator(mode="after")
+    def _check(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream=true")
+        if self.num_beams > 1:
+            if self.stream:
+                raise ValueError("stream: the texts of a beam search (num_beams) are known at its end only")
+            if self.n > self.num_beams:
+                raise ValueError(f"n: {self.n} texts are more than num_beams={self.num_beams}")
+        elif self.length_penalty is not None:
+            raise ValueError("length_penalty: only with num_beams above 1")
+        return self
+
+
+class CompletionRequest(SamplingBody):
+    """Of `/v1/completions`.
+
+    Attributes:
+        best_of: Generate so many texts, and return the `n` likeliest by mean log-probability of their tokens.
+    """
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: int = Field(16, ge=1)
+    best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_samples(self) -> int:
+        return self.best_of or self.n
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.best_of is not None:
+            if self.best_of < self.n:
+                raise ValueError(f"best_of: {self.best_of} is below n={self.n}")
+            if self.stream and self.best_of > self.n:
+                raise ValueError("best_of: which texts are the best is known at the end only, so not with stream=true")
+            if self.num_beams > 1:
+                raise ValueError("best_of: not beside num_beams, which chooses the best itself")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs: not of an echoed prompt; ask for one of echo and logprobs")
+        return self
+
+
+class ImageUrl(Body):
+    """A picture, as a data URL."""
+
+    url: str
+    detail: Literal["auto"] = "auto"
+
+
+class ContentPart(Body):
+    """A part of a message: text, or a picture."""
+
+    type: Literal["text", "input_text", "output_text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ContentPart:
+        wanted, other = ("image_url", "text") if self.type == "image_url" else ("text", "image_url")
+        if getattr(self, wanted) is None or getattr(self, other) is not None:
+            raise ValueError(f"a part of type {self.type} has a field {wanted} and no {other}")
+        return self
+
+
+class FunctionCall(Body):
+    """A function that the model has called; `arguments` are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of the model's in a message of its."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """Of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of the {self.role} has a content")
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("tool_calls: only in a message of the assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id: in a message of a tool, and in no other")
+        return self
+
+
+class ChatRequest(SamplingBody):
+    """Of `/v1/chat/completions`.
+
+    Attributes:
+        max_tokens: The older name of `max_completion_tokens`.
+        add_generation_prompt: End the prompt where the assistant's message begins.
+    """
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool = True
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs=true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: it is the older name of max_completion_tokens, and differs from it")
+        return self
+
+
+class TokenizeRequest(Body):
+    """Of `/tokenize`: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,198 @@
+"""`Serving`: one model behind an app, and what all routes need of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from hf_paged.engine.engine import Engine
+from hf_paged.server.errors import ApiError, queue_full
+from hf_paged.server.generation import Generation, submit_arguments
+from hf_paged.server.limits import B, check_key, read_body
+from hf_paged.server.logprobs import TokenNames
+from hf_paged.server.metrics import Metrics
+from hf_paged.server.prompts import Prompts
+from hf_paged.server.replies import ClientGoneError, unless_gone
+from hf_paged.server.schemas import SamplingBody
+from hf_paged.server.settings import ServerSettings
+from hf_paged.server.wakeups import Wakeups
+
+T = TypeVar("T")
+requests_log = logging.getLogger("hf_paged.server.requests")
+
+
+class Serving:
+    """One model behind an app.
+
+    Attributes:
+        engine: Of the model.
+        settings: Of the server.
+        model_name: What requests call it.
+        created: When this was made, in seconds since 1970.
+        prompts: From texts to tokens.
+        names: Texts of single tokens.
+        metrics: What is counted.
+        is_draining: It takes no requests any more, and ends those that it has.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, settings: ServerSettings) -> None:
+        """Behind a patched model."""
+        self._model = model
+        self.tokenizer = tokenizer
+        self.engine: Engine = model.paged
+        self.settings = settings
+        self.model_name = settings.model_name or getattr(model.config, "name_or_path", "") or type(model).__name__
+        self.created = int(time.time())
+        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self.prompts = Prompts(tokenizer, self.vocab_size, settings.chat_template)
+        self.names = TokenNames(tokenizer)
+        self.metrics = Metrics(self.engine, self.model_name)
+        self.is_draining = False
+        self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Wakeups] = weakref.WeakKeyDictionary()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
+        self._num_starting = 0
+        self._end_listening = self.engine.on_step(self._flush)
+        eos = getattr(model.generation_config, "eos_token_id", None)
+        self._eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        pad = getattr(tokenizer, "pad_token_id", None)
+        self._pad = pad if pad is not None else self._eos[0] if self._eos else 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its text may have together."""
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        stats = self.engine.stats()
+        config = self.engine.config
+        pool = (stats.num_blocks or config.num_blocks or 0) * config.block_size  # it is made when it is first needed
+        return min(positions or 1 << 30, pool or 1 << 30)
+
+    async def body(self, request: Request, kind: type[B]) -> B:
+        """A request's body; see `read_body`."""
+        check_key(request, self.settings.api_keys)
+        if self.is_draining:
+            raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
+        body = await read_body(request, kind, self.settings)
+        model = getattr(body, "model", None)
+        if model not in (None, self.model_name):
+            message = f"there is no model {model!r:.200}: this server has {self.model_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return body
+
+    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work` returns, done on another thread than the event loop's."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def start(self, body: SamplingBody, prompts: Callable[[], list[list[int]]]) -> Generation:
+        """Queues what a request asks for.
+
+        Args:
+            body: The request's.
+            prompts: Makes its prompts' token ids; called on another thread.
+
+        Raises:
+            ApiError: It can't be served, or the queue is full.
+        """
+        most = self.settings.max_waiting
+        if self.engine.num_waiting + self._num_starting >= most:
+            raise queue_full(f"{most} requests are waiting: ask again later")
+        loop = asyncio.get_running_loop()
+        wakeups = self._wakeups.get(loop)
+        if wakeups is None:
+            wakeups = self._wakeups[loop] = Wakeups(loop, lambda: self.engine.is_handing_out)
+        generation: Generation | None = None
+        self._num_starting += 1
+        try:
+            found = await self.in_thread(prompts)
+            self._check(found)
+            generation = Generation(
+                self.engine,
+                self.tokenizer,
+                found,
+                body,
+                lambda length: self._arguments(body, length),
+                wakeups,
+                self.settings.request_timeout,
+            )
+            await self.in_thread(generation.submit)
+            return generation
+        except BaseException:
+            if generation is not None:
+                generation.close()
+            raise
+        finally:
+            self._num_starting -= 1
+
+    def _check(self, prompts: list[list[int]]) -> None:
+        most, longest = self.settings.max_prompt_tokens, max(map(len, prompts))
+        if most is not None and longest > most:
+            message = f"the prompt has {longest} tokens, and this server takes {most}"
+            raise ApiError(400, message, code="context_length_exceeded")
+        if len(prompts) > self.settings.max_waiting:
+            raise ApiError(400, f"prompt: {len(prompts)} are more than the {self.settings.max_waiting} that may wait")
+
+    def _arguments(self, body: SamplingBody, num_prompt_tokens: int) -> dict[str, Any]:
+        return submit_arguments(body, num_prompt_tokens, self.max_model_len, self._eos, self._pad, self.vocab_size)
+
+    async def finished(self, request: Request, generation: Generation) -> None:
+        """Waits for all texts.
+
+        Raises:
+            ClientGoneError: The client went away; what it asked for is ended.
+            ApiError: It failed, or took too long.
+        """
+        try:
+            await unless_gone(request.receive, generation.finish())
+        finally:
+            generation.close()
+
+    def note_end(self, path: str, body: SamplingBody, generation: Generation) -> None:
+        """Books a generation whose texts have ended, and writes a line about it: no prompts, no texts."""
+        now = time.monotonic()
+        self.metrics.note_end(generation, now)
+        first = generation.first_token_time
+        line = {
+            "path": path,
+            "model": self.model_name,
+            "user": body.user,
+            "num_prompts": len(generation.prompts),
+            **generation.usage,
+            "finish_reasons": [text.finish_reason for text in generation.texts],
+            "seconds": round(now - generation.arrival_time, 4),
+            "seconds_to_first_token": None if first is None else round(first - generation.arrival_time, 4),
+        }
+        requests_log.info("%s", json.dumps(line))
+
+    async def answer(self, path: str, request: Request, handle: Callable[[Request], Any]) -> Response:
+        """What a route's function gives, in which a client that went away is no error; counted."""
+        status = 499
+        try:
+            result = await handle(request)
+            response = result if isinstance(result, Response) else JSONResponse(result)
+            status = response.status_code
+        except ClientGoneError:
+            response = Response(status_code=499)
+        except ApiError as error:
+            response = error.response()
+            status = response.status_code
+        finally:
+            self.metrics.note_answer(path, status)
+        return response
+
+    def close(self) -> None:
+        """Takes no more work."""
+        self.is_draining = True
+        self._end_listening()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _flush(self) -> None:
+        for wakeups in list(self._wakeups.values()):
+            wakeups.flush()

@@ -1,0 +1,41 @@
+"""`ServerSettings`: how a server is run, whatever it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of a server.
+
+    Attributes:
+        model_name: What requests call the model; `None`: its name or path.
+        api_keys: One of them is to come with each request, but for `/health` and `/ready`; none: no key is needed.
+        max_body_bytes: The largest body of a request.
+        max_prompt_tokens: The longest prompt; `None`: as long as the model and its pool take.
+        max_waiting: Requests that may wait for room in the pool; beyond them the answer is 429.
+        request_timeout: Seconds after which a request is given up; `None`: never.
+        body_timeout: Seconds that a request's body may take to arrive.
+        chat_template: A Jinja template in place of the tokenizer's own.
+        cors_origins: Origins whose pages may call; none: no page of another origin may.
+    """
+
+    model_name: str | None = None
+    api_keys: Sequence[str] = ()
+    max_body_bytes: int = 4 << 20
+    max_prompt_tokens: int | None = None
+    max_waiting: int = 1024
+    request_timeout: float | None = 600.0
+    body_timeout: float = 30.0
+    chat_template: str | None = None
+    cors_origins: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.api_keys, str) or not all(self.api_keys):
+            raise ValueError("api_keys must be a list of strings that aren't empty")
+        for name in ("max_body_bytes", "max_prompt_tokens", "max_waiting", "request_timeout", "body_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value!r}")

@@ -1,0 +1,72 @@
+"""Text from tokens as they come: no character cut in two, nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+UNKNOWN = "\ufffd"  # what bytes that aren't UTF-8 (yet) decode to
+CONTEXT = 6  # tokens before the first one that decide on a space between
+
+
+class Detokenizer:
+    """The text of one sequence, piece by piece."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        """Follows a prompt."""
+        self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
+        self._ids = list(prompt[-CONTEXT:])
+        self._text = self._decode()
+        if self._text.endswith(UNKNOWN):
+            self._ids, self._text = [], ""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain with these tokens."""
+        num_before = len(self._ids)
+        self._ids += token_ids
+        text = self._decode()
+        if text.endswith(UNKNOWN):
+            return ""  # the rest of a character may come
+        new = text[len(self._text) :]
+        del self._ids[:num_before]  # what comes next is decoded behind these
+        self._text = self._decode()
+        return new
+
+    def flush(self) -> str:
+        """What is left at the end."""
+        return self._decode()[len(self._text) :]
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
+
+
+class StopStrings:
+    """Ends a text before a stop string, of which no part is let out."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """For one sequence."""
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """What may be shown now, and whether a stop string has come."""
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)[1]], True
+        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def flush(self) -> str:
+        """What was held, at an end without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text that may be the beginning of a stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

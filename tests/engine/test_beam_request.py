@@ -1,0 +1,270 @@
+"""Beams that the engine searches: tokens, scores and draws of stock `generate()`, whatever shares their steps."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Pair
+from models import PAD, VOCAB, ragged_batch, random_ids
+from test_engine import ENDLESS, PATIENCE, settle
+from torch import Tensor
+
+from hf_paged.engine import executor
+from hf_paged.engine.beam_request import BeamRequest
+from hf_paged.sampling import beams
+from hf_paged.sampling.beams import BeamBatch, BeamSearch, BeamSettings
+
+MakePair = Callable[..., Pair]
+
+FEW_EOS = [2, 3]
+SOME_EOS = list(range(2, 14))
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "recompute": {"num_blocks": 26, "block_size": 4, "preemption": "recompute", "enable_prefix_caching": False},
+    "swap": {"num_blocks": 26, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
+    "few_rows": {"max_num_seqs": 3},
+    "few_tokens": {"max_num_batched_tokens": 5},
+}
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[BeamRequest]:
+    """The calls whose beams the engine has searched."""
+    found: list[BeamRequest] = []
+    original = BeamRequest.__init__
+
+    def noting(self: BeamRequest, *args: Any) -> None:
+        original(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(BeamRequest, "__init__", noting)
+    return found
+
+
+def with_draws(generate: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """What a call returns, and where it leaves torch's generator."""
+    torch.manual_seed(7)
+    return generate(), torch.get_rng_state()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("do_sample", [False, True], ids=["best", "drawn"])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_all_settings(pair: Pair, searched: list[BeamRequest], early_stopping: bool | str, do_sample: bool) -> None:
+    """Would break: any rule of transformers' search, the quirk included that a pad token of 0 fills with eos."""
+    num_calls = 0
+    for num_beams, penalty, eos, pad, returned in itertools.product(
+        (2, 5), (1.0, -0.5), (FEW_EOS, SOME_EOS, None), (0, PAD), (1, 2)
+    ):
+        given = {"early_stopping": early_stopping, "do_sample": do_sample, "num_beams": num_beams} | {
+            "length_penalty": penalty,
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "num_return_sequences": returned,
+            "max_new_tokens": 9,
+        }
+        expected, state = with_draws(lambda given=given: pair.stock.generate(**ragged_batch(), **given))
+        found, own_state = with_draws(lambda given=given: pair.paged.generate(**ragged_batch(), **given))
+        assert torch.equal(found, expected), given
+        assert torch.equal(own_state, state), given
+        num_calls += 1
+    assert len(searched) == num_calls
+    settle(pair)
+
+
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    "renormalized": {"renormalize_logits": True, "temperature": 0.6, "do_sample": True, "top_k": 12},
+    # Fewer tokens are left than candidates: the others tie at minus infinity.
+    "few_left": {"suppress_tokens": list(range(4, VOCAB))},
+    "one_left": {"suppress_tokens": list(range(1, VOCAB))},
+    "must_be_long": {"min_new_tokens": 6},
+    "forced": {"forced_eos_token_id": 5, "forced_bos_token_id": 4},
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints(pair: Pair, searched: list[BeamRequest], name: str) -> None:
+    """Would break: ties among what is left, and processors that read the tokens of a beam that came from another."""
+    given = {"num_beams": 4, "eos_token_id": SOME_EOS, "max_new_tokens": 8, "num_return_sequences": 2}
+    given |= CONSTRAINTS[name]
+    ids = {"input_ids": random_ids(1, 7), "pad_token_id": PAD}
+    expected, state = with_draws(lambda: pair.stock.generate(**ids, **given))
+    found, own_state = with_draws(lambda: pair.paged.generate(**ids, **given))
+    assert torch.equal(found, expected)
+    assert torch.equal(own_state, state)
+    assert len(searched) == 1
+    settle(pair)
+
+
+@pytest.mark.parametrize("num_levels", [1, 3])
+def test_ties(make_pair: MakePair, num_levels: int) -> None:
+    """Would break: another candidate than stock's among equal ones: a top-k over padding, or over another width."""
+    pair = make_pair()
+    for model in (pair.stock, pair.paged):
+        with torch.no_grad():  # all logits are equal, or of few values
+            head = model.get_output_embeddings().weight
+            head.copy_((head * 0).add_((torch.arange(len(head)) % num_levels)[:, None] * 1e-3))
+    for num_beams, do_sample in itertools.product((2, 7), (False, True)):
+        given = {"num_beams": num_beams, "do_sample": do_sample, "eos_token_id": FEW_EOS, "max_new_tokens": 6}
+        expected, _ = with_draws(lambda given=given: pair.stock.generate(**ragged_batch(), **given, pad_token_id=PAD))
+        found, _ = with_draws(lambda given=given: pair.paged.generate(**ragged_batch(), **given, pad_token_id=PAD))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("pool", POOLS)
+def test_beside_each_other(make_pair: MakePair, searched: list[BeamRequest], pool: str) -> None:
+    """Would break: candidates of one call taken for another's, beams preempted between their logits and their token."""
+    pair = make_pair(**POOLS[pool])
+    jobs: list[dict[str, Any]] = []
+    for index in range(10):
+        given = {"input_ids": random_ids(1, 3 + 2 * (index % 5)), "max_new_tokens": 4 + index}
+        given |= {"eos_token_id": [FEW_EOS, SOME_EOS, None][index % 3], "pad_token_id": PAD}
+        if index % 4 != 3:
+            given |= {"num_beams": 2 + index % 3, "early_stopping": [True, False, "never"][index % 3]}
+            given |= {"length_penalty": [1.0, -0.5][index % 2], "num_return_sequences": 1 + index % 2}
+            given |= {"repetition_penalty": 1.3} if index % 5 == 0 else {}
+        jobs.append(given)
+    expected = [pair.stock.generate(**given) for given in jobs]
+    found: list[Tensor | None] = [None] * len(jobs)
+
+    def work(index: int) -> None:
+        found[index] = pair.paged.generate(**jobs[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert all(own is not None and torch.equal(own, best) for own, best in zip(found, expected, strict=True))
+    assert len(searched) == sum("num_beams" in given for given in jobs)
+    if pool in ("recompute", "swap"):
+        assert pair.engine.stats().num_preemptions > 0, "the test is too easy"
+    settle(pair)
+
+
+def test_calls_are_selected_together(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a selection a call, whose time grows with the callers."""
+    pair, sizes = make_pair(), []
+    original = executor.select_beams
+    monkeypatch.setattr(executor, "select_beams", lambda own, logits: sizes.append(len(own)) or original(own, logits))
+    pair.engine.pause()
+    prompts = [random_ids(1, 4 + index) for index in range(5)]
+    requests = [pair.engine.submit(ids, num_beams=3, max_new_tokens=6, **ENDLESS) for ids in prompts]
+    pair.engine.resume()
+    outputs = [request.result(PATIENCE) for request in requests]
+    assert max(sizes) == 5
+    for ids, output in zip(prompts, outputs, strict=True):
+        details = {"output_scores": True, "return_dict_in_generate": True}
+        stock = pair.stock.generate(ids, num_beams=3, max_new_tokens=6, **ENDLESS, **details)
+        assert output.sequences == stock.sequences[:, ids.shape[1] :].tolist()
+        assert output.scores == pytest.approx(stock.sequences_scores.tolist(), abs=1e-5)
+        assert output.finish_reasons == ["length"]
+
+
+def test_one_calls_failure_is_its_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a processor that raises for one call ends the others, or leaves blocks behind."""
+    bad_ids, good_ids = random_ids(1, 5), random_ids(1, 6)
+    original = beams.process
+
+    def failing(processors: Any, lengths: list[int], scores: Tensor, read: Any) -> Tensor:
+        if any(getattr(own, "penalty", None) == 1.7 for call in processors for own in call):
+            raise FloatingPointError("burnt")
+        return original(processors, lengths, scores, read)
+
+    monkeypatch.setattr(beams, "process", failing)
+    pair.engine.pause()
+    given = {"num_beams": 3, "max_new_tokens": 6} | ENDLESS
+    bad = pair.engine.submit(bad_ids, repetition_penalty=1.7, **given)
+    good = pair.engine.submit(good_ids, repetition_penalty=1.2, **given)
+    pair.engine.resume()
+    with pytest.raises(FloatingPointError):
+        bad.result(PATIENCE)
+    expected = pair.stock.generate(good_ids, repetition_penalty=1.2, **given)[:, good_ids.shape[1] :].tolist()
+    assert good.result(PATIENCE).sequences == expected
+    settle(pair)
+
+
+def test_cancelled(pair: Pair) -> None:
+    """Would break: beams that stay when nothing waits for them, rows of the table of tokens among them."""
+    table_rows = lambda: [table.num_rows for table in pair.engine.core.executor._tables.values()]  # noqa: E731
+    before = table_rows()
+    pair.engine.pause()
+    request = pair.engine.submit(random_ids(1, 6), num_beams=3, repetition_penalty=1.2, max_new_tokens=40, **ENDLESS)
+    for _ in range(3):
+        pair.engine.step()
+    request.cancel()
+    assert request.result(PATIENCE).finish_reason == "cancelled"
+    pair.engine.resume()
+    settle(pair)
+    assert table_rows() in (before, [0])
+
+
+def test_beams_copy_no_keys(make_pair: MakePair) -> None:
+    """Would break: a search whose beams don't share the blocks that they have in common."""
+    pair = make_pair(block_size=4, enable_prefix_caching=False)
+    pair.paged.generate(random_ids(1, 40), num_beams=8, max_new_tokens=2, **ENDLESS)
+    stats = pair.engine.stats()
+    assert stats.peak_blocks_in_use <= 10 + 2 * 8
+    assert stats.num_cow_copies == 0, "the prompt ends with a block"
+
+
+def search_of(num_prompts: int, num_beams: int, kind: int) -> BeamSearch:
+    """A search without draws and processors."""
+    settings = BeamSettings(
+        num_beams=num_beams,
+        length_penalty=[1.0, -0.7, 0.0][kind % 3],
+        early_stopping=[True, False, "never"][kind % 3],
+        eos=(2, 3, 4)[: kind % 4],
+        num_candidates=4 * num_beams,
+        prompt_length=5 + kind,
+        max_length=20 + kind,
+        num_return_sequences=1,
+        fill=0,
+    )
+    return BeamSearch(settings, num_prompts, [], [], None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("num_beams", [2, 3])
+def test_together_as_alone(num_beams: int) -> None:
+    """Would break: a number of one call used for another's prompts."""
+    generator = torch.Generator().manual_seed(num_beams)
+    calls = [(2, 0), (1, 1), (3, 2), (1, 3)]
+    alone = [search_of(prompts, num_beams, kind) for prompts, kind in calls]
+    together = [search_of(prompts, num_beams, kind) for prompts, kind in calls]
+    for step in range(1, 9):
+        prompts = [[p for p in range(count) if step < 4 or p != 1] for count, _ in calls]
+        counts = [len(own) * num_beams for own in prompts]
+        logits = torch.randn(sum(counts), 17, generator=generator).mul(3).round()  # ties, too
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        sources = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+        batches = [
+            BeamBatch(search, own, step, rows) for search, own, rows in zip(together, prompts, sources, strict=True)
+        ]
+        found = beams.select_beams(batches, logits).read()
+        for search, own, rows, selection in zip(alone, prompts, sources, found, strict=True):
+            batch = BeamBatch(search, own, step, logits=logits[rows])
+            assert beams.select_beams([batch], logits).read() == [selection]
+    for first, second in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first.state, second.state, strict=True))
+
+
+def test_the_engine_takes_what_it_should(pair: Pair, searched: list[BeamRequest]) -> None:
+    """Would break: a call whose scores, criteria or processors are its caller's is searched by the engine."""
+    ids = random_ids(1, 5)
+    given = {"num_beams": 2, "max_new_tokens": 3} | ENDLESS
+    for more in (
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"logits_processor": [lambda ids, scores: scores]},
+        {"max_time": 1000.0},
+    ):
+        pair.paged.generate(ids, **given, **more)
+    assert not searched
+    pair.paged.generate(ids, **given)
+    assert len(searched) == 1 and searched[0].is_done

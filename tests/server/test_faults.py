@@ -1,0 +1,246 @@
+"""What is refused, by which name; clients that go away; queues, deadlines, keys."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import join
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from models import tiny_lm, tiny_tokenizer
+from serving import Served, eventually, serving
+
+import hf_paged
+from hf_paged.server.settings import ServerSettings
+from hf_paged.server.wakeups import Wakeups
+
+pytestmark = pytest.mark.timeout(120)
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(ServerSettings(model_name="tiny", max_body_bytes=1 << 20)) as running:
+        yield running
+        running.settle()
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETION, {"suffix": "end"}, "suffix"),
+    (COMPLETION, {"nonsense": 1}, "nonsense"),
+    (COMPLETION, {"prompt": 5}, "prompt"),
+    (COMPLETION, {"prompt": []}, "prompt"),
+    (COMPLETION, {"prompt": [[]]}, "prompt.0"),
+    (COMPLETION, {"prompt": [10**9]}, "prompt"),
+    (COMPLETION, {"prompt": [-1]}, "prompt"),
+    (COMPLETION, {"max_tokens": 0}, "max_tokens"),
+    (COMPLETION, {"max_tokens": "5"}, "max_tokens"),
+    (COMPLETION, {"max_tokens": 10**6}, "limit of 2048 tokens"),
+    (COMPLETION, {"temperature": -1}, "temperature"),
+    (COMPLETION, {"temperature": 2.5}, "temperature"),
+    (COMPLETION, {"top_p": 0}, "top_p"),
+    (COMPLETION, {"top_k": -2}, "top_k"),
+    (COMPLETION, {"min_p": 1.5}, "min_p"),
+    (COMPLETION, {"n": 0}, "n"),
+    (COMPLETION, {"n": 1000}, "n"),
+    (COMPLETION, {"n": 3, "best_of": 2}, "best_of"),
+    (COMPLETION, {"best_of": 2, "stream": True}, "best_of"),
+    (COMPLETION, {"seed": 2**63}, "seed"),
+    (COMPLETION, {"stop": ""}, "stop"),
+    (COMPLETION, {"stop": ["a"] * 17}, "stop"),
+    (COMPLETION, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+    (COMPLETION, {"min_tokens": 50}, "min_tokens"),
+    (COMPLETION, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETION, {"logit_bias": {"99999": 1}}, "logit_bias"),
+    (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias"),
+    (COMPLETION, {"presence_penalty": 3}, "presence_penalty"),
+    (COMPLETION, {"frequency_penalty": -3}, "frequency_penalty"),
+    (COMPLETION, {"repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETION, {"logprobs": 21}, "logprobs"),
+    (COMPLETION, {"logprobs": 1, "echo": True}, "logprobs"),
+    (COMPLETION, {"num_beams": 2, "stream": True}, "stream"),
+    (COMPLETION, {"num_beams": 2, "n": 3}, "n"),
+    (COMPLETION, {"length_penalty": 1.0}, "length_penalty"),
+    (COMPLETION, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (COMPLETION, {"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+    (COMPLETION, {"priority": 1.5}, "priority"),
+    (COMPLETION, {"user": 7}, "user"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {}}]}, "messages.0.audio"),
+    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+                }
+            ]
+        },
+        "messages.0.content.0.image_url",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), REFUSED, ids=lambda value: str(value)[:60])
+def test_a_field_is_refused_by_name(served: Served, path: str, fields: dict[str, Any], name: str) -> None:
+    body = {"prompt": "The door"} if path == COMPLETION else {"messages": HELLO}
+    reply = served.post(path, body | fields)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error", reply.text
+    assert name in error["message"] and set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b'"\xff"', b'{"prompt": "\\ud800"}', b"[" * 100_000, b"1" * 9999],
+    ids=lambda content: str(content[:20]),
+)
+def test_what_is_no_json(served: Served, content: bytes) -> None:
+    assert served.http.post(COMPLETION, content=content).status_code == 400
+
+
+def test_other_answers(served: Served) -> None:
+    """Would break: an answer that isn't in OpenAI's shape."""
+    replies = {
+        404: served.http.get("/v1/nothing"),
+        405: served.http.get(COMPLETION),
+        413: served.http.post(COMPLETION, content=b"x" * (10 << 20)),
+    }
+    for status, reply in replies.items():
+        assert reply.status_code == status and "message" in reply.json()["error"]
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        served.client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other/one")
+
+
+def test_a_client_that_goes_away_frees_its_blocks(served: Served) -> None:
+    """Streamed and not; would break: rows that go on for nobody."""
+    endless = {"prompt": "The door", "max_tokens": 1900, "ignore_eos": True}
+    before = served.engine.stats().num_generated_tokens
+    with served.http.stream("POST", COMPLETION, json=endless | {"stream": True, "n": 2}) as reply:
+        next(reply.iter_lines())
+        assert served.engine.num_running == 2
+    eventually(served.is_free, "a stream goes on")
+    with pytest.raises(httpx.ReadTimeout):
+        served.post(COMPLETION, endless, timeout=0.3)
+    eventually(served.is_free, "a request goes on")
+    assert served.engine.stats().num_generated_tokens - before < 3 * 1900
+    eventually(lambda: 'status="499"' in served.http.get("/metrics").text, "it is not counted")
+
+
+def test_a_reader_that_reads_nothing(served: Served) -> None:
+    """Would break: a stream that holds blocks until it is read."""
+    body = json.dumps({"prompt": "The door", "max_tokens": 300, "stream": True, "n": 8}).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        head = f"POST {COMPLETION} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        eventually(lambda: served.engine.num_running > 0, "it does not begin")
+        eventually(served.is_free, "it holds blocks")
+    assert served.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_one_wakeup_a_step(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a wake-up of the event loop for each token of each stream."""
+    wakeups: list[int] = []
+    wake = Wakeups.wake
+
+    def note(self: Wakeups, event: Any) -> None:
+        wake(self, event)
+        wakeups.append(self.num_wakeups)
+
+    monkeypatch.setattr(Wakeups, "wake", note)
+    steps = served.engine.stats().num_steps
+    given = {"max_tokens": 30, "ignore_eos": True, "n": 8}
+    threads = [threading.Thread(target=served.complete, kwargs=given) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    steps = served.engine.stats().num_steps - steps
+    assert len(wakeups) >= 4 * 8 * 30 and wakeups[-1] - wakeups[0] <= steps + 20
+
+
+def test_keys() -> None:
+    settings = ServerSettings(api_keys=["secret", "other"])
+    app = hf_paged.server.create_app(tiny_lm(), tiny_tokenizer(), settings, model_name="tiny")
+    client = TestClient(app)
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+        for method, path in (("POST", COMPLETION), ("POST", "/tokenize"), ("GET", "/metrics"), ("GET", "/v1/models")):
+            reply = client.request(method, path, headers=headers, json={} if method == "POST" else None)
+            assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
+    assert client.get("/health").status_code == client.get("/ready").status_code == 200
+    for key in settings.api_keys:
+        reply = client.post("/tokenize", json={"prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
+        assert reply.status_code == 200
+    assert "access-control-allow-origin" not in client.get("/health", headers={"Origin": "http://a"}).headers
+    hf_paged.unpatch(app.state.serving.engine.model)
+
+
+def test_queue_deadline_and_drain(caplog: pytest.LogCaptureFixture) -> None:
+    settings = ServerSettings(max_waiting=1, request_timeout=1.5)
+    caplog.set_level("INFO", "hf_paged.server")
+    with serving(settings, max_num_seqs=1) as served:
+        endless = {"prompt": "A secret prompt", "max_tokens": 1900, "ignore_eos": True}
+        replies: list[httpx.Response] = []
+        threads = [threading.Thread(target=lambda: replies.append(served.post(COMPLETION, endless))) for _ in range(2)]
+        served.engine.pause()
+        for thread in threads:
+            thread.start()
+            eventually(lambda: served.engine.num_waiting + served.engine.num_running > 0, "it is not queued")
+        full = served.post(COMPLETION, endless)
+        assert full.status_code == 429 and full.headers["Retry-After"] == "1"
+        join(*threads)
+        served.engine.resume()
+        assert {reply.status_code for reply in replies} <= {504, 429} and 504 in {r.status_code for r in replies}
+        served.settle()
+        with served.http.stream("POST", COMPLETION, json=endless | {"stream": True}) as reply:
+            assert "longer than 1.5 s" in list(reply.iter_lines())[-2]
+        served.complete(max_tokens=3, user="me")
+        line = json.loads(caplog.records[-1].getMessage())
+        assert line["user"] == "me" and line["completion_tokens"] == 3 and "secret" not in caplog.text
+        served.settle()
+        served.server.handle_exit(2, None)
+        assert served.server.config.app.state.serving.is_draining
+
+
+def test_streams_are_drained() -> None:
+    """Would break: an end of the server that cuts what runs."""
+    body = {"prompt": "a", "max_tokens": 200, "stream": True}
+    with serving() as served, served.http.stream("POST", COMPLETION, json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        served.server.handle_exit(2, None)
+        assert list(lines)[-2] == "data: [DONE]"
+
+
+def test_mounted_in_another_app() -> None:
+    app = FastAPI()
+    model = tiny_lm()
+    app.mount("/llm", hf_paged.server.create_app(model, tiny_tokenizer(), model_name="tiny"))
+    for _ in range(2):  # event loops of their own
+        reply = TestClient(app).post("/llm/v1/completions", json={"prompt": "The door", "max_tokens": 3})
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 3
+    hf_paged.unpatch(model)
+
+
+@pytest.mark.parametrize("arguments", [{"api_keys": "a"}, {"api_keys": [""]}, {"max_waiting": 0}], ids=str)
+def test_settings(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        ServerSettings(**arguments)

@@ -1,0 +1,241 @@
+"""Every field of a completion and of a chat, beside stock `generate()`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_lm, tiny_tokenizer
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from serving import Served, serving
+
+from hf_paged.server.prompts import PLAIN_TEMPLATE
+from hf_paged.server.settings import ServerSettings
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPT = "The door"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The king"}]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(ServerSettings(model_name="tiny")) as running:
+        yield running
+        running.settle()
+
+
+def stock(prompt: str | list[int] = PROMPT, seed: int | None = None, **arguments: Any) -> list[str]:
+    """The texts of stock `generate()`."""
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt])
+    if seed is not None:
+        torch.manual_seed(seed)
+        arguments = {"do_sample": True, "top_k": 0} | arguments
+    found = tiny_lm().generate(ids, **{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | arguments)
+    whole = [tokenizer.decode(row, skip_special_tokens=True) for row in found.tolist()]
+    return [text[len(tokenizer.decode(ids[0], skip_special_tokens=True)) :] for text in whole]
+
+
+def chat_ids() -> list[int]:
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.apply_chat_template(CHAT, chat_template=PLAIN_TEMPLATE, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def texts(reply: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in reply["choices"]]
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what is asked for, and the same of generate()
+    "temperature_0": ({"temperature": 0}, {}),
+    "seed": ({"seed": 5}, {"seed": 5}),
+    "temperature": ({"seed": 5, "temperature": 0.6}, {"seed": 5, "temperature": 0.6}),
+    "top_p": ({"seed": 5, "top_p": 0.5}, {"seed": 5, "top_p": 0.5}),
+    "top_k": ({"seed": 5, "top_k": 3}, {"seed": 5, "top_k": 3}),
+    "top_k_off": ({"seed": 5, "top_k": -1}, {"seed": 5}),
+    "min_p": ({"seed": 5, "min_p": 0.2}, {"seed": 5, "min_p": 0.2}),
+    "n": ({"seed": 5, "n": 3}, {"seed": 5, "num_return_sequences": 3}),
+    "repetition_penalty": ({"temperature": 0, "repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    "min_tokens": ({"temperature": 0, "min_tokens": 9}, {"min_new_tokens": 9}),
+    "num_beams": ({"num_beams": 3, "n": 2}, {"num_beams": 3, "num_return_sequences": 2}),
+    "length_penalty": ({"num_beams": 3, "length_penalty": -2.0}, {"num_beams": 3, "length_penalty": -2.0}),
+    "beam_sample": ({"num_beams": 2, "temperature": 1.0, "seed": 5}, {"num_beams": 2, "seed": 5}),
+    "stop_token_ids": ({"temperature": 0, "stop_token_ids": [13]}, {"eos_token_id": [2, 13]}),
+    "ignore_eos": ({"temperature": 0, "ignore_eos": True}, {"eos_token_id": 2047}),
+    "user": ({"temperature": 0, "user": "me", "priority": 3, "cache_salt": "a", "stream_options": None}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_field_is_that_of_generate(served: Served, name: str) -> None:
+    asked, arguments = CASES[name]
+    reply = served.complete(max_tokens=NEW, **asked)
+    assert texts(reply) == stock(**arguments)
+    Completion.model_validate(reply, strict=True)
+    if not asked.get("num_beams"):
+        assert streamed(served, max_tokens=NEW, **asked)[0] == texts(reply)
+
+
+def streamed(served: Served, path: str = "/v1/completions", **body: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The texts of a stream, and its events."""
+    body = ({"messages": CHAT} if "chat" in path else {"prompt": PROMPT}) | body
+    events = []
+    with served.http.stream("POST", path, json=body | {"stream": True}) as reply:
+        assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+        for line in reply.iter_lines():
+            if line:
+                assert line.startswith("data: ")
+                events.append(line.removeprefix("data: "))
+    assert events.pop() == "[DONE]"
+    found = [json.loads(event) for event in events]
+    parts: dict[int, str] = {}
+    for event in found:
+        for choice in event["choices"]:
+            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            parts[choice["index"]] = parts.get(choice["index"], "") + text
+    return [parts[index] for index in sorted(parts)], found
+
+
+def test_greedy_texts_are_repeated(served: Served) -> None:
+    reply = served.complete(max_tokens=NEW, temperature=0, n=3)
+    assert texts(reply) == stock() * 3 and reply["usage"]["completion_tokens"] == 3 * NEW
+
+
+@pytest.mark.parametrize("kind", ["texts", "ids", "one_of_ids"])
+def test_prompts(served: Served, kind: str) -> None:
+    """Would break: a list of prompts in another order, token ids taken for texts."""
+    prompts = [PROMPT, "The sea is"]
+    ids = [tiny_tokenizer()(prompt)["input_ids"] for prompt in prompts]
+    prompt: Any = {"texts": prompts, "ids": ids, "one_of_ids": ids[0]}[kind]
+    reply = served.complete(prompt=prompt, max_tokens=NEW, temperature=0, n=2, echo=True)
+    asked = prompts[:1] if kind == "one_of_ids" else prompts
+    assert texts(reply) == [prompt + text for prompt in asked for text in stock(prompt) * 2]
+    assert streamed(served, prompt=prompt, max_tokens=NEW, temperature=0, n=2, echo=True)[0] == texts(reply)
+
+
+def test_best_of(served: Served) -> None:
+    """Would break: the first samples instead of the likeliest."""
+    given = {"max_tokens": 6, "seed": 5, "logprobs": 0}
+    every = served.complete(**given, n=6)["choices"]
+    ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]) / 6)
+    best = served.complete(max_tokens=6, seed=5, n=2, best_of=6)
+    assert texts(best) == [choice["text"] for choice in ranked[:2]]
+    assert best["usage"]["completion_tokens"] == 36 and best["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    "asked", [{"presence_penalty": 2.0}, {"frequency_penalty": 1.5}, {"logit_bias": {"261": -100, "20": 9.5}}], ids=str
+)
+def test_penalties(served: Served, asked: dict[str, Any]) -> None:
+    """The engine's, which are compared with the formula where they are."""
+    own = {name: {int(k): v for k, v in value.items()} if isinstance(value, dict) else value
+           for name, value in asked.items()}  # fmt: skip
+    ids = tiny_tokenizer()(PROMPT)["input_ids"]
+    tokens = served.engine.submit(ids, max_new_tokens=40, do_sample=False, **own).result(20).token_ids
+    expected = tiny_tokenizer().decode(ids + tokens, skip_special_tokens=True)
+    reply = served.complete(max_tokens=40, temperature=0, echo=True, **asked)
+    assert texts(reply) == [expected] != [PROMPT + text for text in stock(max_new_tokens=40)]
+
+
+@pytest.mark.parametrize("stop", ["e", [" of", "ing", "\n"], ["the king of "]], ids=str)
+def test_stop_strings(served: Served, stop: Any) -> None:
+    """Would break: a part of a stop string in a delta; a text that goes on behind one."""
+    given = {"max_tokens": 60, "seed": 3, "n": 4}
+    stops = [stop] if isinstance(stop, str) else stop
+    whole = stock(seed=3, num_return_sequences=4, max_new_tokens=60)
+    places = [[(at + len(own), at) for own in stops if (at := text.find(own)) >= 0] for text in whole]
+    expected = [text[: min(found)[1]] if found else text for text, found in zip(whole, places)]
+    reply = served.complete(stop=stop, **given)
+    assert texts(reply) == expected
+    reasons = [choice["finish_reason"] for choice in reply["choices"]]
+    assert reasons == ["stop" if found else "length" for found in places]
+    deltas, events = streamed(served, stop=stop, **given)
+    assert deltas == expected
+    said = {c["index"]: c["finish_reason"] for event in events for c in event["choices"] if c["finish_reason"]}
+    assert [said[index] for index in range(4)] == reasons
+    served.settle()
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_logprobs(served: Served, is_chat: bool) -> None:
+    """Those of stock's logits, streamed or not."""
+    ids = chat_ids() if is_chat else tiny_tokenizer()(PROMPT)["input_ids"]
+    asked: dict[str, Any] = {"max_tokens": NEW, "temperature": 0}
+    if is_chat:
+        path, asked = "/v1/chat/completions", asked | {"logprobs": True, "top_logprobs": 3}
+    else:
+        path, asked = "/v1/completions", asked | {"logprobs": 3}
+    body = {"messages": CHAT} if is_chat else {"prompt": PROMPT}
+    reply = served.post(path, body | asked).json()
+    pieces = [event["choices"][0]["logprobs"] for event in streamed(served, path, **asked)[1] if event["choices"]]
+    model = tiny_lm()
+    whole = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+    expected = model(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1).detach()
+    tokens = whole[0, len(ids) :].tolist()
+    chosen = [float(row[token]) for row, token in zip(expected, tokens)]
+    said = reply["choices"][0]["logprobs"]
+    if is_chat:
+        said = said["content"]
+        assert [each["logprob"] for each in said] == pytest.approx(chosen, abs=1e-3)
+        again = [each for piece in pieces if piece for each in piece["content"]]
+        assert [each["token"] for each in again] == [each["token"] for each in said]
+        assert [each["logprob"] for each in again] == pytest.approx(chosen, abs=1e-3)
+        for each, row in zip(said, expected):
+            best = [tiny_tokenizer().decode([token]) for token in row.topk(3).indices.tolist()]
+            assert [other["token"] for other in each["top_logprobs"]] == best
+            assert bytes(each["bytes"]).decode() == each["token"]
+    else:
+        assert said["token_logprobs"] == pytest.approx(chosen, abs=1e-3)
+        assert "".join(said["tokens"]) == reply["choices"][0]["text"]
+        assert said["text_offset"][1] == len(said["tokens"][0])
+        for name in ("tokens", "text_offset", "token_logprobs"):
+            again = [each for piece in pieces for each in piece[name]]
+            assert again == (said[name] if name != "token_logprobs" else pytest.approx(said[name], abs=1e-3))
+
+
+def test_a_chat(served: Served) -> None:
+    ids = chat_ids()
+    given: dict[str, Any] = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_completion_tokens": NEW}
+    reply = served.client.chat.completions.create(**given)
+    assert reply.choices[0].message.content == stock(ids)[0]
+    assert reply.usage is not None and reply.usage.prompt_tokens == len(ids)
+    ChatCompletion.model_validate(reply.model_dump(), strict=True)
+    chunks = list(served.client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == stock(ids)[0]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == reply.usage and [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+    parts = [{"type": "text", "text": CHAT[1]["content"]}]
+    again = served.client.chat.completions.create(**given | {"messages": [CHAT[0], {"role": "user", "content": parts}]})
+    assert again.choices[0].message.content == reply.choices[0].message.content
+
+
+def test_tokens_and_models(served: Served) -> None:
+    ids = tiny_tokenizer()(PROMPT)["input_ids"]
+    assert served.post("/tokenize", {"prompt": PROMPT}).json()["tokens"] == ids
+    assert served.post("/tokenize", {"messages": CHAT}).json()["tokens"] == chat_ids()
+    assert served.post("/detokenize", {"tokens": ids}).json()["prompt"] == tiny_tokenizer().decode(ids)
+    assert [model.id for model in served.client.models.list()] == ["tiny"]
+    assert served.client.models.retrieve("tiny").id == "tiny"
+    assert [served.http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+
+
+def test_metrics(served: Served) -> None:
+    served.complete(max_tokens=4)
+    lines = served.http.get("/metrics").text.splitlines()
+    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if not line.startswith("#")}
+    label = '{model_name="tiny"}'
+    assert values[f"vllm:num_requests_running{label}"] == values[f"vllm:num_requests_waiting{label}"] == 0
+    assert values[f"vllm:kv_cache_usage_perc{label}"] == 0
+    for name in ("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count",
+                 "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
+                 "prefix_cache_queries_total"):  # fmt: skip
+        assert values[f"vllm:{name}{label}"] > 0, name
+    assert values['vllm:request_success_total{finished_reason="length",model_name="tiny"}'] > 0

@@ -71,7 +71,8 @@ def tiny_config(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig
         for name, value in list(vars(part).items()):
             if name.startswith("_") or isinstance(value, bool | PreTrainedConfig):
                 continue
-            if name in _TO_TEXT and isinstance(value, int):
+            is_output = name in _TO_TEXT or (name == "hidden_size" and hasattr(part, "embed_dim"))
+            if is_output and part is not small and isinstance(value, int):
                 put(part, name, small_text.hidden_size)
                 continue
             put(
@@ -181,6 +182,11 @@ def _forms(config: PreTrainedConfig) -> list[Callable[[int], dict[str, Any]]]:
         lambda seed: {"pixel_values": _noise(seed, 16, area * times), "image_grid_thw": grid},
         lambda seed: {"pixel_values": _noise(seed, 16, 3, patch, patch), "image_grid_thw": grid},
         lambda seed: {"pixel_values": _noise(seed, 1, 16, 3, patch, patch), "image_grid_thw": grid},
+        lambda seed: {
+            "pixel_values": _noise(seed, 16, area),
+            "image_grid_thw": grid,
+            "image_merge_sizes": torch.tensor([2]),
+        },
         lambda seed: {"pixel_values": _noise(seed, 1, 3, size, size)},
         lambda seed: {"pixel_values": _noise(seed, 1, 3, size, size), "image_sizes": sizes},
         lambda seed: {"pixel_values": _noise(seed, 1, 2, 3, size, size), "image_sizes": sizes},

@@ -261,8 +261,11 @@ def inner_path(model: Any) -> str | None:
 def token_positions(positions: Tensor) -> Tensor:
     """Position ids without what says nothing: `[B or 1, q]` where all axes are equal, else `[axes, B or 1, q]`.
 
-    Of four axes the first counts tokens, for masks of rows that lie side by side; ours know where rows end.
+    Of four axes the first counts tokens, for masks of rows that lie side by side; ours know where rows end. Some
+    wrappers count in floating-point numbers.
     """
+    if positions.is_floating_point() and bool((positions == positions.round()).all()):
+        positions = positions.long()
     if positions.ndim != 3:
         return positions
     if positions.shape[0] == 4:

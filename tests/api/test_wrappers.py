@@ -20,6 +20,7 @@ from wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.api.support import is_architecture_supported
+from hf_paged.model.wrapper import token_positions
 
 MakePair = Callable[..., Pair]
 
@@ -38,7 +39,7 @@ every_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 every_causal = pytest.mark.parametrize("name", CAUSAL)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
-SINGLE = ("fuyu", "qwen2_5_omni")
+SINGLE = ("fuyu", "qwen2_5_omni", "llama4")
 """Whose pictures stock doesn't expand for samples and beams."""
 
 TWO = ((3, 4), (1, 2))
@@ -131,6 +132,13 @@ def test_shares_of_axes_that_the_config_does_not_state(kind: str) -> None:
     base, config = (getattr(transformers, f"{kind}{end}") for end in ("ForConditionalGeneration", "Config"))
     assert "mrope_section" not in config().text_config.rope_parameters
     assert is_architecture_supported(base, config()).layout == "packed"
+
+
+def test_positions_in_floating_point_numbers() -> None:
+    """Would break: prefix hits and packed batches of wrappers that count so (Qwen3-Omni)."""
+    whole = torch.arange(5.0).expand(4, 1, 5)
+    assert torch.equal(token_positions(whole), torch.arange(5)[None])
+    assert token_positions(whole + 0.5).is_floating_point()
 
 
 @every_wrapper

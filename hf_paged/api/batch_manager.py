@@ -338,10 +338,11 @@ class PagedBatchManager(ContinuousBatchingManager):
 
     def _look(self, request: BatchRequest, handle: Request) -> None:
         """On whatever thread has news of a request: only hands them on."""
+        if not request.is_dropped:
+            for output in request.take(handle.events_since(request.num_events)):
+                self._results.deliver(output)
         if handle.is_done:
             self._finish(request, None)
-        elif not request.is_dropped and (output := request.so_far(_tokens(handle))) is not None:
-            self._results.deliver(output)
 
     def _finish(self, request: BatchRequest, error: BaseException | None) -> None:
         handle, request.handle = request.handle, None
@@ -361,14 +362,13 @@ class PagedBatchManager(ContinuousBatchingManager):
         self, request: BatchRequest, handle: Request | None, error: BaseException | None
     ) -> list[GenerationOutput]:
         if handle is None:
-            return request.failures(str(error), [])
+            return request.failures(str(error))
         try:
             output = handle.result()
         except Exception as failure:
-            return request.failures(str(failure), _tokens(handle))
+            return request.failures(str(failure))
         if output.finish_reason == "cancelled":
-            return request.failures("the request was cancelled", output.token_ids)
-        request.so_far(output.token_ids)  # for its time
+            return request.failures("the request was cancelled")
         return request.outputs(output)
 
     def _end_all(self, error: str) -> None:
@@ -379,12 +379,7 @@ class PagedBatchManager(ContinuousBatchingManager):
             self._pending.clear()
         for request in left:
             handle = request.handle
-            for output in request.failures(error, [] if handle is None else _tokens(handle)):
+            for output in request.failures(error):
                 self._results.deliver(output)
             if handle is not None:
                 handle.cancel()
-
-
-def _tokens(handle: Request) -> list[int]:
-    """Tokens that have come of its one sequence."""
-    return [event.token_id for event in handle.events_since()]

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from hf_paged.engine.request import Request, RequestOutput
+from hf_paged.engine.request import Request, RequestOutput, TokenEvent
 
 # What `generate()` would take from the model's own generation config, and the batch API does not: it is given all.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -60,10 +60,9 @@ class BatchRequest:
         has_timestamps: Whether it notes when each token came.
         created_time: As of `time.perf_counter`, like the next.
         start_time: When it was handed to the engine; below 0 before.
-        timestamps: Of its tokens.
         handle: In the engine.
         is_dropped: Its caller wants no output any more.
-        num_told: Tokens in the last output.
+        num_events: Tokens that have come.
     """
 
     request_id: str
@@ -73,21 +72,22 @@ class BatchRequest:
     has_timestamps: bool = False
     created_time: float = field(default_factory=time.perf_counter)
     start_time: float = -1
-    timestamps: list[float] = field(default_factory=list)
     handle: Request | None = None
     is_dropped: bool = False
-    num_told: int = 0
+    num_events: int = 0
+    _tokens: list[list[int]] = field(init=False)
+    _times: list[list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a setting that needs one sequence whose tokens come one by one."""
-        several = {"num_return_sequences": self.config.num_return_sequences, "num_beams": self.config.num_beams}
-        asked = [name for name in ("is_streaming", "has_timestamps") if getattr(self, name)]
-        if asked and (given := {name: value for name, value in several.items() if (value or 1) > 1}):
-            names = {"is_streaming": "streaming=True", "has_timestamps": "record_timestamps=True"}
-            raise ValueError(
-                f"{names[asked[0]]} is for one sequence whose tokens come one by one, not with "
-                + " and ".join(f"{name}={value}" for name, value in given.items())
-            )
+        """Raises `ValueError` for a setting that needs tokens to come one by one."""
+        for name, is_asked in (("streaming", self.is_streaming), ("record_timestamps", self.has_timestamps)):
+            if is_asked and (self.config.num_beams or 1) > 1:
+                raise ValueError(
+                    f"{name}=True is for tokens that come one by one: those of num_beams={self.config.num_beams} are "
+                    "known at the end"
+                )
+        self._tokens = [[] for _ in self._names()]
+        self._times = [[] for _ in self._names()]
 
     def generate_arguments(self, max_context: int, vocab_size: int) -> dict[str, Any]:
         """What `submit()` is to be given.
@@ -110,32 +110,31 @@ class BatchRequest:
         config.eos_token_id = [token for token in given if token >= 0] or [vocab_size]
         return {"generation_config": config}
 
-    def so_far(self, tokens: list[int]) -> GenerationOutput | None:
-        """The next output of a stream; `None` if there is no token that it hasn't told."""
+    def take(self, events: list[TokenEvent]) -> list[GenerationOutput]:
+        """Notes tokens that have come; returns what a stream tells of them: one output a token."""
         now = time.perf_counter()
-        if self.has_timestamps:
-            self.timestamps += [now] * (len(tokens) - len(self.timestamps))
-        if not self.is_streaming or len(tokens) <= self.num_told:
-            return None
-        self.num_told = len(tokens)
-        return self._output(self.request_id, list(tokens), RequestStatus.DECODING, end_time=-1)
+        told = []
+        for event in events:
+            self._tokens[event.sequence].append(event.token_id)
+            self._times[event.sequence].append(now)
+            if self.is_streaming:
+                told.append(self._output(event.sequence, self._tokens[event.sequence], RequestStatus.DECODING))
+        self.num_events += len(events)
+        return told
 
     def outputs(self, output: RequestOutput) -> list[GenerationOutput]:
         """Its results."""
         results = []
-        for index, (name, tokens) in enumerate(zip(self._names(), output.sequences, strict=True)):
+        for index, tokens in enumerate(output.sequences):
             said = [] if output.logprobs is None else [each.logprob for each in output.logprobs[index]]
-            results.append(self._output(name, tokens, RequestStatus.FINISHED, logprobs=said))
+            results.append(self._output(index, tokens, RequestStatus.FINISHED, logprobs=said))
         return results
 
-    def failures(self, error: str, tokens: list[int]) -> list[GenerationOutput]:
-        """Its results when there are none.
-
-        Args:
-            error: Why.
-            tokens: Generated before.
-        """
-        return [self._output(name, tokens, RequestStatus.FAILED, error=error) for name in self._names()]
+    def failures(self, error: str) -> list[GenerationOutput]:
+        """Its results when there are none, with the tokens that have come. `error` says why."""
+        return [
+            self._output(index, tokens, RequestStatus.FAILED, error=error) for index, tokens in enumerate(self._tokens)
+        ]
 
     def _names(self) -> list[str]:
         """Of its results, the best one first."""
@@ -144,22 +143,22 @@ class BatchRequest:
 
     def _output(
         self,
-        name: str,
+        index: int,
         tokens: list[int],
         status: RequestStatus,
         *,
         error: str | None = None,
         logprobs: list[float] | None = None,
-        end_time: float | None = None,
     ) -> GenerationOutput:
+        end_time = -1 if status < RequestStatus.FINISHED else time.perf_counter()
         return GenerationOutput(
-            request_id=name,
+            request_id=self._names()[index],
             prompt_ids=list(self.prompt),
             generated_tokens=list(tokens),
             logprobs=logprobs or [],
             error=error,
             status=status,
             created_time=self.created_time,
-            lifespan=(self.start_time, time.perf_counter() if end_time is None else end_time),
-            timestamps=list(self.timestamps) if self.has_timestamps else None,
+            lifespan=(self.start_time, end_time),
+            timestamps=list(self._times[index]) if self.has_timestamps else None,
         )

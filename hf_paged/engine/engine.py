@@ -26,7 +26,7 @@ from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
 from hf_paged.model.traits import ModelTraits
 from hf_paged.sampling.controls import SamplingControls
-from hf_paged.sampling.logprobs import LogprobsWanted
+from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 
 
 class Engine:
@@ -86,6 +86,8 @@ class Engine:
         cache_salt: str | int | bytes | None = None,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
+        prompt_logprobs: int | None = None,
+        prompt_logprobs_from: int = 1,
         seed: int | None = None,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
@@ -105,6 +107,10 @@ class Engine:
             logprobs: Say of each token how likely it was, and so many of the likeliest in its place (0: none of those).
             logprobs_mode: `"raw"`: log-softmax, in float32, of the model's logits; `"processed"`: of what sampling drew
                 from, behind all processors (not of beams, assisted decoding and processors of your own).
+            prompt_logprobs: Say of each token of the prompt how likely it was, raw, and so many of the likeliest in its
+                place, before the request begins. With `max_new_tokens=0` that is all it does.
+            prompt_logprobs_from: Index of the first token that this is said of; what lies before the one in front of
+                it may come from the prefix cache.
             seed: Draw as `generate()` does after `torch.manual_seed(seed)`; the global generator is left alone then.
             presence_penalty: Taken off the logit of each token that was generated before.
             frequency_penalty: The same, as often as it was. Both before temperature and the like.
@@ -120,9 +126,10 @@ class Engine:
             QueueFullError: `max_waiting` requests are waiting.
         """
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
+        of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
         controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias)
         return self._submissions.submit(
-            input_ids, generation_config, request_id, priority, cache_salt, wanted, generate_kwargs, controls
+            input_ids, generation_config, request_id, priority, cache_salt, wanted, of_prompt, generate_kwargs, controls
         )
 
     @deferred_interrupt()
@@ -134,6 +141,8 @@ class Engine:
         progress_bar: bool = False,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
+        prompt_logprobs: int | None = None,
+        prompt_logprobs_from: int = 1,
         **generate_kwargs: Any,
     ) -> list[RequestOutput]:
         """Generates for many prompts of any lengths, in one continuous batch.
@@ -144,6 +153,8 @@ class Engine:
             progress_bar: Show a tqdm bar.
             logprobs: As in `submit`.
             logprobs_mode: As in `submit`.
+            prompt_logprobs: As in `submit`.
+            prompt_logprobs_from: As in `submit`.
             **generate_kwargs: As in `submit`, for all of them.
 
         Returns:
@@ -154,7 +165,8 @@ class Engine:
         """
         self.core.worker.pause.warn()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
-        return self._submissions.generate(prompts, generation_config, progress_bar, wanted, generate_kwargs)
+        of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
+        return self._submissions.generate(prompts, generation_config, progress_bar, wanted, of_prompt, generate_kwargs)
 
     @property
     def _vocab_size(self) -> int:

@@ -163,7 +163,7 @@ class StepExecutor:
         pool = self._pool
         try:
             device = self._model.placement[1]
-            with on_steps_stream(device), _autocast(batch.batch_key):
+            with on_steps_stream(device), autocasting(batch.batch_key):
                 attention = pool.execute_moves(batch)
                 timer = DeviceTimer(device)
                 if called is None:
@@ -341,8 +341,8 @@ def _check(kv_cache: KVCache, offers: list[Offer]) -> ToHost | Exception:
         return error
 
 
-def _autocast(batch_key: Any) -> AbstractContextManager[Any]:
-    """The autocast state of the calls that this step is for; the worker's thread has none of its own."""
+def autocasting(batch_key: Any) -> AbstractContextManager[Any]:
+    """The autocast state of the calls that this thread works for; it has none of its own."""
     device_type, enabled, dtype = batch_key
     if not enabled and not torch.is_autocast_enabled(device_type):
         return nullcontext()

@@ -13,7 +13,7 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop, salted
 from hf_paged.engine.prepared_call import LoopResult, PreparedCall
 from hf_paged.engine.request import RequestState
-from hf_paged.engine.scoring import token_logprobs
+from hf_paged.engine.scoring import LogitRows, token_logprobs
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
 
 
@@ -29,6 +29,7 @@ class LoopRequest:
         cache_salt: Hashable,
         on_end: Callable[[], None],
         logprobs: LogprobsWanted | None = None,
+        logit_rows: LogitRows | None = None,
     ) -> None:
         """Serves one engine.
 
@@ -40,6 +41,7 @@ class LoopRequest:
             cache_salt: Of what it generates.
             on_end: Called when it is over.
             logprobs: What is to be said of each token, of the model's own logits.
+            logit_rows: What those count among.
         """
         self._core = core
         self._state = state
@@ -48,6 +50,7 @@ class LoopRequest:
         self._cache_salt = cache_salt
         self._on_end = on_end
         self._logprobs = logprobs
+        self._logit_rows = logit_rows
 
     def run(self) -> None:
         """Runs it to its end."""
@@ -74,7 +77,9 @@ class LoopRequest:
         """Afterwards: which of a beam search's forwards led to a token is known at its end, and beams share prompts."""
         assert self._logprobs is not None
         prompt, num_top = self._state.prompt_token_ids, self._logprobs.num_top
-        return [token_logprobs(self._core.model, prompt, tokens, num_top) for tokens in rows]
+        return [
+            token_logprobs(self._core.model, prompt + tokens, len(prompt), num_top, self._logit_rows) for tokens in rows
+        ]
 
 
 class _TokenStreamer(BaseStreamer):

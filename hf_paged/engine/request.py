@@ -71,6 +71,8 @@ class RequestOutput:
         scores: Beam search only: the score of each sequence, as transformers' `sequences_scores`.
         metrics: Times.
         logprobs: Of each sequence how likely its tokens were, if `submit(logprobs=...)` asked for it.
+        prompt_logprobs: Of each token of the prompt, if `submit(prompt_logprobs=...)` asked for it; `None` of the
+            first, and of others that were not asked about.
     """
 
     request_id: str
@@ -81,6 +83,7 @@ class RequestOutput:
     scores: list[float] | None = None
     metrics: RequestMetrics | None = None
     logprobs: list[list[TokenLogprobs]] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -98,6 +101,7 @@ class RequestState:
         self.has_events = has_events  # tokens come one by one
         self.condition = threading.Condition()
         self.events: list[TokenEvent] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
         self.arrival_time = time.monotonic()
@@ -130,7 +134,15 @@ class RequestState:
             metrics = RequestMetrics(self.arrival_time, self.first_token_time, time.monotonic())
             reason = reasons[0] if reasons else "cancelled"
             self.output = RequestOutput(
-                self.request_id, self.prompt_token_ids, sequences, reason, reasons, scores, metrics, logprobs
+                self.request_id,
+                self.prompt_token_ids,
+                sequences,
+                reason,
+                reasons,
+                scores,
+                metrics,
+                logprobs,
+                self.prompt_logprobs,
             )
             self.announce()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,30 +13,56 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.sampling.logprobs import Logprobs, TokenLogprobs
 
 SLICE = 256  # rows of logits at a time: of a long text all of them would take gigabytes
+MAX_ROWS = 4 * SLICE  # of all texts that are looked at together
+
+
+class LogitRows:
+    """Rows of logits that may be there at one time, over all threads that look at some."""
+
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        self._condition = threading.Condition()
+        self._free = max_rows
+
+    @contextmanager
+    def taken(self, num_rows: int) -> Iterator[None]:
+        """Waits until there may be so many more."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._free >= num_rows)
+            self._free -= num_rows
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._free += num_rows
+                self._condition.notify_all()
 
 
 @torch.no_grad()
-def token_logprobs(model: Any, prompt: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Of each token behind a prompt, how likely it was, by the model's own logits. Steps are shared as in any call.
+def token_logprobs(
+    model: Any, tokens: list[int], first: int, num_top: int, rows: LogitRows | None = None
+) -> list[TokenLogprobs]:
+    """Of each token of a text from one on, how likely it was, by the model's own logits. Steps are shared as always.
 
     Args:
         model: A patched model.
-        prompt: One token at least; what the prefix cache has of it is not computed again.
-        tokens: What follows it.
+        tokens: The text.
+        first: Index of the first token to be looked at, 1 at least. What the prefix cache has of those before the one
+            in front of it is not computed again.
         num_top: Likeliest tokens beside each.
+        rows: What the logits count among.
     """
-    if not tokens:
-        return []
     device = model.get_input_embeddings().weight.device
-    ids = torch.tensor([[*prompt, *tokens]], dtype=torch.int64, device=device)
-    cache = PagedCache(model)
+    ids = torch.tensor([tokens], dtype=torch.int64, device=device)
+    cache, rows = PagedCache(model), rows or LogitRows()
     found: list[TokenLogprobs] = []
-    last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    logits = model(ids[:, : len(prompt)], past_key_values=cache, use_cache=True, **last).logits[0, -1:]
-    for start in range(len(prompt), ids.shape[1], SLICE):
-        own = ids[:, start : start + SLICE]
-        following = model(own, past_key_values=cache, use_cache=True).logits[0]
-        found += Logprobs(torch.cat([logits, following[:-1]]).float(), own[0], num_top).read()
-        logits = following[-1:]
+    if 1 < first < len(tokens):
+        last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        model(ids[:, : first - 1], past_key_values=cache, use_cache=True, **last)
+    for start in range(first - 1, len(tokens) - 1, SLICE):
+        end = min(start + SLICE, len(tokens) - 1)
+        with rows.taken(end - start):
+            logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0]
+            found += Logprobs(logits.float(), ids[0, start + 1 : end + 1], num_top).read()
+            del logits
     cache.reset()
     return found

@@ -25,16 +25,21 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
 from hf_paged.engine.loop_request import LoopRequest
 from hf_paged.engine.prepared_call import PREPARES_ONLY, WANTS_LOGPROBS, CallPrepared, PreparedCall
+from hf_paged.engine.prompt_scoring import PromptScoring
 from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall
+from hf_paged.engine.scoring import LogitRows
 from hf_paged.sampling.controls import SamplingControls
-from hf_paged.sampling.logprobs import LogprobsWanted
+from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 from hf_paged.sampling.random import default_generator
 
 NO_CONTROLS = SamplingControls()
+
+# Begins a request; returns what ends it, without a lock, and what ends it or one of its sequences, with locks.
+_Begin = Callable[[], tuple[Callable[[], None], Callable[[int | None], None]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +65,7 @@ class Submissions:
         self._calls = calls
         self._room = room
         self._threads = threads
+        self._logit_rows = LogitRows()
         self._lock = threading.Lock()
         self._active: dict[str, _Active] = {}  # by request id
         self._numbers = itertools.count()
@@ -88,6 +94,7 @@ class Submissions:
         priority: Any,
         cache_salt: Any,
         logprobs: LogprobsWanted | None,
+        prompt_logprobs: PromptLogprobsWanted | None,
         arguments: dict[str, Any],
         controls: SamplingControls = NO_CONTROLS,
     ) -> Request:
@@ -109,16 +116,26 @@ class Submissions:
         try:
             if processors := controls.processors(prompt.shape[1]):
                 arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
-            call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
-            if controls.seed is None:
-                _split_generators(call)
+            begin: _Begin
+            if prompt_logprobs is not None and arguments.get("max_new_tokens") == 0:
+                state = RequestState(request_id, prompt[0].tolist(), is_streaming=True, has_events=True)
+                self._check_scored(state, generation_config, arguments)
+                begin = partial(self._end_scored, state)
             else:
-                _seed_generators(call, controls.seed)
-            has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
-            state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
-            with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
+                call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
+                _check_logprobs(call, logprobs, prompt_logprobs)
+                if controls.seed is None:
+                    _split_generators(call)
+                else:
+                    _seed_generators(call, controls.seed)
+                has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
+                state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
-                abandon, cancel = start(state, call, priority, logprobs)
+                begin = partial(start, state, call, priority, logprobs)
+            with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
+                if prompt_logprobs is not None:
+                    begin = partial(self._start_scoring, state, prompt_logprobs, priority, begin)
+                abandon, cancel = begin()
         except BaseException:
             self._active.pop(request_id, None)
             raise
@@ -138,6 +155,65 @@ class Submissions:
             PREPARES_ONLY.reset(token)
             WANTS_LOGPROBS.reset(wants)
         raise ValueError("submit() does not take custom_generate: it has a decoding loop of its own")
+
+    def _start_scoring(
+        self, state: RequestState, wanted: PromptLogprobsWanted, priority: int, begin: _Begin
+    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
+        """Looks at the prompt on a thread, and begins the request then."""
+        loop = DecodingLoop(priority, state.request_id)
+        ends: list[Callable[[], None]] = []  # of what was begun
+        cancels: list[Callable[[int | None], None]] = []
+        cancelled: list[int | None] = []  # before it was: sequences, or all
+
+        def then() -> None:
+            end_rest, cancel_rest = begin()
+            ends.append(end_rest)
+            cancels.append(cancel_rest)
+            for index in [*cancelled, *([None] if loop.is_cancelled else [])]:
+                cancel_rest(index)
+
+        def end() -> None:
+            self._active.pop(state.request_id, None)
+            self._calls.wake()
+
+        rows, salt = self._logit_rows, CACHE_SALT.get()
+        scoring = PromptScoring(self._core, state, wanted, loop, rows, salt, then, end)
+
+        # As in the other two, what the handle's finalizer holds doesn't lead to the state.
+        def abandon() -> None:
+            loop.cancel()
+            for end_rest in list(ends):
+                end_rest()
+
+        self._active[state.request_id] = _Active(state, abandon)
+        job = self._threads.add(loop, scoring.run)
+
+        def cancel(index: int | None) -> None:
+            cancelled.append(index)
+            if index is None:
+                abandon()
+                if self._threads.remove(job):
+                    self._active.pop(state.request_id, None)
+                    state.finish([[]], ["cancelled"])
+            for cancel_rest in list(cancels):
+                cancel_rest(index)
+            self._calls.wake()
+
+        return abandon, cancel
+
+    def _check_scored(self, state: RequestState, generation_config: Any, arguments: dict[str, Any]) -> None:
+        """Raises `ValueError` for what a request that asks about its prompt only has no use for, or no room."""
+        others = sorted(arguments.keys() - {"max_new_tokens"}) + ["generation_config"] * (generation_config is not None)
+        if others:
+            raise ValueError(f"with max_new_tokens=0 nothing is generated: there is no use for {', '.join(others)}")
+        num_tokens = len(state.prompt_token_ids)
+        self._core.pool.check_fits(num_tokens, num_tokens, 0)
+
+    def _end_scored(self, state: RequestState) -> tuple[Callable[[], None], Callable[[int | None], None]]:
+        """What is left of a request that asks about its prompt only."""
+        self._active.pop(state.request_id, None)
+        state.finish([[]], ["length"])
+        return (lambda: None), (lambda index: None)
 
     def _start_run(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
@@ -177,18 +253,12 @@ class Submissions:
     def _start_loop(
         self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
     ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
-        if logprobs is not None and logprobs.is_processed:
-            raise ValueError(
-                "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
-                "and processors of your own have logprobs_mode='raw'"
-            )
-
         def end() -> None:
             self._active.pop(state.request_id, None)
             self._calls.wake()
 
         loop = DecodingLoop(priority, state.request_id)
-        request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end, logprobs)
+        request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end, logprobs, self._logit_rows)
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
         job = self._threads.add(loop, request.run)
 
@@ -207,6 +277,7 @@ class Submissions:
         generation_config: Any,
         progress_bar: bool,
         logprobs: LogprobsWanted | None,
+        prompt_logprobs: PromptLogprobsWanted | None,
         arguments: dict[str, Any],
     ) -> list[RequestOutput]:
         """See `Engine.generate`."""
@@ -227,7 +298,9 @@ class Submissions:
                     while remaining and len(running) < ahead and self._room.is_free:
                         index, prompt = remaining[0]
                         try:
-                            request = self.submit(prompt, generation_config, None, 0, None, logprobs, dict(arguments))
+                            request = self.submit(
+                                prompt, generation_config, None, 0, None, logprobs, prompt_logprobs, dict(arguments)
+                            )
                         except QueueFullError:
                             break  # another caller was faster
                         remaining.popleft()
@@ -256,6 +329,19 @@ class Submissions:
             if active.state is not None:
                 active.state.condition = threading.Condition()
                 active.state.fail(error)
+
+
+def _check_logprobs(
+    call: PreparedCall, logprobs: LogprobsWanted | None, prompt_logprobs: PromptLogprobsWanted | None
+) -> None:
+    """Raises `ValueError` for what can't be said of a call's tokens."""
+    if logprobs is not None and logprobs.is_processed and not isinstance(call.work, SampleCall):
+        raise ValueError(
+            "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
+            "and processors of your own have logprobs_mode='raw'"
+        )
+    if prompt_logprobs is not None and isinstance(call.work, SampleCall) and call.work.given is not None:
+        raise ValueError("prompt_logprobs are of a prompt of token ids: not with pictures, sound or embeddings")
 
 
 def _seed_generators(call: PreparedCall, seed: int) -> None:

@@ -50,12 +50,43 @@ class LogprobsWanted:
             raise ValueError(f"logprobs_mode must be one of {', '.join(map(repr, MODES))}, got {mode!r:.80}")
         if logprobs is None:
             return None
-        if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= vocab_size:
-            raise ValueError(
-                f"logprobs must be a number of likeliest tokens from 0 to {vocab_size} (0: of the chosen one only), "
-                f"got {logprobs!r:.80}"
-            )
+        _check_number("logprobs", logprobs, vocab_size)
         return cls(logprobs, mode == "processed")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsWanted:
+    """What is asked of a prompt's tokens, of the model's own logits.
+
+    Attributes:
+        num_top: Likeliest tokens beside each.
+        first: Index of the first one that is asked about.
+    """
+
+    num_top: int
+    first: int = 1
+
+    @classmethod
+    def of(cls, prompt_logprobs: Any, first: Any, vocab_size: int) -> PromptLogprobsWanted | None:
+        """From the arguments of a request.
+
+        Raises:
+            ValueError: No number of the vocabulary's tokens, or no index of a token that follows others.
+        """
+        if isinstance(first, bool) or not isinstance(first, int) or first < 1:
+            raise ValueError(f"prompt_logprobs_from must be the index of a token behind the first, got {first!r:.80}")
+        if prompt_logprobs is None:
+            return None
+        _check_number("prompt_logprobs", prompt_logprobs, vocab_size)
+        return cls(prompt_logprobs, first)
+
+
+def _check_number(name: str, value: Any, vocab_size: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= vocab_size:
+        raise ValueError(
+            f"{name} must be a number of likeliest tokens from 0 to {vocab_size} (0: of the chosen one only), "
+            f"got {value!r:.80}"
+        )
 
 
 class Logprobs:

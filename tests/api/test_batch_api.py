@@ -196,6 +196,25 @@ def test_manager(pair: Pair) -> None:
     assert not manager.is_running()
 
 
+def test_streams_of_samples(pair: Pair) -> None:
+    """Would break: tokens of one sample in another's stream, times of the first only."""
+    settings = config(do_sample=True, num_return_sequences=3, top_k=0)
+    manager = pair.paged.init_continuous_batching(settings, ContinuousBatchingConfig(seed=3))
+    manager.add_request(PROMPTS[0], streaming=True, record_timestamps=True)
+    manager.start()
+    manager.stop()
+    seen: dict[str, list[Any]] = {}
+    while (output := manager.get_result()) is not None:
+        seen.setdefault(output.request_id, []).append(output)
+    expected = stock_tokens(pair.stock, PROMPTS[0], settings, seed=3)
+    for name, tokens in zip(["req_0", "req_0__child#0", "req_0__child#1"], expected, strict=True):
+        *parts, last = seen.pop(name)
+        assert [part.generated_tokens for part in parts] == [tokens[: n + 1] for n in range(len(tokens))]
+        assert last.generated_tokens == tokens and last.status is RequestStatus.FINISHED
+        assert len(last.timestamps) == len(tokens)
+    assert not seen
+
+
 def test_cancel(make_pair: MakePair) -> None:
     """Would break: blocks held by a cancelled request, an iteration over it that never ends, a result of it."""
     pair = make_pair(max_num_seqs=1)

@@ -94,7 +94,7 @@ def test_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stock(ids).logits.detach()[0].log_softmax(-1)
     for num_prompt, num_tokens in ((1, 1), (1, 4), (5, 9), (12, 18)):
         tokens = ids[0, num_prompt : num_prompt + num_tokens].tolist()
-        said = hf_paged.engine.scoring.token_logprobs(model, ids[0, :num_prompt].tolist(), tokens, 2)
+        said = hf_paged.engine.scoring.token_logprobs(model, ids[0, : num_prompt + num_tokens].tolist(), num_prompt, 2)
         check(said, tokens, expected[num_prompt - 1 : num_prompt + num_tokens - 1], 2)
     assert model.paged.stats().num_free_blocks == 64
 
@@ -107,9 +107,88 @@ def test_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"logprobs": True}, "got True"),
         ({"logprobs": 1, "logprobs_mode": "cooked"}, "logprobs_mode must be one of 'raw', 'processed', got 'cooked'"),
         ({"logprobs": 1, "logprobs_mode": "processed", "num_beams": 2}, "beams, assisted decoding and processors"),
+        ({"prompt_logprobs": 98}, "prompt_logprobs must be a number of likeliest tokens from 0 to 97"),
+        ({"prompt_logprobs": 1, "prompt_logprobs_from": 0}, "index of a token behind the first, got 0"),
+        ({"prompt_logprobs": 1, "max_new_tokens": 0, "do_sample": True}, "no use for do_sample"),
+        ({"prompt_logprobs": 1, "max_new_tokens": -1}, "max_new_tokens"),
     ],
 )
 def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pair.engine.submit(prompt(5), max_new_tokens=3, **arguments)
+        pair.engine.submit(prompt(5), **({"max_new_tokens": 3} | arguments))
+    settle(pair)
+
+
+# Of prompts
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", "falcon_alibi"])
+@pytest.mark.parametrize("mode", ["greedy", "samples", "beams", "own_processor"])
+def test_prompt(make_pair: MakePair, model: str, mode: str) -> None:
+    """Would break: tokens moved by one, a prefix hit or a chunk that skips some, other new tokens."""
+    pair = make_pair(model, max_num_batched_tokens=8)
+    given = {"max_new_tokens": 5} | ENDLESS | MODES[mode]
+    ids = prompt(5, 21)
+    expected = pair.stock(ids).logits.detach()[0, :-1].log_softmax(-1)
+    for _ in range(2):  # the second time the prompt is in the prefix cache
+        torch.manual_seed(3)
+        rows = pair.stock.generate(ids, **given)[:, ids.shape[1] :].tolist()
+        torch.manual_seed(3)
+        request = pair.engine.submit(ids, **given, prompt_logprobs=3)
+        if mode in ("greedy", "own_processor"):
+            assert list(request) == rows[0]
+        output = request.result(PATIENCE)
+        assert output.sequences == rows and output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None and output.logprobs is None
+        check(output.prompt_logprobs[1:], ids[0, 1:].tolist(), expected, 3)
+    settle(pair)
+
+
+def test_prompt_only(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: `[T, V]` logits at once, tokens generated that nobody wants, a context computed again and again."""
+    pair = make_pair(num_blocks=64)
+    monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 8)
+    widest = []
+    pair.paged.lm_head.register_forward_hook(hf_paged.packed_hook(lambda *args: widest.append(args[2].shape[-2])))
+    context = prompt(1, 40)[0].tolist()
+    ends = [prompt(seed, 9)[0].tolist() for seed in range(2, 8)]
+    pair.engine.submit(context, prompt_logprobs=0, max_new_tokens=0).result(PATIENCE)
+    assert max(widest) <= 8
+    before = pair.engine.stats()
+    outputs = pair.engine.generate(
+        [context + end for end in ends], prompt_logprobs=1, prompt_logprobs_from=40, max_new_tokens=0
+    )
+    for end, output in zip(ends, outputs, strict=True):
+        assert output.sequences == [[]] and output.prompt_logprobs is not None
+        assert output.prompt_logprobs[:40] == [None] * 40
+        logits = pair.stock(torch.tensor([context + end])).logits.detach()[0, 39:-1]
+        check(output.prompt_logprobs[40:], end, logits.log_softmax(-1), 1)
+    hits = pair.engine.stats().prefix_cache_hit_tokens - before.prefix_cache_hit_tokens
+    assert hits >= 36 * len(ends)
+    one = pair.engine.submit([5], prompt_logprobs=2, max_new_tokens=0).result(PATIENCE)
+    assert one.prompt_logprobs == [None] and one.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"needs \d+ KV blocks"):
+        pair.engine.submit([5] * 255 + [6] * 255, prompt_logprobs=2, max_new_tokens=0)
+    settle(pair)
+
+
+def test_prompts_of_many(make_pair: MakePair) -> None:
+    """Would break: prompts of others, requests that fail or are cancelled while theirs is looked at."""
+    pair = make_pair(num_blocks=40, max_num_seqs=4)
+    requests = [
+        pair.engine.submit(prompt(seed, 12 + seed), max_new_tokens=6, **ENDLESS, prompt_logprobs=seed % 3 or None)
+        for seed in range(12)
+    ]
+    for request in requests[9:]:
+        request.cancel()
+    for seed, request in enumerate(requests[:9]):
+        output, ids = request.result(PATIENCE), prompt(seed, 12 + seed)
+        assert output.sequences == pair.stock.generate(ids, max_new_tokens=6, **ENDLESS)[:, ids.shape[1] :].tolist()
+        if not seed % 3:
+            assert output.prompt_logprobs is None
+        else:
+            expected = pair.stock(ids).logits.detach()[0, :-1].log_softmax(-1)
+            check(output.prompt_logprobs[1:], ids[0, 1:].tolist(), expected, seed % 3)
+    for request in requests[9:]:
+        assert request.result(PATIENCE).finish_reason in ("cancelled", "length")
     settle(pair)

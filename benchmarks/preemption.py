@@ -55,7 +55,7 @@ def bring_back(model: Any, length: int, swaps: bool) -> float:
     synchronize(model.device)
     started = time.perf_counter()
     with engine.core.transaction():
-        pairs = engine.core.scheduler.preempt(sequence.group, allow_swap=swaps)
+        pairs = engine.core.scheduler.preemption.preempt(sequence.group, allow_swap=swaps)
         assert bool(pairs) == swaps
         engine.core.pool.execute_swap_outs(pairs)
     model(ids[:, length:], past_key_values=cache, logits_to_keep=1)

@@ -364,7 +364,7 @@ class Replay:
         start = time.perf_counter()
         try:
             output = scheduler.schedule()
-            if not output.num_seqs and scheduler.has_work:
+            if not output.num_seqs and scheduler.queues.has_work:
                 output = scheduler.schedule(forced=True)
             self.scheduler_seconds += time.perf_counter() - start
             return output if output.num_seqs else None
@@ -443,7 +443,7 @@ class Replay:
         manager, scheduler = self.manager, self.scheduler
         running = [
             sequence
-            for group in scheduler.groups
+            for group in scheduler.queues.groups
             if group.status is SequenceStatus.RUNNING
             for sequence in group.sequences
         ]
@@ -468,8 +468,8 @@ class Replay:
             batch=output.num_seqs,
             prompt_tokens=sum(n for n in output.query_lens if n > 1),
             running=len(running),
-            waiting=scheduler.num_waiting,
-            swapped=scheduler.num_swapped,
+            waiting=scheduler.queues.num_waiting,
+            swapped=scheduler.queues.num_swapped,
             **{f"{name}_tokens": tokens for name, tokens in reserved.items()},
             **{f"{name}_waste": 1 - own / tokens for name, tokens in reserved.items()},
         )
@@ -526,9 +526,9 @@ class Replay:
                 "hit_rate_with_preempted": round(manager.prefix.hit_tokens / max(1, manager.prefix.query_tokens), 4),
             },
             "preemptions": {
-                "recompute": scheduler.num_preemptions - scheduler.num_swapped_out,
-                "swap": scheduler.num_swapped_out,
-                "admission_stalls": scheduler.num_admission_stalls,
+                "recompute": scheduler.preemption.num_preemptions - scheduler.preemption.num_swapped_out,
+                "swap": scheduler.preemption.num_swapped_out,
+                "admission_stalls": scheduler.admission.num_stalls,
             },
             "batch": {
                 "mean_sequences": round(samples.mean("batch"), 1),

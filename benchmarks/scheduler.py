@@ -62,7 +62,7 @@ class Case:
         self.manager = BlockManager(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(self.manager, n + (CHUNK_TOKENS if self.mixed else 2048), 2 * n + 16)
         self.decodes = [self.submit(random_tokens(self.rng, CONTEXT + i % BLOCK_SIZE)) for i in range(n)]
-        while self.scheduler.has_work:
+        while self.scheduler.queues.has_work:
             self.scheduler.update(self.scheduler.schedule())
         num_spare = 0 if self.mixed else self.manager.pool.num_free - self.free
         self.ballast = self.manager.pool.allocate(num_spare)

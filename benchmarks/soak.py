@@ -481,7 +481,7 @@ class Soak:
             return
         faulthandler.dump_traceback(all_threads=True)
         if self.engine.lock.acquire(timeout=5):
-            for group in self.engine.core.scheduler.groups:
+            for group in self.engine.core.scheduler.queues.groups:
                 tqdm.write(str(group))
             tqdm.write(str(self.left_over()))
             tqdm.write(str(self.engine.stats()))
@@ -719,7 +719,7 @@ class Soak:
         with self.engine.core.transaction():
             if request.is_done:
                 return "done"
-            groups = self.engine.core.scheduler.groups
+            groups = self.engine.core.scheduler.queues.groups
             for group in groups:
                 ids = group.sequences[0].token_ids if group.sequences else None
                 if ids is not None and ids[: len(prompt)] == prompt:
@@ -908,7 +908,7 @@ class Soak:
             live_ids = {s.seq_id for s in live}
             extra = set(engine.core.manager.sequences()) - live_ids
             assert not extra, f"{len(extra)} sequences that are not held"
-            assert not engine.core.scheduler.has_work, "work that is not waited for"
+            assert not engine.core.scheduler.queues.has_work, "work that is not waited for"
             assert stats.num_waiting == 0, f"{stats.num_waiting} waiting"
             for name, left in self.left_over().items():
                 assert not left, f"{name}: {left}"
@@ -925,7 +925,7 @@ class Soak:
             "runs": list(core.runs),
             "active requests": list(self.engine._submissions._active),
             "jobs": list(self.engine._threads._jobs),
-            "in flight": list(core.scheduler._in_flight),
+            "in flight": list(core.scheduler.queues.in_flight),
         }
 
     def verify(self) -> None:
@@ -1021,8 +1021,8 @@ class Soak:
         swapped = engine.core.manager.swap.num_in_use
         if in_use or swapped or (swap_pool is not None and swap_pool.num_free != swap_pool.num_blocks):
             self.violation(f"blocks leaked: {in_use} in the pool, {swapped} in CPU memory")
-        if list(engine.core.scheduler.groups) or engine.core.manager.sequences():
-            self.violation(f"groups leaked: {list(engine.core.scheduler.groups)}")
+        if list(engine.core.scheduler.queues.groups) or engine.core.manager.sequences():
+            self.violation(f"groups leaked: {list(engine.core.scheduler.queues.groups)}")
         deadline = time.monotonic() + 10
         while (more := self._more_threads(threads_before)) and time.monotonic() < deadline:
             time.sleep(0.05)

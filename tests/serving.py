@@ -69,7 +69,7 @@ def eventually(is_true: Callable[[], bool], what: str, seconds: float = PATIENCE
 def serving(settings: ServerSettings | None = None, model: Any = None, **patched: Any) -> Iterator[Served]:
     """Runs a server meanwhile."""
     model = hf_paged.patch(tiny_lm() if model is None else model, **{"num_blocks": 512, **patched})
-    server = make_server(model, tiny_tokenizer(), settings or ServerSettings(), "127.0.0.1", 0, 5)
+    server = make_server(model, tiny_tokenizer(), settings or ServerSettings(), "127.0.0.1", 0, 60)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     eventually(lambda: server.started, "the server does not start")

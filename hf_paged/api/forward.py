@@ -11,6 +11,7 @@ import torch
 
 from hf_paged.api.given_call import forward_call
 from hf_paged.api.routing import ENGINE
+from hf_paged.api.shared_calls import run_in_turn, share_forward
 from hf_paged.attention.cache import PagedCache
 from hf_paged.model.cache_argument import cache_argument
 
@@ -30,7 +31,9 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine is not None:
             engine.core.check_outside()
         if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
-            return original(self, *args, **kwargs)
+            if engine is None or engine.ranks is None:
+                return original(self, *args, **kwargs)
+            return run_in_turn(engine, given, functools.partial(original, self, *args, **kwargs))
         # What compiles the model compiles its forward, not the engine: locks, queues, steps of other calls' rows.
         run = _uncompiled_paged if torch.compiler.is_compiling() else _forward_paged
         return run(self, cache, signature, given)
@@ -45,12 +48,17 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
     return_dict = given.pop("return_dict", None)
+    output = share_forward(self.paged, cache, given, functools.partial(_run_paged, self, cache, dict(given)))
+    wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
+    return output.to_tuple() if wants_tuple else output
+
+
+def _run_paged(self: Any, cache: PagedCache, given: dict[str, Any]) -> Any:
     call = forward_call(self, cache, given)
     output = self.paged.forwards.forward(cache, call)
     if call.twin is not None:
         cache.state = call.twin.state()
-    wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
-    return output.to_tuple() if wants_tuple else output
+    return output
 
 
 _uncompiled_paged = torch.compiler.disable(

@@ -34,6 +34,7 @@ from hf_paged.api.routing import (
     why_not_stateful,
     why_stock,
 )
+from hf_paged.api.shared_calls import share_loop
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_search import BeamSearchLoop
@@ -190,12 +191,24 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> Any:
         preparation = end_of_preparation()
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        run = functools.partial(self._run_sample, call, preparation, super()._sample)  # type: ignore[misc]
+        return self._share("_sample", call, preparation, run)
+
+    def _run_sample(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
         result = self._run_rows(call, *preparation)
         if result is not None:
             return result
-        if call.cache is not None and pads_finished(stopping_criteria) and rows_may_leave(self.paged, call):
-            call.criteria = RetiringCriteria(stopping_criteria, call.cache)
-        return run_loop(self, preparation, super()._sample, call)  # type: ignore[misc]
+        if call.cache is not None and pads_finished(call.criteria) and rows_may_leave(self.paged, call):
+            call.criteria = RetiringCriteria(call.criteria, call.cache)
+        return run_loop(self, preparation, loop, call)
+
+    def _share(self: Any, method: str, call: LoopCall, preparation: Any, run: Any) -> Any:
+        """Runs a prepared call here, or where the model is shared out between ranks, on the first of them."""
+        is_submitted, host = preparation
+        if is_submitted:  # which is shared as a request
+            return run()
+        device = call.input_ids.device if host is None else host.device
+        return share_loop(self.paged, method, call, device, run)
 
     @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(
@@ -208,11 +221,16 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> Any:
         loop, preparation = super()._beam_search, end_of_preparation()  # type: ignore[misc]
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        return self._share(
+            "_beam_search", call, preparation, functools.partial(self._run_beams, call, preparation, loop)
+        )
+
+    def _run_beams(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
         result = self._run_rows(call, *preparation)
         if result is not None:
             return result
         watch = None
-        if call.cache is not None and not kwargs.get("synced_gpus"):
+        if call.cache is not None and not call.others.get("synced_gpus"):
             watch = BeamSearchLoop(self, call.cache, rows_may_leave(self.paged, call))
             loop = functools.partial(base_class(self)._beam_search, watch)
         return run_loop(self, preparation, loop, call, watch=watch)
@@ -228,4 +246,6 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> Any:
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
-        return run_loop(self, end_of_preparation(), super()._assisted_decoding, call, spare_tokens=2)  # type: ignore[misc]
+        preparation, loop = end_of_preparation(), super()._assisted_decoding  # type: ignore[misc]
+        run = functools.partial(run_loop, self, preparation, loop, call, spare_tokens=2)
+        return self._share("_assisted_decoding", call, preparation, run)

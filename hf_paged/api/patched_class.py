@@ -16,6 +16,7 @@ from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.engine import Engine
 from hf_paged.model.base_class import BASE, base_class
 from hf_paged.model.traits import ModelTraits
+from hf_paged.parallel.channel import Channel
 
 _SETTINGS = "_hf_paged_settings"
 
@@ -30,6 +31,8 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Pickling and `copy.deepcopy`: the copy is patched with the same settings and gets a pool of its own."""
+        if self.paged.ranks is not None:
+            raise TypeError("a patched model that is shared out between processes can't be copied: unpatch it first")
         settings = (self.paged.config, self.paged.traits)
         state = {name: value for name, value in self.__getstate__().items() if name not in (ENGINE, MANAGER)}
         return _rebuild, (base, settings), state
@@ -56,17 +59,18 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 @deferred_interrupt()
-def attach(model: Any, config: PagedConfig, traits: ModelTraits) -> None:
+def attach(model: Any, config: PagedConfig, traits: ModelTraits, channel: Channel | None = None) -> None:
     """Makes a model paged, in place: gives it an engine and its patched class.
 
     Args:
         model: A supported model; patched already only while it is being unpickled.
         config: The settings.
         traits: What `is_supported` found out about its architecture.
+        channel: To the other processes that it is shared out to.
     """
     base = base_class(model)
     # Past nn.Module.__setattr__: the engine is no part of the model's state.
-    model.__dict__[ENGINE] = Engine(model, config, base.forward, traits)
+    model.__dict__[ENGINE] = Engine(model, config, base.forward, traits, channel)
     model.__class__ = patched_class(base)
 
 

@@ -14,6 +14,9 @@ from hf_paged.api.support import is_supported, unwrap
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.engine.engine import Engine
+from hf_paged.model.sharding import ranks_of
+from hf_paged.model.traits import ModelTraits
+from hf_paged.parallel.channel import Channel
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -48,7 +51,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     report = is_supported(inner)
     if report.traits is None:
         raise UnsupportedModelError(type(inner).__name__, report.reasons)
-    attach(inner, wanted, report.traits)
+    attach(inner, wanted, report.traits, _channel(inner, wanted, report.traits))
     if wanted.warm_up:
         try:
             engine = getattr(inner, "paged", None)
@@ -58,6 +61,24 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
             detach(inner)
             raise
     return model
+
+
+def _channel(model: nn.Module, config: PagedConfig, traits: ModelTraits) -> Channel | None:
+    """To the other processes that hold a share of the model, all of which are patching it now; `None`: it is whole.
+
+    Raises:
+        ValueError: They are about to patch it otherwise.
+    """
+    ranks = ranks_of(model)
+    if ranks is None:
+        return None
+    if config.warm_up:
+        raise ValueError("warm_up=True is not supported over several processes (tp_plan)")
+    channel = Channel(ranks)
+    found = channel.gather((config, repr(traits)))
+    if any(other != found[0] for other in found):
+        raise ValueError(f"all processes must patch the model with the same settings; theirs are {found}")
+    return channel
 
 
 def unpatch(model: ModelT) -> ModelT:

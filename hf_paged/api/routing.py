@@ -46,8 +46,21 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> st
         return "output_attentions=True"
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
+    if model.paged.ranks is not None and (reason := _why_stock_on_ranks(model, generation_config)):
+        return f"{reason} over several processes (tp_plan)"
     if model.training and is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
+    return None
+
+
+def _why_stock_on_ranks(model: Any, generation_config: GenerationConfig) -> str | None:
+    """What only a loop that every rank runs can do: look at whole batches, or run the model beside its forwards."""
+    if generation_config.output_hidden_states and generation_config.return_dict_in_generate:
+        return "output_hidden_states=True"
+    if generation_config.guidance_scale not in (None, 1):
+        return f"guidance_scale={generation_config.guidance_scale}"
+    if model.paged.core.weights_version.needs_rows:
+        return "hooks on the model's inner modules that are not marked by hf_paged.packed_hook"
     return None
 
 

@@ -14,8 +14,8 @@ from hf_paged.api.state_probe import keeps_states
 from hf_paged.api.stored_layers import as_their_modules_say, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
+from hf_paged.model.sharding import local_layers, ranks_of, why_not_whole
 from hf_paged.model.traits import ModelTraits
-from hf_paged.model.weights_version import why_not_whole
 from hf_paged.model.wrapper import inner_path
 
 _PAGED_LAYER_TYPES = {
@@ -115,9 +115,26 @@ def is_supported(model: Any) -> SupportReport:
         if report.traits is None:
             return report
         layers = as_their_modules_say(report.traits.layers, model)
+        if ranks_of(model) is not None:
+            reason = _why_not_on_ranks(report.traits, model)
+            if reason is not None:
+                return SupportReport(False, (reason,))
+            layers = local_layers(layers, model)
         return replace(report, traits=replace(report.traits, layers=layers))
     except Exception as error:  # half constructed, or with a config that raises where it is read
         return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
+
+
+def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None:
+    """Why a model of these traits can't be served by several processes, or `None`."""
+    kinds = {
+        "it is multimodal": inner_path(model) not in (None, ""),
+        "its layers keep a state": bool(traits.states),
+        "its layers have indexers": bool(traits.indexers),
+        "its rows depend on each other": not traits.is_batched,
+    }
+    found = [kind for kind, is_so in kinds.items() if is_so]
+    return f"{found[0]}, which is not taken over several processes (tp_plan): load it on one" if found else None
 
 
 def is_architecture_supported(base: type[PreTrainedModel], config: PreTrainedConfig) -> SupportReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -133,6 +133,22 @@ class StateLayer(PagedLayer):
         return None
 
 
+class CacheShape(NamedTuple):
+    """What the caller of a `PagedCache` sees of it, but for its content.
+
+    Attributes:
+        width: Columns.
+        num_rows: Stored rows.
+        fan_out: Rows of the batch that each stands for.
+        padding: Left columns of each stored row that hold no token.
+    """
+
+    width: int
+    num_rows: int
+    fan_out: int
+    padding: list[int]
+
+
 class PagedCache(Cache):
     """Keys and values of a batch, in the block pool of a patched model.
 
@@ -233,6 +249,20 @@ class PagedCache(Cache):
             self._rows.clear()
             self.is_padded = False
             self.state = {}
+
+    def shape(self) -> CacheShape:
+        """What its caller sees of it."""
+        return CacheShape(self._width, len(self._rows), self.fan_out, list(self.padding))
+
+    def take_shape(self, shape: CacheShape) -> None:
+        """Becomes one of this shape, of rows without content."""
+        if len(self._rows) != shape.num_rows:
+            self._rows.clear()
+            self.open_rows(shape.num_rows)
+        self._rows.fan_out = shape.fan_out
+        self.padding[:] = shape.padding
+        self._width = shape.width
+        self._lengths = [shape.width] * len(self._lengths)
 
     def select_active(self, rows: list[int] | None) -> None:
         """Rows that the forward about to run is about; `None`: all."""

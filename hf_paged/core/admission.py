@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.group_rows import GroupRows, common_prefix
-from hf_paged.core.policy import Policy
+from hf_paged.core.preemption import Preemption
+from hf_paged.core.queues import Queues
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.step import Step
 
 RETRY_STEPS = 16  # a waiting group that did not fit is tried again after so many steps, or when more blocks are free
 
 
-class Admission(GroupRows):
+class Admission:
     """Swapped groups come back before waiting ones begin, the first in line of each first.
 
     Attributes:
-        num_admission_stalls: Steps in which the first waiting group did not fit.
+        offered: Hashes of blocks that are computed and not checked yet.
+        num_stalls: Steps in which the first waiting group did not fit.
     """
 
     def __init__(
         self,
         manager: BlockManager,
+        queues: Queues,
+        preemption: Preemption,
+        rows: GroupRows,
         max_num_batched_tokens: int,
-        prefers_swap: Callable[[SequenceGroup], bool],
-        policy: Policy | None = None,
     ) -> None:
-        super().__init__(manager, prefers_swap, policy)
+        """Lets groups of `queues` in; see the other parts for what they do."""
+        self._manager = manager
+        self._queues = queues
+        self._preemption = preemption
+        self._rows = rows
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._offered: set[bytes] = set()  # hashes of blocks that are computed and not checked yet
         self._refused: tuple[int, int] | None = None  # the first waiting group, and the blocks free when it didn't fit
         self._num_refusals = 0
-        self.num_admission_stalls = 0
+        self.offered: set[bytes] = set()
+        self.num_stalls = 0
+
+    def run(self, step: Step) -> None:
+        """Fills a step with groups that have no blocks in the pool."""
+        if self._queues.is_any_outside and not step.is_short and not step.is_full:
+            self._swap_in(step)
+            if not self._queues.swapped.head:
+                self._admit(step)
 
     def _swap_in(self, step: Step) -> None:
-        while not step.is_full and (group := self._head(self._swapped, self._swapped_heap)):
+        while not step.is_full and (group := self._queues.swapped.head):
             if not step.admits(group):
                 return
             if not self._let_in(step, group):
@@ -44,7 +56,7 @@ class Admission(GroupRows):
 
     def _let_in(self, step: Step, group: SequenceGroup) -> bool:
         """Runs a group that has no blocks in the pool, if the policy lets it and it fits."""
-        spare = self._policy.spare(group, not self._resident, step.forced)
+        spare = self._queues.policy.spare(group, not self._queues.resident, step.forced)
         if spare is None:
             return False
         if group.status is SequenceStatus.SWAPPED:
@@ -58,12 +70,12 @@ class Admission(GroupRows):
             return False  # it might be given a block that is yet to be copied, which happens behind the swaps
         # No less than it may take: no group can be swapped out any more in the step that swaps it in.
         need = self._manager.swap.need(seq_ids) + self._growth(step, group)
-        if not self._has_room(step, need + spare):
+        if not self._preemption.has_room(step, need + spare):
             return False
         step.moves.swap_ins.extend(self._manager.swap.move_in(seq_ids))
         group.status = SequenceStatus.RUNNING
-        self._file(group)
-        return self._run_group(step, group)
+        self._queues.file(group)
+        return self._rows.run(step, group)
 
     def _growth(self, step: Step, group: SequenceGroup) -> int:
         """Blocks that the next tokens of a group take at most."""
@@ -76,15 +88,15 @@ class Admission(GroupRows):
         )
 
     def _admit(self, step: Step) -> None:
-        while not step.is_full and (group := self._head(self._waiting, self._waiting_heap)):
+        while not step.is_full and (group := self._queues.waiting.head):
             if not step.admits(group):
                 return
             if self._was_refused(group):
-                self.num_admission_stalls += 1
+                self.num_stalls += 1
                 return
             if not self._let_in(step, group):
-                if not step.hashes and not self._offered:
-                    self.num_admission_stalls += 1
+                if not step.hashes and not self.offered:
+                    self.num_stalls += 1
                     self._refused = (group.arrival, self._manager.pool.num_free)
                     self._num_refusals = 0
                 return
@@ -102,19 +114,19 @@ class Admission(GroupRows):
     def _start(self, step: Step, group: SequenceGroup, spare: int) -> bool:
         """Lets a waiting group in and runs its first tokens, if all its tokens so far fit."""
         first = next(sequence for sequence in group.sequences if sequence.num_wanted_tokens)
-        self._begin(first)
+        self._rows.begin(first)
         if not step.forced and self._is_being_computed(step, first):
             self._forget_progress(group)
             return False
-        if not self._has_room(step, self._start_need(group, first) + spare):
+        if not self._preemption.has_room(step, self._start_need(group, first) + spare):
             self._forget_progress(group)
             return False
         group.status = SequenceStatus.RUNNING
-        self._resident[group.arrival] = group
-        self.wake(group)
-        if self._run_group(step, group, first):
-            self._waiting.pop(group.arrival, None)
-            self._note_admission(group)
+        self._queues.resident[group.arrival] = group
+        self._queues.wake(group)
+        if self._rows.run(step, group, first):
+            self._queues.waiting.groups.pop(group.arrival, None)
+            self._rows.note_admission(group)
             return True
         self._forget_progress(group)
         return False
@@ -134,58 +146,58 @@ class Admission(GroupRows):
             self._manager.unmatch(sequence.seq_id)
             sequence.num_computed_tokens = sequence.num_cached_tokens = 0
         group.status = SequenceStatus.WAITING
-        self._file(group)
+        self._queues.file(group)
 
     def _is_being_computed(self, step: Step, sequence: Sequence) -> bool:
         """Whether the very block that the sequence would begin with is computed: by this step, or by one in flight."""
         start = sequence.num_computed_tokens
         end = start + self._manager.block_size
-        computed = step.hashes | self._offered if self._offered else step.hashes
+        computed = step.hashes | self.offered if self.offered else step.hashes
         if not computed or not sequence.is_recomputable or end > min(sequence.logits_from, sequence.num_tokens - 1):
             return False
         assert sequence.token_ids is not None
         hashes = self._manager.prefix.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
         return any(block_hash in computed for block_hash in hashes)
 
-    def _force(self, step: Step) -> None:
+    def force(self, step: Step) -> None:
         """Runs the first group in line, whichever has to make room for it."""
+        queues = self._queues
         candidates = [
             group
             for group in (
-                *(g for g in self._ready.values() if g.arrival not in self._in_flight and g.has_work),
-                self._head(self._swapped, self._swapped_heap),
-                self._head(self._waiting, self._waiting_heap),
+                *(g for g in queues.ready.values() if g.arrival not in queues.in_flight and g.has_work),
+                queues.swapped.head,
+                queues.waiting.head,
             )
             if group is not None and step.admits(group)
         ]
         if step.only is not None:
-            candidates += [
-                g for g in (*self._waiting.values(), *self._swapped.values()) if g.owner is step.only and g.has_work
-            ]
+            outside = *queues.waiting.groups.values(), *queues.swapped.groups.values()
+            candidates += [group for group in outside if group.owner is step.only and group.has_work]
         if not candidates:
             return
-        first = min(candidates, key=self._policy.order)
+        first = min(candidates, key=queues.policy.order)
         try:
             self._force_group(step, first)
         except OutOfBlocksError:
             # What stands in its way may be others that can't be preempted: then those go on, at its expense.
-            fixed = [g for g in candidates if g is not first and g.arrival in self._ready and not g.is_recomputable]
+            fixed = [g for g in candidates if g is not first and g.arrival in queues.ready and not g.is_recomputable]
             if not fixed:
                 raise
-            self._force_group(step, min(fixed, key=self._policy.order))
+            self._force_group(step, min(fixed, key=queues.policy.order))
 
     def _force_group(self, step: Step, first: SequenceGroup) -> None:
         while True:
             is_resident = first.status is SequenceStatus.RUNNING
-            if self._run_group(step, first) if is_resident else self._let_in(step, first):
+            if self._rows.run(step, first) if is_resident else self._let_in(step, first):
                 return
             step.is_short = True
-            if not self._preempt_for(first, step):
+            if not self._preemption.preempt_for(first, step):
                 if first.status is SequenceStatus.SWAPPED and first.is_recomputable:
                     # It does not fit as a whole: rather a part of it than nothing.
-                    self.preempt(first, allow_swap=False)
+                    self._preemption.preempt(first, allow_swap=False)
                     continue
-                if self._run_part(step, first):
+                if self._rows.run_part(step, first):
                     return
                 if first.status is SequenceStatus.WAITING:
                     needed = self._start_need(first, next(s for s in first.sequences if s.num_wanted_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -64,6 +65,8 @@ class PagedConfig:
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
         record: A file to write down what the scheduler is told, prompts and generated tokens included, for
             `python -m hf_paged replay`.
+        rank_timeout: Of a model over several processes (tensor parallel): seconds that a call on one of them waits for
+            rank 0 to make the same call, and that its result is kept for one that comes later.
     """
 
     block_size: int = 16
@@ -83,6 +86,7 @@ class PagedConfig:
     warm_up: bool = False
     strict: bool = False
     record: str | None = None
+    rank_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -100,6 +104,8 @@ class PagedConfig:
                 raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}")
+        if not _is_number(self.rank_timeout) or not 0 < self.rank_timeout < math.inf:
+            raise ValueError(f"rank_timeout must be a number of seconds above 0, got {self.rank_timeout!r}")
         space = self.swap_space_gib
         if space is not None and (not _is_number(space) or not 0 <= space < MAX_GIB):  # NaN is neither
             raise ValueError(f"swap_space_gib must be None or a size in GiB of at least 0, below 2**33, got {space!r}")

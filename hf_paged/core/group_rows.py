@@ -5,22 +5,31 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from hf_paged.core.batch import BlockMoves
+from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.preemption import Preemption
+from hf_paged.core.queues import Queues
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.step import Step
 
 
-class GroupRows(Preemption):
+class GroupRows:
     """What of a group runs in a step."""
 
-    def _run_group(self, step: Step, group: SequenceGroup, first: Sequence | None = None) -> bool:
+    def __init__(self, manager: BlockManager, queues: Queues, preemption: Preemption) -> None:
+        """Over the tables of `manager`; `preemption` makes room."""
+        self._manager = manager
+        self._queues = queues
+        self._preemption = preemption
+        self._log = manager.log
+
+    def run(self, step: Step, group: SequenceGroup, first: Sequence | None = None) -> bool:
         """Adds the group's next tokens to the step: for all its sequences that have any, or (without room) none.
 
         `first` was given what the prefix cache has of it already.
         """
         if group.is_split and group.is_recomputable:
-            while not self._run_part(step, group):
-                if step.moves.swap_ins or not self._preempt_for(group, step):
+            while not self.run_part(step, group):
+                if step.moves.swap_ins or not self._preemption.preempt_for(group, step):
                     return False
             return True
         manager = self._manager
@@ -39,7 +48,7 @@ class GroupRows(Preemption):
                 if is_prefilling:
                     continue  # it will share what its sibling computes now
                 if sequence is not first:
-                    self._begin(sequence)
+                    self.begin(sequence)
                     begun.append(sequence)
             is_prefilling |= sequence.num_wanted_tokens > 1
             num_tokens = self._chunk(sequence, budget)
@@ -49,15 +58,15 @@ class GroupRows(Preemption):
         appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
         while manager.append_need(appends) > manager.pool.num_free:
             step.is_short = True
-            if step.moves.swap_ins or not self._preempt_for(group, step):
+            if step.moves.swap_ins or not self._preemption.preempt_for(group, step):
                 for sequence in begun:
                     manager.unmatch(sequence.seq_id)
                     sequence.num_computed_tokens = 0
                 return False
-        self._append(requests, step.moves)
+        self.append(requests, step.moves)
         for sequence, num_tokens in requests:
             step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
-            if num_tokens > 1 and sequence.is_recomputable and (self._waiting or self._swapped):
+            if num_tokens > 1 and sequence.is_recomputable and self._queues.is_any_outside:
                 assert sequence.token_ids is not None
                 step.hashes.update(
                     manager.prefix.prompt_hashes(
@@ -71,7 +80,7 @@ class GroupRows(Preemption):
         self._note(step, group, step.budget - budget, len(requests))
         return bool(requests)
 
-    def _run_part(self, step: Step, group: SequenceGroup) -> bool:
+    def run_part(self, step: Step, group: SequenceGroup) -> bool:
         """Runs what fits of a group that does not fit the empty pool as a whole: its first sequences.
 
         Those that have blocks of their own come before those that have none (any more). One that grows takes the room
@@ -93,7 +102,7 @@ class GroupRows(Preemption):
                 break
             is_new = sequence.num_computed_tokens == 0
             if is_new:
-                self._begin(sequence)
+                self.begin(sequence)
             num_tokens = self._chunk(sequence, budget)
             own = manager.append_need([(sequence.seq_id, num_tokens)])
             spare = len(requests) if is_new else 0
@@ -118,16 +127,16 @@ class GroupRows(Preemption):
             step.is_short = True
         if not requests:
             return False
-        self._append(requests, step.moves)
+        self.append(requests, step.moves)
         step.chunks += [(sequence, sequence.num_computed_tokens, num_tokens) for sequence, num_tokens in requests]
         self._note(step, group, step.budget - budget, len(requests))
         if group.status is SequenceStatus.WAITING:
-            self._note_admission(group)
+            self.note_admission(group)
         group.status, group.is_split = SequenceStatus.RUNNING, True
-        self._file(group)
+        self._queues.file(group)
         return True
 
-    def _append(self, requests: list[tuple[Sequence, int]], moves: BlockMoves) -> None:
+    def append(self, requests: list[tuple[Sequence, int]], moves: BlockMoves) -> None:
         """Gives each sequence slots for so many tokens. Raises `OutOfBlocksError`, and has changed nothing then."""
         manager = self._manager
         held = [len(manager.blocks(sequence.seq_id)) for sequence, _ in requests]
@@ -161,8 +170,8 @@ class GroupRows(Preemption):
                 return False
             del victims[index]
             self._log.add("preempted", victim.seq_id, "recompute", 1)
-            self._drop(victim)
-            self.num_preemptions += 1
+            self._preemption.drop(victim)
+            self._preemption.num_preemptions += 1
             return True
         return False
 
@@ -189,13 +198,14 @@ class GroupRows(Preemption):
         step.num_seqs -= num_seqs
         if not step.has_key:
             step.batch_key, step.has_key = group.batch_key, True
-        self._in_flight.add(group.arrival)
+        self._queues.in_flight.add(group.arrival)
 
-    def _note_admission(self, group: SequenceGroup) -> None:
+    def note_admission(self, group: SequenceGroup) -> None:
+        """Puts it into the log that a group was let in."""
         num_tokens = max(sequence.num_tokens for sequence in group.sequences)
         self._log.add_for_group("admitted", group, len(group.sequences), num_tokens)
 
-    def _begin(self, sequence: Sequence) -> None:
+    def begin(self, sequence: Sequence) -> None:
         """Gives a sequence without computed tokens what a sibling or the prefix cache already holds of it."""
         if sequence.num_computed_tokens:
             return

@@ -7,29 +7,30 @@ from collections.abc import Callable, Iterable
 from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
-from hf_paged.core.policy import Policy
 from hf_paged.core.queues import Queues
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.step import Step
 
 
-class Preemption(Queues):
+class Preemption:
     """Groups that give their blocks up, whole: swapped to CPU memory, or dropped to be computed again.
-
-    Args:
-        manager: The block tables.
-        prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
-        policy: Who makes room.
 
     Attributes:
         num_preemptions: Sequences preempted.
         num_swapped_out: Those of them that were swapped.
     """
 
-    def __init__(
-        self, manager: BlockManager, prefers_swap: Callable[[SequenceGroup], bool], policy: Policy | None = None
-    ) -> None:
-        super().__init__(manager, policy)
+    def __init__(self, manager: BlockManager, queues: Queues, prefers_swap: Callable[[SequenceGroup], bool]) -> None:
+        """Takes blocks from groups in `queues`.
+
+        Args:
+            manager: The block tables.
+            queues: The groups, and the policy that says who makes room.
+            prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
+        """
+        self._manager = manager
+        self._queues = queues
+        self._log = manager.log
         self._prefers_swap = prefers_swap
         self.num_preemptions = 0
         self.num_swapped_out = 0
@@ -62,7 +63,7 @@ class Preemption(Queues):
             error.group, error.swap_outs = group, swap_outs
             raise
         group.status = SequenceStatus.RUNNING
-        self._file(group)
+        self._queues.file(group)
         return BlockMoves(swap_outs=swap_outs, swap_ins=swap_ins)
 
     def preempt_all(self) -> int:
@@ -71,24 +72,22 @@ class Preemption(Queues):
         Returns:
             How many sequences can't be dropped; then nothing has changed.
         """
-        holders = [group for group in self._groups.values() if group.status is not SequenceStatus.WAITING]
+        holders = [group for group in self._queues.groups if group.status is not SequenceStatus.WAITING]
         fixed = sum(
             len(group.sequences)
             for group in holders
-            if group.num_pins or group.arrival in self._in_flight or not group.is_recomputable or group.has_placeholders
+            if group.num_pins or self._queues.is_in_flight(group) or not group.is_recomputable or group.has_placeholders
         )
         if not fixed:
             for group in holders:
                 self.preempt(group, allow_swap=False)
         return fixed
 
-    def _preempt_for(self, group: SequenceGroup, step: Step) -> bool:
+    def preempt_for(self, group: SequenceGroup, step: Step) -> bool:
         """Preempts one group so that another can run: an idle one, else the newest that is newer (if forced: any)."""
+        order = self._queues.policy.order
         victim = self._victim(
-            lambda other: (
-                other is not group
-                and (step.forced or other.is_idle or self._policy.order(other) > self._policy.order(group))
-            )
+            lambda other: other is not group and (step.forced or other.is_idle or order(other) > order(group))
         )
         if victim is None:
             return False
@@ -98,7 +97,7 @@ class Preemption(Queues):
         step.moves.swap_outs.extend(self.preempt(victim))
         return True
 
-    def _has_room(self, step: Step, num_blocks: int) -> bool:
+    def has_room(self, step: Step, num_blocks: int) -> bool:
         """Whether so many blocks are free, or become free by preempting idle groups."""
         while num_blocks > self._manager.pool.num_free:
             victim = None if step.moves.swap_ins else self._victim(lambda group: group.is_idle)
@@ -111,13 +110,13 @@ class Preemption(Queues):
         """Which of the groups that can give up their blocks, and `may_go`, does."""
         candidates = [
             group
-            for group in self._resident.values()
+            for group in self._queues.resident.values()
             if not group.num_pins
-            and group.arrival not in self._in_flight
+            and group.arrival not in self._queues.in_flight
             and may_go(group)
             and (group.is_recomputable or self._can_swap(group))
         ]
-        return self._policy.victim(candidates)
+        return self._queues.policy.victim(candidates)
 
     def _can_swap(self, group: SequenceGroup) -> bool:
         return self._manager.swap.has_room([sequence.seq_id for sequence in group.sequences])
@@ -136,15 +135,16 @@ class Preemption(Queues):
             group.status = SequenceStatus.SWAPPED
             self._log.add_for_group("preempted", group, "swap", len(group.sequences))
             swap_outs = self._manager.swap.move_out([sequence.seq_id for sequence in group.sequences])
-            self._file(group)
+            self._queues.file(group)
             return swap_outs
         self._log.add_for_group("preempted", group, "recompute", len(group.sequences))
         for sequence in group.sequences:
-            self._drop(sequence)
+            self.drop(sequence)
         group.status = SequenceStatus.WAITING
-        self._file(group)
+        self._queues.file(group)
         return []
 
-    def _drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
+        """Gives up what the pool has of a sequence, to be computed again."""
         self._manager.evict(sequence.seq_id)
         sequence.num_computed_tokens = 0

@@ -169,7 +169,7 @@ class RecordingScheduler(Scheduler):
 
     def _touched(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> list[SequenceGroup]:
         if name in DECIDING:
-            return list(self._groups.values())
+            return list(self.queues.groups)
         found = [*args, *options.values()]
         found += [item for value in found if isinstance(value, list) for item in value]
         groups = [value.group if isinstance(value, Sequence) else value for value in found]
@@ -213,7 +213,7 @@ class RecordingScheduler(Scheduler):
         for number, known in self._owners.items():
             if known is owner:
                 return number
-        self._owners = {n: o for n, o in self._owners.items() if any(g.owner is o for g in self._groups.values())}
+        self._owners = {n: o for n, o in self._owners.items() if any(g.owner is o for g in self.queues.groups)}
         self._num_owners += 1
         self._owners[self._num_owners] = owner
         return self._num_owners

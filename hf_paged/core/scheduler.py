@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
 from hf_paged.core.admission import Admission
@@ -10,12 +10,16 @@ from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.block_table import Offer
 from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.group_rows import GroupRows
 from hf_paged.core.policy import Policy
+from hf_paged.core.preemption import Preemption
+from hf_paged.core.queues import Queues
+from hf_paged.core.running import Running
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.step import Step
 
 
-class Scheduler(Admission):
+class Scheduler:
     """A token budget a step for decode and chunked prefill together; the policy's order, first come, first served.
 
     Running groups come first (decodes before prefill chunks), then swapped ones, then waiting ones. Admission is
@@ -31,6 +35,11 @@ class Scheduler(Admission):
         max_num_seqs: Sequences a step.
         prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
         policy: Order, admission, choice of blocks, victim; `FCFS` by default.
+
+    Attributes:
+        queues: The groups, by what they wait for.
+        preemption: Who makes room, and how many have.
+        admission: Who is let in.
     """
 
     def __init__(
@@ -41,14 +50,43 @@ class Scheduler(Admission):
         prefers_swap: Callable[[SequenceGroup], bool] = lambda group: False,
         policy: Policy | None = None,
     ) -> None:
-        super().__init__(manager, max_num_batched_tokens, prefers_swap, policy)
+        self._manager = manager
+        self._log = manager.log
         if policy is not None:
             manager.choose = policy.blocks
+        self.queues = Queues(manager, policy)
+        self.preemption = Preemption(manager, self.queues, prefers_swap)
+        self._rows = GroupRows(manager, self.queues, self.preemption)
+        self.admission = Admission(manager, self.queues, self.preemption, self._rows, max_num_batched_tokens)
+        self._running = Running(manager, self.queues, self._rows)
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._num_sequences = 0
         self._steps: dict[int, list[Chunk]] = {}  # that are in flight, by number
         self._num_steps = 0
         self._next_key: tuple[Hashable] | None = None
+
+    # Of its parts, what changes anything: a recording is of the scheduler's calls
+
+    def wake(self, group: SequenceGroup) -> None:
+        """See `Queues`."""
+        self.queues.wake(group)
+
+    def renew(self, group: SequenceGroup) -> None:
+        """See `Queues`."""
+        self.queues.renew(group)
+
+    def make_room(self, num_blocks: int, protected: Iterable[SequenceGroup]) -> list[tuple[int, int]]:
+        """See `Preemption`."""
+        return self.preemption.make_room(num_blocks, protected)
+
+    def swap_in_now(self, group: SequenceGroup) -> BlockMoves:
+        """See `Preemption`."""
+        return self.preemption.swap_in_now(group)
+
+    def preempt_all(self) -> int:
+        """See `Preemption`."""
+        return self.preemption.preempt_all()
 
     # A sequence's life
 
@@ -56,8 +94,8 @@ class Scheduler(Admission):
         self, priority: int = 0, batch_key: Hashable = None, owner: object = None, request_id: str | None = None
     ) -> SequenceGroup:
         """An empty group, the newest."""
-        self._num_arrivals += 1
-        return SequenceGroup(self._num_arrivals, priority, batch_key=batch_key, owner=owner, request_id=request_id)
+        arrival = self.queues.next_arrival()
+        return SequenceGroup(arrival, priority, batch_key=batch_key, owner=owner, request_id=request_id)
 
     def new_sequence(self, group: SequenceGroup | None = None) -> Sequence:
         """An empty sequence, in a group of its own if none is given."""
@@ -67,7 +105,7 @@ class Scheduler(Admission):
         self._log.enter(self._num_sequences, group)
         sequence = Sequence(self._num_sequences, group)
         group.sequences.append(sequence)
-        self._groups[group.arrival] = group
+        self.queues.live[group.arrival] = group
         return sequence
 
     def fork(self, parent: Sequence, group: SequenceGroup | None = None) -> Sequence:
@@ -86,8 +124,8 @@ class Scheduler(Admission):
         group.sequences.append(child)
         if group is not parent.group:
             group.status, group.is_idle = parent.group.status, parent.group.is_idle
-        self._groups[group.arrival] = group
-        self._file(group)
+        self.queues.live[group.arrival] = group
+        self.queues.file(group)
         return child
 
     def free(self, sequence: Sequence, reason: str | None = None) -> None:
@@ -102,9 +140,9 @@ class Scheduler(Admission):
         group = sequence.group
         group.sequences.remove(sequence)
         if not group.sequences:
-            self._groups.pop(group.arrival, None)
+            self.queues.live.pop(group.arrival, None)
             self._log.add_for_group("finished", group, reason)
-        self._file(group)
+        self.queues.file(group)
 
     def crop(self, sequence: Sequence, num_tokens: int) -> None:
         """Cuts a sequence to its first `num_tokens` tokens.
@@ -131,11 +169,11 @@ class Scheduler(Admission):
                 if self._manager.can_crop(sequence.seq_id, num_tokens):
                     self._manager.crop(sequence.seq_id, num_tokens)
                 else:
-                    self._drop(sequence)
+                    self.preemption.drop(sequence)
             self._manager.forget_hashes(sequence.seq_id, num_tokens)
         else:
             self._manager.restart(sequence.seq_id)
-        self._file(sequence.group)
+        self.queues.file(sequence.group)
 
     def can_crop(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether what the sequence needs behind its first `num_tokens` tokens is there, or can be computed again."""
@@ -172,7 +210,7 @@ class Scheduler(Admission):
         sequence.num_tokens += 1
         sequence.placeholder = placeholder
         sequence.logits_from = sequence.num_tokens - 1
-        self.wake(sequence.group)
+        self.queues.wake(sequence.group)
 
     def resolve_token(self, sequence: Sequence, token_id: int) -> None:
         """Which token the first placeholder is. Its keys may be computed already."""
@@ -202,19 +240,19 @@ class Scheduler(Admission):
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
         step = Step(budget, self._max_num_seqs, only, forced)
-        num_preemptions, num_stalls = self.num_preemptions, self.num_admission_stalls
+        num_preemptions, num_stalls = self.preemption.num_preemptions, self.admission.num_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True
         if forced:
-            self._force(step)
+            self.admission.force(step)
             step.forced = False  # a group that finds room may not take it from an older one
         self._run_queues(step)
         if not step.chunks and step.has_key:
             step.has_key = False
             self._run_queues(step)
         self._next_key = step.skipped_key
-        num_preempted = self.num_preemptions - num_preemptions
-        is_stalled = self.num_admission_stalls > num_stalls
+        num_preempted = self.preemption.num_preemptions - num_preemptions
+        is_stalled = self.admission.num_stalls > num_stalls
         if not step.chunks:
             return Batch(swap_outs=step.moves.swap_outs, num_preempted=num_preempted, is_stalled=is_stalled)
         return self._lay_out(step.chunks, step.moves, step.batch_key, num_preempted, is_stalled)
@@ -231,23 +269,24 @@ class Scheduler(Admission):
             OutOfBlocksError: They don't fit with everything else preempted. Nothing is in flight, but its `swap_outs`
                 are to be executed.
         """
-        num_preemptions, groups = self.num_preemptions, [sequence.group for sequence in sequences]
+        num_preemptions, groups = self.preemption.num_preemptions, [sequence.group for sequence in sequences]
         for sequence in sequences:
             self.slide(sequence)
         requests = [(sequence, sequence.num_uncomputed_tokens) for sequence in sequences]
         need = self._manager.append_need([(sequence.seq_id, num_tokens) for sequence, num_tokens in requests])
-        moves = BlockMoves(swap_outs=self.make_room(need, groups))
+        moves = BlockMoves(swap_outs=self.preemption.make_room(need, groups))
         try:
-            self._append(requests, moves)
+            self._rows.append(requests, moves)
         except OutOfBlocksError as error:
             error.swap_outs = moves.swap_outs
             raise
         for group in groups:
-            self._in_flight.add(group.arrival)
+            self.queues.in_flight.add(group.arrival)
             group.status = SequenceStatus.RUNNING
-            self._file(group)
+            self.queues.file(group)
         chunks = [(sequence, sequence.num_computed_tokens, num_tokens) for sequence, num_tokens in requests]
-        return self._lay_out(chunks, moves, groups[0].batch_key, self.num_preemptions - num_preemptions, False)
+        num_preempted = self.preemption.num_preemptions - num_preemptions
+        return self._lay_out(chunks, moves, groups[0].batch_key, num_preempted, False)
 
     def _lay_out(
         self, chunks: list[Chunk], moves: BlockMoves, batch_key: Hashable, num_preempted: int, is_stalled: bool
@@ -267,64 +306,8 @@ class Scheduler(Admission):
         )
 
     def _run_queues(self, step: Step) -> None:
-        self._schedule_running(step)
-        if not step.is_short and not step.is_full:
-            self._swap_in(step)
-            if not self._head(self._swapped, self._swapped_heap):
-                self._admit(step)
-
-    def _schedule_running(self, step: Step) -> None:
-        if not self._ready_is_sorted:
-            self._ready = dict(sorted(self._ready.items(), key=lambda item: self._policy.order(item[1])))
-            self._ready_is_sorted = True
-        prefills: list[SequenceGroup] = []
-        parked: list[int] = []
-        in_flight, append_in_place, is_open = self._in_flight, self._manager.append_in_place, step.is_open
-        for arrival, group in list(self._ready.items()):
-            if arrival in in_flight or arrival not in self._ready:  # not there: preempted for an older one
-                continue
-            sequences = group.sequences
-            if len(sequences) == 1:
-                sequence = sequences[0]
-                computed = sequence.num_computed_tokens
-                longest = sequence.num_tokens - computed if sequence.is_wanted else 0
-                if (
-                    longest == 1
-                    and is_open
-                    and step.budget > 0 < step.num_seqs
-                    and group.batch_key == step.batch_key
-                    and not group.is_split
-                    and append_in_place(sequence.seq_id)
-                ):
-                    # The usual decode, by the shortest way: one token more in a block that has room.
-                    step.chunks.append((sequence, computed, 1))
-                    step.budget -= 1
-                    step.num_seqs -= 1
-                    in_flight.add(arrival)
-                    continue
-            else:
-                longest = max(
-                    [s.num_tokens - s.num_computed_tokens if s.is_wanted else 0 for s in sequences], default=0
-                )
-            if longest == 0:
-                parked.append(arrival)
-            elif not step.admits(group):
-                continue
-            elif longest > 1:
-                prefills.append(group)
-            elif step.budget == 0 or step.num_seqs == 0 or step.needs_tokens:
-                break
-            else:
-                self._run_group(step, group)
-                is_open = step.is_open
-        for arrival in parked:
-            self._ready.pop(arrival, None)  # an idle one may have been preempted meanwhile
-        for group in prefills:
-            if step.is_full or step.needs_tokens:
-                break
-            # Asked again, because only what ran before it may have given the step its key.
-            if group.arrival in self._ready and step.admits(group):
-                self._run_group(step, group)
+        self._running.run(step)
+        self.admission.run(step)
 
     # After a step
 
@@ -344,7 +327,7 @@ class Scheduler(Admission):
         Returns:
             What is to be checked, for `settle`.
         """
-        block_size, in_flight = self._manager.block_size, self._in_flight
+        block_size, in_flight = self._manager.block_size, self.queues.in_flight
         slides_at = self._manager.slides_at
         offers: list[Offer] = []
         chunks = self._take(batch)
@@ -366,13 +349,13 @@ class Scheduler(Admission):
                 end = start + num_tokens
                 if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_recomputable:
                     self._manager.slide(sequence.seq_id, end)
-        self._offered.update(offer.block_hash for offer in offers)
+        self.admission.offered.update(offer.block_hash for offer in offers)
         return offers
 
     def settle(self, offers: list[Offer], is_finite: list[bool]) -> None:
         """Shares blocks of a step, now that they are checked; no block of a sequence one of whose is not finite."""
         spoiled = {offer.seq_id for offer, is_sound in zip(offers, is_finite, strict=True) if not is_sound}
-        self._offered.difference_update(offer.block_hash for offer in offers)
+        self.admission.offered.difference_update(offer.block_hash for offer in offers)
         self._manager.prefix.publish(offer for offer in offers if offer.seq_id not in spoiled)
         if spoiled:
             self._manager.prefix.withdraw([offer for offer in offers if offer.seq_id in spoiled])
@@ -388,10 +371,10 @@ class Scheduler(Admission):
             if self._manager.can_crop(sequence.seq_id, start):
                 self._manager.crop(sequence.seq_id, start)
             else:
-                self._drop(sequence)
-            self._in_flight.discard(sequence.group.arrival)
+                self.preemption.drop(sequence)
+            self.queues.in_flight.discard(sequence.group.arrival)
         for group in {sequence.group.arrival: sequence.group for sequence, _, _ in chunks}.values():
-            self._file(group)
+            self.queues.file(group)
 
     def _take(self, batch: Batch) -> list[Chunk]:
         """What ran in a step that is over."""

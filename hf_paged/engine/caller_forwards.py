@@ -19,6 +19,7 @@ from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.forward_request import ForwardRequest
+from hf_paged.engine.remote_rows import not_shared_out
 from hf_paged.engine.row_store import RowStore
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS, StateOutput
@@ -96,9 +97,14 @@ class CallerForwards:
                         "position ids, in evaluation mode: other calls need a cache of transformers' own as "
                         "past_key_values"
                     )
+                is_packed = padding is not None and self.is_batched() and not sees_padding(call, padding, width)
+                if self._core.ranks is not None and not is_packed:
+                    raise not_shared_out(
+                        "a forward whose padding can be seen (hidden states, hooks on inner modules, masks with holes)"
+                    )
                 if padding is None:
                     output = self._forward_padded(cache, call, active if is_partial else None)
-                elif not self.is_batched() or sees_padding(call, padding, width):
+                elif not is_packed:
                     output = self._forward_called(cache, call, active, padding)
                 else:
                     output = self._forward_packed(cache, call, active, padding)
@@ -167,7 +173,7 @@ class CallerForwards:
         """A step in the caller's shape, since its padding is seen; on its thread, where hooks of its own may look."""
         packed = self._pack(cache, call, active, padding)
         sequences, width = packed.sequences, packed.width + packed.length
-        with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
+        with self._store.residency.holding(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             with self._core.transaction():
                 self._extend(cache, packed)
                 limit = self._core.traits.regime_length
@@ -175,7 +181,7 @@ class CallerForwards:
                     for sequence in sequences:
                         sequence.is_stale = True
                 rows = [row for row, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]
-                batch = self._store.schedule_together([sequences[row] for row in rows])
+                batch = self._store.residency.schedule_together([sequences[row] for row in rows])
             called = CalledForward(call.arguments(), call.twin, rows, len(sequences), width, packed.length)
             output: ModelOutput = self._core.executor.launch(batch, called)
             self._core.worker.loop.settle()
@@ -192,7 +198,7 @@ class CallerForwards:
     def _forward_padded(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
         """The model's own padded forward, by itself; `cache.update` stores and gathers."""
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
-        with self._store.resident(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
+        with self._store.residency.holding(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
             cache.select_active(active)
             output: ModelOutput = self._core.bound.run_unpatched(

@@ -21,7 +21,9 @@ from hf_paged.core.sequence import Sequence
 from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
+from hf_paged.engine.follower import Follower
 from hf_paged.engine.kv_pool import KVPool, StateNeeds
+from hf_paged.engine.leader import Leader
 from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
@@ -32,6 +34,7 @@ from hf_paged.model.runner import ModelRunner
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsVersion
+from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.stop_strings import StopStringTables
 
 # The request whose loop this thread runs, and the engine that it was submitted to.
@@ -54,6 +57,7 @@ class EngineCore:
         worker: Finds a thread for them.
         stop_strings: Tables of vocabularies.
         runs: Calls whose rows the engine samples.
+        ranks: This rank's end of what several do together; `None`: the model is whole.
         num_generated_tokens: Of calls that are over.
     """
 
@@ -96,6 +100,7 @@ class EngineCore:
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
         )
         self.executor = StepExecutor(self.pool, bound, self.runner)
+        self.ranks: Leader | Follower | None = None
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
         self._posted: deque[Callable[[], None]] = deque()
@@ -188,7 +193,7 @@ class EngineCore:
     def num_running(self) -> int:
         """Sequences with keys and values in the pool."""
         with self.transaction():
-            return self.scheduler.num_running if self.pool.is_made else 0
+            return self.scheduler.queues.num_running if self.pool.is_made else 0
 
     def count_generated(self, num_tokens: int) -> None:
         """Books tokens that a call handed out. The pool's lock is held."""
@@ -204,12 +209,12 @@ class EngineCore:
         return EngineStats(
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free,
-            num_running=scheduler.num_running,
+            num_running=scheduler.queues.num_running,
             num_waiting=num_waiting,
-            num_swapped=scheduler.num_swapped,
-            num_preemptions=scheduler.num_preemptions,
-            num_swapped_out=scheduler.num_swapped_out,
-            num_admission_stalls=scheduler.num_admission_stalls,
+            num_swapped=scheduler.queues.num_swapped,
+            num_preemptions=scheduler.preemption.num_preemptions,
+            num_swapped_out=scheduler.preemption.num_swapped_out,
+            num_admission_stalls=scheduler.admission.num_stalls,
             num_cow_copies=manager.num_cow_copies,
             prefix_cache_hit_tokens=manager.prefix.hit_tokens,
             prefix_cache_query_tokens=manager.prefix.query_tokens,
@@ -237,8 +242,20 @@ class EngineCore:
         """See `Engine.release`."""
         with self.worker.loop.exclusive(), self.transaction():
             self.pool.release()
+            if isinstance(self.ranks, Leader):
+                self.ranks.release()
             self.weights_version.forget()
             self.runner.graphs.forget()
+
+    def join(self, channel: Channel) -> None:
+        """Becomes one of several ranks, whose pools are of one size."""
+        self.pool.limit(min(channel.gather(self.pool.num_blocks)))
+        if channel.is_first:
+            self.ranks = self.executor.leader = leader = Leader(channel)
+            self.pool.tell = leader.copies
+            leader.on_fault(self.worker.loop.fail_soon)
+        else:
+            self.ranks = Follower(channel, self.pool, self.bound, self.runner, self.weights_version.key)
 
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""

@@ -11,12 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_paged.core.config import PagedConfig
+from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
 from hf_paged.engine import lifetime
 from hf_paged.engine.caller_forwards import CallerForwards
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.follower import Follower, only_on_first
+from hf_paged.engine.leader import Leader
+from hf_paged.engine.remote_rows import RemoteRows
 from hf_paged.engine.request import Request, RequestOutput
 from hf_paged.engine.request_threads import RequestThreads
 from hf_paged.engine.room import Room
@@ -25,7 +29,9 @@ from hf_paged.engine.snapshot import Snapshot
 from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
 from hf_paged.model.traits import ModelTraits
+from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.controls import SamplingControls
+from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 
 
@@ -46,7 +52,7 @@ class Engine:
     """
 
     core: EngineCore
-    store: RowStore
+    store: RowStore | RemoteRows
     forwards: CallerForwards
     calls: Calls
 
@@ -56,21 +62,48 @@ class Engine:
         config: PagedConfig,
         forward: Callable[..., Any],
         traits: ModelTraits,
+        channel: Channel | None = None,
     ) -> None:
-        """Binds to a model; see `EngineCore`."""
+        """Binds to a model; see `EngineCore`. `channel`: to the other processes that it is shared out to."""
         self.config = config
         self.traits = traits
         self._forward = forward
         self._start(model)
+        if channel is not None:
+            self.core.join(channel)
+            if not channel.is_first:
+                self.store = RemoteRows(self.traits)
         lifetime.watch(self)
+
+    @property
+    def ranks(self) -> Leader | Follower | None:
+        """This rank's end of what several do together; `None`: the model is whole."""
+        return self.core.ranks
+
+    def _ask_first(self, name: str) -> None:
+        if isinstance(self.ranks, Follower):
+            raise only_on_first(name)
+
+    @deferred_interrupt()
+    def follow(self) -> None:
+        """On every rank but 0: serves rank 0's steps until it ends (its program, or `unpatch`). Rank 0 runs an app.
+
+        Raises:
+            RuntimeError: This is rank 0, or the model is not shared out between processes.
+            RankError: A rank is gone, or could not go on.
+        """
+        if not isinstance(self.ranks, Follower):
+            what = "this is rank 0" if self.ranks is not None else "the model is not shared out between processes"
+            raise RuntimeError(f"follow() serves the steps of rank 0 on the other ranks of a model (tp_plan); {what}")
+        self.ranks.follow()
 
     def _start(self, model: PreTrainedModel) -> None:
         self.core = core = EngineCore(model, self.config, self._forward, self.traits)
         self._threads = RequestThreads(self.config.max_num_seqs)
         self._room = Room(core, self._threads)
-        self.store = RowStore(core)
-        self.forwards = CallerForwards(core, self.store)
-        self.calls = Calls(core, self.store, self._room)
+        self.store = store = RowStore(core)
+        self.forwards = CallerForwards(core, store)
+        self.calls = Calls(core, store, self._room)
         self._submissions = Submissions(core, self.calls, self._room, self._threads)
 
     # Requests
@@ -92,6 +125,7 @@ class Engine:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
+        grammar: Grammar | None = None,
         **generate_kwargs: Any,
     ) -> Request:
         """Queues one prompt and returns at once.
@@ -115,6 +149,8 @@ class Engine:
             presence_penalty: Taken off the logit of each token that was generated before.
             frequency_penalty: The same, as often as it was. Both before temperature and the like.
             logit_bias: Added to logits, by token id; as early.
+            grammar: What the text is to follow, of a `GrammarCompiler`: tokens that it forbids are masked before all of
+                these (not of beams, assisted decoding and processors of your own). The text ends with it.
             **generate_kwargs: Everything else that `generate()` takes (`pixel_values` and other inputs of the prompt,
                 too), but `streamer` (iterate the request instead), `inputs_embeds`, and per-step outputs.
 
@@ -127,7 +163,7 @@ class Engine:
         """
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
         of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
-        controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias)
+        controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar)
         return self._submissions.submit(
             input_ids, generation_config, request_id, priority, cache_salt, wanted, of_prompt, generate_kwargs, controls
         )
@@ -209,7 +245,8 @@ class Engine:
 
     @deferred_interrupt()
     def stats(self) -> EngineStats:
-        """A snapshot of the gauges and counters."""
+        """A snapshot of the gauges and counters. On rank 0 of several."""
+        self._ask_first("stats")
         with self.core.transaction():
             return self.core.stats(self.num_waiting)
 
@@ -258,6 +295,7 @@ class Engine:
             Ref counts are the sum of all events so far: plus one for each block in "allocated", "shared", "prefix_hit",
             "swapped_in" and a copy's `destination`; minus one in "freed", "swapped_out" and a copy's `source`.
         """
+        self._ask_first("snapshot")
         core = self.core
         with core.transaction():
             picture = Snapshot.take(core.pool, since, is_paused=self.is_paused, num_steps=core.executor.num_steps)
@@ -279,7 +317,7 @@ class Engine:
         Needed after changes that leave no trace: weights written through `.data`, and others that `WeightsVersion`
         names.
         """
-        return self.core.reset_prefix_cache()
+        return 0 if isinstance(self.ranks, Follower) else self.core.reset_prefix_cache()
 
     @deferred_interrupt()
     def release(self) -> None:
@@ -288,7 +326,8 @@ class Engine:
         Raises:
             ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
-        self.core.release()
+        if not isinstance(self.ranks, Follower):  # rank 0 says when
+            self.core.release()
 
     @deferred_interrupt()
     def warm_up(self) -> WarmUp:
@@ -309,6 +348,8 @@ class Engine:
             ValueError: `cuda_graphs=True`, and there can be none here.
         """
         core = self.core
+        if self.ranks is not None:
+            raise UnsupportedCallError("warm_up() is not supported over several processes (tp_plan)")
         core.check_outside()
         with core.transaction():
             core.weights_version.key()  # weights and code as they are now: what is recorded of others is recorded again
@@ -333,11 +374,13 @@ class Engine:
         Inside a step (in a hook of an inner module) it returns at once, and holds from the next step on. The pause also
         ends with `unpatch`, in a forked child, and with the main thread, so that the interpreter can.
         """
+        self._ask_first("pause")
         self.core.worker.pause.begin()
 
     @deferred_interrupt()
     def resume(self) -> None:
         """Lets the steps run again. Without a pause, nothing happens."""
+        self._ask_first("resume")
         self.core.worker.pause.end()
 
     @deferred_interrupt()
@@ -354,6 +397,7 @@ class Engine:
         Raises:
             RuntimeError: The engine is not paused, or this thread is inside a step (in a hook of an inner module).
         """
+        self._ask_first("step")
         self.core.check_outside()
         return self.core.worker.pause.step(lambda: self._submissions.is_starting)
 
@@ -368,7 +412,11 @@ class Engine:
     def close(self) -> None:
         """Ends everything that runs, and the worker's thread. What comes later starts anew."""
         self._submissions.cancel_all()
+        if isinstance(self.ranks, Follower):
+            self.ranks.part()
         self.core.close()
+        if isinstance(self.ranks, Leader):
+            self.ranks.part()
 
     def freeze(self) -> None:
         """At the interpreter's end: no step runs any more."""

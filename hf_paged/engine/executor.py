@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from hf_paged.core.block_table import Offer
 from hf_paged.core.event_log import StepRows
 from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.leader import Leader
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
@@ -104,6 +106,7 @@ class StepExecutor:
     Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
 
     Attributes:
+        leader: Where the model is shared out between ranks: tells the others of each step.
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
@@ -119,6 +122,7 @@ class StepExecutor:
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
         self.consumers: dict[int, tuple[LogitsConsumer, int]] = {}
+        self.leader: Leader | None = None
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.is_handing_out = False
@@ -164,19 +168,24 @@ class StepExecutor:
         try:
             device = self._model.placement[1]
             with on_steps_stream(device), autocasting(batch.batch_key):
-                attention = pool.execute_moves(batch)
+                embeddings = self._embeddings(batch)
+                tell = None if self.leader is None else partial(self.leader.step, batch, embeddings=embeddings)
+                attention = pool.execute_moves(batch, tell)
                 timer = DeviceTimer(device)
                 if called is None:
-                    output = self._runner.run(batch, attention, self._embeddings(batch), self._chosen_before(batch))
+                    output = self._runner.run(batch, attention, embeddings, self._chosen_before(batch))
                 else:
                     output = self._runner.padded.run_called(batch, attention, called)
-        except BaseException:
+        except BaseException as error:
+            if self.leader is not None:  # the others are in the midst of what this rank has left
+                self.leader.fail(f"rank 0: {type(error).__name__}: {error}")
             with pool.lock:
                 pool.scheduler.undo(batch)
             raise
         with pool.lock, on_steps_stream(device):
-            rows = StepRows.of(pool.scheduler.chunks(batch))
-            offers = pool.scheduler.update(batch, is_checked=False)
+            scheduler = pool.scheduler
+            rows = StepRows.of(scheduler.chunks(batch))
+            offers = scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)
             parts = self._deliver(batch, output) if called is None else []
@@ -327,8 +336,8 @@ class StepExecutor:
             num_prefill_tokens=rows.num_tokens - rows.num_decode,
             seconds=seconds,
             chunks=rows.columns,
-            num_waiting=scheduler.num_waiting,
-            num_swapped=scheduler.num_to_swap_in,
+            num_waiting=scheduler.queues.num_waiting,
+            num_swapped=scheduler.queues.num_to_swap_in,
             is_stalled=is_stalled,
             num_free_blocks=self._pool.manager.pool.num_free,
         )

@@ -6,8 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from hf_paged.core.recorder import RecordingScheduler, new_file
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.core.state_blocks import StateBlockManager
+from hf_paged.core.step_message import COPIES, Copy
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.memory.spec import StateSpec
@@ -94,7 +96,8 @@ class KVPool:
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
         self.log = EventLog(now=time.time)
-        self._pending: deque[Callable[[PoolAttention], None]] = deque()
+        self._pending: deque[Copy] = deque()
+        self.tell: Callable[[list[Copy]], None] | None = None  # told of copies before they are made
         self._placement = placement
         self._find_size = find_size
         self._manager: BlockManager | None = None
@@ -114,6 +117,15 @@ class KVPool:
     @cached_property
     def _size(self) -> PoolSize:
         return self._find_size()
+
+    def limit(self, num_blocks: int) -> None:
+        """At its first use it takes no more blocks than these."""
+        self._size = replace(self._size, num_blocks=min(num_blocks, self._size.num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it has, or (before the first use) will have."""
+        return self._size.num_blocks
 
     @property
     def kv_device(self) -> torch.device:
@@ -186,43 +198,55 @@ class KVPool:
         num_blocks = self.manager.swap.need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_moves(self, moves: BlockMoves) -> PoolAttention:
-        """Swaps, copies and clears blocks before a step; returns what it is to run over."""
-        self._queue_swap_outs(moves.swap_outs)
-        if moves.swap_ins:
-            self._pending.append(lambda own: own.kv_cache.swap_in(moves.swap_ins))
-        if moves.block_copies:
-            self._pending.append(lambda own: own.copy_blocks(moves.block_copies))
-        if moves.new_blocks:
-            self._pending.append(lambda own: own.zero_blocks(moves.new_blocks))
-        attention = self.flush_copies()
+    def execute_moves(self, moves: BlockMoves, tell: Callable[[list[Copy]], None] | None = None) -> PoolAttention:
+        """Swaps, copies and clears blocks before a step; returns what it is to run over.
+
+        Args:
+            moves: What is to be done.
+            tell: Told of it before, in place of the pool's own `tell`; also where there is nothing to be done.
+        """
+        self._pending += [(name, blocks) for name in COPIES if (blocks := getattr(moves, name))]
+        attention = self.flush_copies(tell)
         for num_blocks, seconds in attention.kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
         return attention
 
     def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         """Moves blocks `(device, CPU)`."""
-        self._queue_swap_outs(pairs)
-        self.flush_copies()
+        self.execute([("swap_outs", pairs)])
 
-    def _queue_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            assert self.manager.swap_pool is not None
-            size = self.manager.swap_pool.num_blocks
-            self._pending.append(lambda own: own.kv_cache.swap_out(pairs, size))
+    def execute(self, copies: list[Copy]) -> PoolAttention:
+        """Makes these copies behind those that wait; returns what a step is to run over."""
+        self._pending += [copy for copy in copies if copy[1]]
+        return self.flush_copies()
 
-    def flush_copies(self) -> PoolAttention:
+    def flush_copies(self, tell: Callable[[list[Copy]], None] | None = None) -> PoolAttention:
         """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
 
         What raises (out of memory, say) stays to be done: the tables name the new places already.
         """
         attention = self.attention
+        if tell is not None:
+            tell(list(self._pending))
+        elif self.tell is not None and self._pending:
+            self.tell(list(self._pending))
         if self._pending:
             with on_steps_stream(attention.kv_cache.tensor.device):
                 while self._pending:
-                    self._pending[0](attention)
+                    self._copy(attention, *self._pending[0])
                     self._pending.popleft()
         return attention
+
+    def _copy(self, attention: PoolAttention, name: str, blocks: Any) -> None:
+        if name == "swap_outs":
+            assert self.manager.swap_pool is not None
+            attention.kv_cache.swap_out(blocks, self.manager.swap_pool.num_blocks)
+        elif name == "swap_ins":
+            attention.kv_cache.swap_in(blocks)
+        elif name == "block_copies":
+            attention.copy_blocks(blocks)
+        else:
+            attention.zero_blocks(blocks)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -296,6 +320,11 @@ class KVPool:
                     "reset() or drop those caches first"
                 )
             self.scheduler.reset_prefix_cache()
+            self.drop()
+
+    def drop(self) -> None:
+        """Gives the tensor back, whatever is in it."""
+        with self.lock:
             self._pending.clear()
             self._attention = None
 

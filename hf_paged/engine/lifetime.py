@@ -33,6 +33,21 @@ def watch(engine: Lasting) -> None:
     _watch_forks()
 
 
+# What is done at the interpreter's end when no step runs any more, engines that are dropped before it or not.
+_FAREWELLS: list[Callable[[], None]] = []
+
+
+def at_end(farewell: Callable[[], None]) -> None:
+    """Has something done at the interpreter's end, when no step runs any more."""
+    _FAREWELLS.append(farewell)
+
+
+def never_mind(farewell: Callable[[], None]) -> None:
+    """Takes `at_end` back."""
+    if farewell in _FAREWELLS:
+        _FAREWELLS.remove(farewell)
+
+
 class _Threads:
     """Our own threads, which are daemons: the interpreter's end stops each where it next runs Python code.
 
@@ -93,6 +108,7 @@ def _before_fork() -> None:
 def _after_fork_in_child() -> None:
     _FORK.locks.close()
     _THREADS.at_work.clear()  # they are the parent's
+    _FAREWELLS.clear()
     for engine in list(_ENGINES):
         engine.start_anew()
 
@@ -101,6 +117,8 @@ def at_exit() -> None:
     """No step runs any more."""
     for engine in list(_ENGINES):
         engine.freeze()
+    for farewell in list(_FAREWELLS):
+        farewell()
     _THREADS.rest()
 
 

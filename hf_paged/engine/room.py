@@ -29,7 +29,7 @@ class Room:
     def num_waiting(self) -> int:
         """Requests that hold no blocks: not started yet, or preempted."""
         with self._core.pool.lock:
-            waiting = self._core.scheduler.num_waiting if self._core.pool.is_made else 0
+            waiting = self._core.scheduler.queues.num_waiting if self._core.pool.is_made else 0
             return waiting + self._threads.num_queued
 
     @property

@@ -14,23 +14,29 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.block_table import GONE
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import deferred_interrupt
-from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
-from hf_paged.engine.forward_request import ForwardRequest
 from hf_paged.engine.kv_pool import KV_DTYPES
+from hf_paged.engine.remote_rows import not_shared_out
+from hf_paged.engine.residency import Residency
 from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import among_steps, hand_out
 
 
 class RowStore:
-    """Rows in one engine's pool, for `PagedCache` (`cache.SequenceStore`)."""
+    """Rows in one engine's pool, for `PagedCache` (`cache.SequenceStore`).
+
+    Attributes:
+        residency: Has rows in the pool beside each other.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         """Over the pool of `core`."""
         self._core = core
         self._pool = core.pool
+        self.residency = Residency(core)
 
     @property
     def num_layers(self) -> int:
@@ -169,10 +175,12 @@ class RowStore:
         Raises:
             OutOfBlocksError: The pool can't hold them.
         """
+        if self._core.ranks is not None:
+            raise not_shared_out("PagedCache.update()")
         if is_first_layer and self._core.current_loop is not None:
             self._core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
         num_tokens = key.shape[2]
-        with self.resident(sequences):
+        with self.residency.holding(sequences):
             batch = self._add_unknown(sequences, num_tokens) if is_first_layer else None
             try:
                 if batch is not None:
@@ -194,7 +202,7 @@ class RowStore:
                 sequence.token_ids = None
                 sequence.num_tokens += num_tokens
             try:
-                batch = self.schedule_together(sequences)
+                batch = self.residency.schedule_together(sequences)
             except OutOfBlocksError:
                 for sequence, token_ids in zip(sequences, known, strict=True):
                     sequence.token_ids = token_ids
@@ -205,23 +213,6 @@ class RowStore:
                 sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
             self._pool.record_peak()
             return batch
-
-    def schedule_together(self, sequences: list[Sequence]) -> Batch:
-        """One step of all uncomputed tokens of these sequences, all in the pool. The pool's lock is held.
-
-        Raises:
-            OutOfBlocksError: The pool can't hold them.
-        """
-        self._pool.log.step = self._core.executor.num_steps + 1
-        manager = self._core.manager
-        try:
-            return self._core.scheduler.schedule_together(sequences)
-        except OutOfBlocksError as error:
-            self._pool.execute_swap_outs(error.swap_outs)
-            blocks = {block for sequence in sequences for block in manager.all_blocks(sequence.seq_id)}
-            if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
-                error.needed += len(blocks)
-            raise self._pool.out_of_blocks(error) from None
 
     def _write(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         with among_steps(key.device), self.transaction():
@@ -250,8 +241,10 @@ class RowStore:
 
         Zeros in the padding, for `None`, and where a layer with a window has given tokens back.
         """
+        if self._core.ranks is not None:
+            raise not_shared_out("reading the keys and values of a PagedCache")
         held = [sequence for sequence in sequences if sequence is not None]
-        with among_steps(self._pool.kv_device), self.resident(held), self.transaction():
+        with among_steps(self._pool.kv_device), self.residency.holding(held), self.transaction():
             group, index = self._place(layer)
             null_slot = self._pool.kv_cache.null_block * self._core.config.block_size
             slots = np.full((len(sequences), width), null_slot, dtype=np.int64)
@@ -277,76 +270,6 @@ class RowStore:
         table[table == GONE] = self._pool.kv_cache.null_block
         block_size = self._core.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size
-
-    # In the pool, all of them
-
-    @contextmanager
-    def resident(self, sequences: list[Sequence], has_forward: bool = False) -> Iterator[None]:
-        """Within it these sequences are in the pool, all of them beside each other, and no step runs.
-
-        Args:
-            sequences: The sequences.
-            has_forward: The model is run within: while the engine is paused, that waits, or is a step.
-
-        Raises:
-            ValueError: The model's weights, adapters or hooks are not those that one of them was computed with.
-            OutOfBlocksError: They don't fit beside each other.
-            RuntimeError: This thread is inside a step, and not that of these sequences.
-        """
-        groups = {sequence.group.arrival: sequence.group for sequence in sequences}
-
-        def needs_step() -> bool:
-            return has_forward or any(sequence.num_uncomputed_tokens for sequence in sequences)
-
-        if self._core.bound.is_inside and all(group.num_pins for group in groups.values()):
-            yield  # the forward that this thread is in has them there
-            return
-        with self._core.worker.pause.forwarding(needs_step, self._core.current_loop):
-            pinned: list[SequenceGroup] = []
-            try:  # around the pinning too, behind which Ctrl-C may come
-                with self.transaction():
-                    for group in groups.values():
-                        group.num_pins += 1
-                        pinned.append(group)
-                self._bring_back(sequences)
-                yield
-            finally:
-                with self.transaction():
-                    for group in pinned:
-                        group.num_pins -= 1
-
-    def _bring_back(self, sequences: list[Sequence]) -> None:
-        """Computes preempted sequences again, or swaps them in. The step lock is held."""
-        core = self._core
-        with self.transaction():
-            lost = [s for s in sequences if s.num_uncomputed_tokens > 0 or s.group.status == "swapped"]
-            if not lost:
-                return
-            state = core.weights_version.key()
-            for sequence in lost:
-                if sequence.num_uncomputed_tokens:
-                    sequence.check_state(state)
-            swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
-            for group in swapped.values():
-                try:
-                    self._pool.execute_moves(core.scheduler.swap_in_now(group))
-                except OutOfBlocksError as error:
-                    self._pool.execute_swap_outs(error.swap_outs)
-                    raise self._pool.out_of_blocks(error) from None
-            lost = [sequence for sequence in lost if sequence.num_uncomputed_tokens > 0]
-            if not lost:
-                return
-            for sequence in lost:
-                sequence.group.batch_key = core.batch_key()
-        request: ForwardRequest | None = None
-        try:
-            with self.transaction():
-                request = ForwardRequest(self._pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
-            request.wait()
-        except BaseException:
-            if request is not None:
-                request.cancel()
-            raise
 
 
 def _live(cache: PagedCache) -> list[Sequence]:

@@ -21,6 +21,7 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.sampling.beams import BeamSettings
+from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import SamplingNoise
@@ -49,6 +50,7 @@ class SampleCall:
         request_id: The request that it is.
         given: Of each prompt, its tokens, if these are not all ids.
         logprobs: What is to be said of each token.
+        grammar: What each row is to follow.
         beams: How they are searched, if a prompt's rows are beams.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
@@ -68,6 +70,7 @@ class SampleCall:
     request_id: str | None = None
     given: list[GivenPrompt] | None = None
     logprobs: LogprobsWanted | None = None
+    grammar: Grammar | None = None
     beams: BeamSettings | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
@@ -172,6 +175,7 @@ class SampledRequest:
         self._num_open = num_rows
         self._max_context = pool.max_context
         self._noise = SamplingNoise(call.generator, num_rows) if call.generator is not None else None
+        self._matchers = None if call.grammar is None else call.grammar.matchers(num_rows)
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
         if call.ends.others is not None or needs_ids(call.processors):
@@ -191,6 +195,7 @@ class SampledRequest:
             width=self._width,
             device=None if stays else call.device,
             logprobs=call.logprobs,
+            matchers=self._matchers,
         )
         prompts = new_sequences(call, pool, self, weights_key, batch_key)
         for row, sequence in prompts:
@@ -260,8 +265,10 @@ class SampledRequest:
             if sequence is None:  # another row of the call has just failed
                 continue
             row.num_chosen += 1
-            # A position that the model may not have is not tried before it is known that the row gets there.
-            if row.num_chosen >= self._limit or sequence.num_tokens >= self._max_context:
+            # A position that the model may not have is not tried before it is known that the row gets there; and what
+            # a grammar allows next is known when the token is.
+            waits = sequence.num_tokens >= self._max_context or self._matchers is not None
+            if row.num_chosen >= self._limit or waits:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
             else:
                 scheduler.add_placeholder(sequence, own)
@@ -317,9 +324,10 @@ class SampledRequest:
         row.tokens.append(token)
         if self._on_token is not None:
             self._on_token(index, token, row.logprobs[-1] if row.logprobs else None)
+        is_complete = self._matchers is not None and self._matchers[index].accept(token)
         if token in self._call.ends.eos:
             self._end(row, "eos")
-        elif stops:
+        elif stops or is_complete:
             self._end(row, "stop")
         elif len(row.tokens) >= self._limit:
             self._end(row, "length")

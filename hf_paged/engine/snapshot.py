@@ -47,7 +47,7 @@ class Snapshot:
         manager = pool.manager
         facts["num_blocks"] = manager.pool.num_blocks
         facts["num_swap_blocks"] = manager.swap_pool.num_blocks if manager.swap_pool is not None else 0
-        groups = [_group(pool, group) for group in pool.scheduler.groups]
+        groups = [_group(pool, group) for group in pool.scheduler.queues.groups]
         return cls(facts, manager.pool.cells(), groups, events)
 
     def as_dict(self) -> dict[str, Any]:

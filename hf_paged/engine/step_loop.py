@@ -20,6 +20,7 @@ from hf_paged.engine.decoding_loop import ARRIVAL_GAP, DecodingLoops
 from hf_paged.engine.executor import LogitsConsumer, StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 
+FAULT_SECONDS = 5.0  # that a step may take to fail by itself, when another rank is gone
 ROOM_SECONDS = 5.0  # without any step, after which a group that finds no room beside what callers hold is refused
 
 
@@ -99,7 +100,7 @@ class StepLoop:
         return (
             self.has_orders
             or self._executor.num_in_flight > 0
-            or (self._pool.is_made and self._pool.scheduler.has_work)
+            or (self._pool.is_made and self._pool.scheduler.queues.has_work)
         )
 
     # Who has the role
@@ -190,6 +191,21 @@ class StepLoop:
         for consumer in {id(consumer): consumer for consumer, _ in self._executor.consumers.values()}.values():
             consumer.fail(error)
 
+    def fail_soon(self, error: BaseException) -> None:
+        """Fails all that wait, on any thread: behind the step that runs, or (if that hangs) beside it."""
+
+        def fail() -> None:
+            is_mine = self._lock.acquire(timeout=FAULT_SECONDS)
+            try:
+                with self.condition:
+                    self.fail_all(error)
+                    self.wake()
+            finally:
+                if is_mine:
+                    self._lock.release()
+
+        threading.Thread(target=fail, name="hf_paged_fault", daemon=True).start()
+
     def forget_refusals(self) -> None:
         """Groups that found no room begin to wait for it now."""
         self._stuck = (-1, 0.0)
@@ -218,7 +234,7 @@ class StepLoop:
         with self._pool.lock:
             self._housekeep()
             step: Batch | None = None
-            if self._pool.is_made and self._pool.scheduler.has_work:
+            if self._pool.is_made and self._pool.scheduler.queues.has_work:
                 step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
                 if step is None:
                     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 import queue
 import threading
 from collections import deque
@@ -23,6 +24,8 @@ from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
+from hf_paged.engine.follower import Follower
+from hf_paged.engine.leader import SHARED_CALL, Leader, SharedCall, sendable, within
 from hf_paged.engine.loop_request import LoopRequest
 from hf_paged.engine.prepared_call import PREPARES_ONLY, WANTS_LOGPROBS, CallPrepared, PreparedCall
 from hf_paged.engine.prompt_scoring import PromptScoring
@@ -32,6 +35,8 @@ from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.engine.scoring import LogitRows
+from hf_paged.parallel.call_key import call_key
+from hf_paged.parallel.channel import RankError
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 from hf_paged.sampling.random import default_generator
@@ -113,6 +118,7 @@ class Submissions:
                 problem = "is running already" if isinstance(request_id, str) else "is no string"
                 raise ValueError(f"request_id {request_id!r} {problem}")
             self._active[request_id] = _Active()
+        ranks, shared = self._core.ranks, None
         try:
             if processors := controls.processors(prompt.shape[1]):
                 arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
@@ -128,18 +134,33 @@ class Submissions:
                     _split_generators(call)
                 else:
                     _seed_generators(call, controls.seed)
+                if controls.grammar is not None:
+                    _check_grammar(call)
+                    call.work.grammar = controls.grammar  # type: ignore[union-attr]
                 has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
                 state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
                 begin = partial(start, state, call, priority, logprobs)
-            with salted(CACHE_SALT.get() if cache_salt is None else cache_salt):
+                generation_config = call.generation_config
+            key = _key(prompt, generation_config, logprobs, prompt_logprobs)
+            if isinstance(ranks, Follower):
+                give_up = self._expect(ranks, state, key)
+                return Request(state, give_up, give_up, self._waiting)
+            if ranks is not None and SHARED_CALL.get() is None:
+                shared = ranks.begin(*key)
+            with salted(CACHE_SALT.get() if cache_salt is None else cache_salt), within(shared or SHARED_CALL.get()):
                 if prompt_logprobs is not None:
                     begin = partial(self._start_scoring, state, prompt_logprobs, priority, begin)
                 abandon, cancel = begin()
-        except BaseException:
+        except BaseException as error:
             self._active.pop(request_id, None)
+            if shared is not None and isinstance(ranks, Leader):
+                ranks.end(shared, (sendable(error), None))
             raise
 
+        if ranks is not None and shared is not None:
+            shared.on_cancel(cancel)
+            state.listen(partial(_tell_end, ranks, shared, state))
         return Request(state, cancel, abandon, self._waiting)
 
     def _prepare(
@@ -186,7 +207,7 @@ class Submissions:
                 end_rest()
 
         self._active[state.request_id] = _Active(state, abandon)
-        job = self._threads.add(loop, scoring.run)
+        job = self._threads.add(loop, partial(_run_within, SHARED_CALL.get(), scoring.run))
 
         def cancel(index: int | None) -> None:
             cancelled.append(index)
@@ -260,7 +281,7 @@ class Submissions:
         loop = DecodingLoop(priority, state.request_id)
         request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end, logprobs, self._logit_rows)
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
-        job = self._threads.add(loop, request.run)
+        job = self._threads.add(loop, partial(_run_within, SHARED_CALL.get(), request.run))
 
         def cancel(index: int | None) -> None:
             loop.cancel()
@@ -270,6 +291,28 @@ class Submissions:
             self._calls.wake()
 
         return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
+
+    def _expect(self, follower: Follower, state: RequestState, key: tuple[bytes, str, bytes]) -> Callable[..., None]:
+        """On another rank than 0: the request ends with what comes of it there; returns what ends it."""
+        active = self._active[state.request_id]
+
+        def done(outcome: bytes | BaseException) -> None:
+            self._active.pop(state.request_id, None)
+            if isinstance(outcome, BaseException):
+                state.fail(outcome)
+                return
+            error, output = pickle.loads(outcome)
+            if error is not None:
+                state.fail(error)
+                return
+            state.prompt_logprobs = output.pop("prompt_logprobs")
+            for event in output.pop("events"):
+                state.push(*event)
+            state.finish(**output)
+
+        digest, text, _ = key
+        active.state, active.abandon = state, follower.expect(digest, text, done)
+        return active.abandon
 
     def generate(
         self,
@@ -331,6 +374,36 @@ class Submissions:
                 active.state.fail(error)
 
 
+def _key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str, bytes]:
+    """By which ranks find each other's requests: see `Leader.begin`."""
+    digest = call_key("submit", {"prompt": prompt, "wanted": repr(wanted)}, generation_config)
+    return digest, f"submit() of a prompt of {prompt.shape[1]} tokens", b""
+
+
+def _tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
+    """When a request is over, the other ranks hear how."""
+    if not state.is_done or not leader.is_open(shared):
+        return
+    output, said = state.output, None
+    if output is not None:
+        said = {
+            "events": state.events,
+            "prompt_logprobs": state.prompt_logprobs,
+            "sequences": output.sequences,
+            "reasons": output.finish_reasons,
+            "scores": output.scores,
+            "logprobs": output.logprobs,
+        }
+    with suppress(RankError):  # which all others hear, too
+        leader.end(shared, (None if state.error is None else sendable(state.error), said))
+
+
+def _run_within(shared: SharedCall | None, run: Callable[[], None]) -> None:
+    """Forwards of a call that several ranks know are no calls of their own."""
+    with within(shared):
+        run()
+
+
 def _check_logprobs(
     call: PreparedCall, logprobs: LogprobsWanted | None, prompt_logprobs: PromptLogprobsWanted | None
 ) -> None:
@@ -342,6 +415,15 @@ def _check_logprobs(
         )
     if prompt_logprobs is not None and isinstance(call.work, SampleCall) and call.work.given is not None:
         raise ValueError("prompt_logprobs are of a prompt of token ids: not with pictures, sound or embeddings")
+
+
+def _check_grammar(call: PreparedCall) -> None:
+    """Raises `ValueError` where it isn't the engine's own sampling that chooses the tokens."""
+    if not isinstance(call.work, SampleCall) or call.work.beams is not None:
+        raise ValueError(
+            "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors of "
+            "your own"
+        )
 
 
 def _seed_generators(call: PreparedCall, seed: int) -> None:

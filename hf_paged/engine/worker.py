@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -134,10 +134,14 @@ class StepWorker:
             while self._leader == own and not done.is_set():
                 if loop.num_exclusive or self.pause.is_on:
                     break
-                with nullcontext() if between is None else without_modes():
+                if between is None:
+                    loop.turn(self.pause.allows)
+                    check_interrupt()
+                    continue
+                with without_modes():
                     loop.turn(self.pause.allows)
                 check_interrupt()
-                if between is not None and between():
+                if between():
                     break
         if done.is_set():
             with loop.holding():

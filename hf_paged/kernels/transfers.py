@@ -19,9 +19,10 @@ def to_device(values: np.ndarray | list[int] | Tensor, device: torch.device) -> 
         values: An array, a tensor, or integers (they become int64).
         device: Where they go.
     """
-    if isinstance(values, list):
-        values = np.array(values, dtype=np.int64)
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    if isinstance(values, Tensor):
+        tensor = values
+    else:
+        tensor = torch.from_numpy(np.ascontiguousarray(values, np.int64 if isinstance(values, list) else None))
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor if tensor.device == device else tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.model.module_overrides import ModuleOverride, is_untouched, not_overriding, overriding
+from hf_paged.model.sharding import ranks_of
 from hf_paged.model.trial import TRIALS, Pair
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ class PackedLinears:
     def _make(self) -> list[_Layer]:
         model = self._model()
         if model is None or not torch.backends.mkldnn.is_available():
+            return []
+        if ranks_of(model) is not None:  # of all ranks one or the other, but each measures for itself
             return []
         modules: list[Any] = [module for module in model.modules() if _can_take(module)]
         size = sum(module.weight.numel() * module.weight.element_size() for module in modules)

@@ -71,7 +71,7 @@ class ModelRunner:
     def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
         kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
         tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
-        starts, query_lens = (np.frombuffer(a, np.int64) for a in (batch.starts, batch.query_lens))
+        starts, query_lens = np.frombuffer(batch.starts, np.int64), np.frombuffer(batch.query_lens, np.int64)
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
         metadata = AttentionMetadata.of_groups(
             tables, query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device

@@ -42,7 +42,8 @@ class TokenInputs:
             embeddings: What its tokens of `embedded` were given as.
             chosen: The tokens that the step before has chosen.
         """
-        ids, positions = (torch.from_numpy(np.frombuffer(a, np.int64)) for a in (batch.token_ids, batch.positions))
+        ids = torch.from_numpy(np.frombuffer(batch.token_ids, np.int64))
+        positions = torch.from_numpy(np.frombuffer(batch.positions, np.int64))
         if batch.axes is not None:
             positions = torch.from_numpy(np.frombuffer(batch.axes, np.int64)).view(len(ids), -1).T
         known = cls(ids, positions)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules
 from hf_paged.model.module_overrides import CALL, is_library_code
 from hf_paged.model.packed_linears import PackedLinears
+from hf_paged.model.sharding import ranks_of, why_not_whole
 
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
@@ -50,6 +50,7 @@ class WeightsVersion:
     ) -> None:
         """Watches `model`; `linears` hold copies of its weights, `fused` its code: dropped when those change."""
         self._model = weakref.ref(model)
+        self._is_whole = ranks_of(model) is None
         self._linears = linears
         self._fused = fused
         self._tensors: list[weakref.ref[Tensor]] = []
@@ -82,7 +83,9 @@ class WeightsVersion:
         self.hooks.look(model, modules)
         attributes = [module.__dict__ for module in modules]
         tensors = _tensors(attributes)
-        versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
+        # Of a tensor that is shared out, its share: what stands for the whole has no version and no address.
+        held = tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
+        versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in held]
         is_same_tensors = (
             not self._was_stepped
             and versions == self._versions
@@ -93,6 +96,8 @@ class WeightsVersion:
         is_same_numbers = self._has_same_numbers(modules, attributes, is_same_code)
         if not is_same_tensors or not is_same_code:
             reason = why_not_whole(model)
+            if reason is None and self._is_whole and ranks_of(model) is not None:
+                reason = "its weights have been shared out between processes since it was patched"
             if reason is not None:
                 raise UnsupportedModelError(type(model).__name__, (reason,))
         if not is_same_tensors or not is_same_code or (self._linears is not None and self._linears.is_outdated()):
@@ -214,21 +219,6 @@ def _note_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         states = list(_STATES)
     for state in states:
         state.note_optimizer_step(optimizer)
-
-
-def why_not_whole(model: nn.Module) -> str | None:
-    """Why this process holds, or computes, only a share of the model; `None`: all of it is here."""
-    mesh = getattr(model, "_device_mesh", None)  # of transformers: tensor, expert, pipeline and data parallel
-    if mesh is not None and mesh.size() > 1:
-        return f"it is spread over {mesh.size()} processes (tp_plan, DistributedConfig)"
-    for part in chain(model.modules(), model.parameters(), model.buffers()):
-        # FSDP's wrappers, and the DTensors of everything else. By name: a build of torch may lack the classes.
-        is_shared = type(part).__module__.startswith(
-            "torch.distributed.fsdp" if isinstance(part, nn.Module) else "torch.distributed."
-        )
-        if is_shared or hasattr(part, "ds_id"):  # DeepSpeed's ZeRO-3 marks its parameters
-            return f"its weights are shared out between processes ({type(part).__name__})"
-    return None
 
 
 def _tensors(attributes: list[dict[str, Any]]) -> list[Tensor]:

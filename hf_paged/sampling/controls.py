@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from hf_paged.sampling.grammar import Grammar
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingControls:
@@ -21,16 +23,24 @@ class SamplingControls:
         presence_penalty: Taken off the logit of each token that has been generated.
         frequency_penalty: The same, as often as it has been.
         logit_bias: Added to the logits of tokens, by id.
+        grammar: What its texts are to follow; `None`: nothing.
     """
 
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: Grammar | None = None
 
     @classmethod
     def of(
-        cls, vocab_size: int, seed: Any, presence_penalty: Any, frequency_penalty: Any, logit_bias: Any
+        cls,
+        vocab_size: int,
+        seed: Any,
+        presence_penalty: Any,
+        frequency_penalty: Any,
+        logit_bias: Any,
+        grammar: Any = None,
     ) -> SamplingControls:
         """From the arguments of a request.
 
@@ -48,7 +58,9 @@ class SamplingControls:
         bad = next((token for token in bias if not _is_whole(token) or not 0 <= token < vocab_size), None)
         if bad is not None:
             raise ValueError(f"logit_bias has {bad!r:.80}, which is no token id from 0 to {vocab_size - 1}")
-        return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias))
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise ValueError(f"grammar must be one of a GrammarCompiler's, got {grammar!r:.80}")
+        return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias), grammar)
 
     def processors(self, prompt_length: int) -> list[LogitsProcessor]:
         """What does it, for a prompt of so many tokens; none where nothing is asked for."""

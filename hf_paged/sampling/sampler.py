@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.sampling.beams import Selection
+from hf_paged.sampling.grammar import GrammarMatcher, mask_tokens
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import process
 from hf_paged.sampling.random import SamplingNoise
@@ -32,6 +33,7 @@ class RowSampler:
         width: Tokens of each row before the first that is generated.
         device: Where scores are processed, as in transformers' loop: the prompt's; `None`: where they are.
         logprobs: What is to be said of each token; `None`: nothing.
+        matchers: Of each row, the grammar that it follows; `None`: there are none.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class RowSampler:
         width: int = 0,
         device: torch.device | None = None,
         logprobs: LogprobsWanted | None = None,
+        matchers: Sequence[GrammarMatcher] | None = None,
     ) -> None:
         """A call's; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
         self.processors = list(processors)
@@ -55,7 +58,8 @@ class RowSampler:
         self.width = width
         self.device = device
         self.logprobs = logprobs
-        self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, *kinds)
+        self.matchers = matchers
+        self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, matchers is None, *kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,11 @@ class SamplingBatch:
     def table_rows(self) -> list[int]:
         """The rows of the table that its rows have."""
         return [self.sampler.table_rows[row] for row in self.rows]
+
+    @property
+    def matchers(self) -> list[GrammarMatcher]:
+        """Of its rows."""
+        return [] if self.sampler.matchers is None else [self.sampler.matchers[row] for row in self.rows]
 
     @property
     def lengths(self) -> list[int]:
@@ -218,6 +227,8 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     first = samplers[0]
     scores = raw = logits.to(first.device or logits.device, torch.float32)
     lengths = [len(batch.rows) for batch in batches]
+    if first.matchers is not None:
+        scores = mask_tokens(scores, [matcher for batch in batches for matcher in batch.matchers])
 
     def read(marks_ends: bool) -> Tensor:
         assert first.table is not None  # then all of them have their tokens in it

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from hf_paged.api.patching import patch
 from hf_paged.engine.engine import Engine
-from hf_paged.server import chat, completions
+from hf_paged.server import chat, completions, responses
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.limits import check_key
 from hf_paged.server.metrics import CONTENT_TYPE
@@ -61,6 +61,7 @@ def create_app(model: Any, tokenizer: Any, settings: ServerSettings | None = Non
     routes: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/chat/completions", chat.create),
         ("POST", "/v1/completions", completions.create),
+        ("POST", responses.PATH, responses.create),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),
         ("POST", "/tokenize", _tokenize),

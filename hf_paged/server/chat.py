@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -13,18 +14,32 @@ from hf_paged.server.generation import Delta, Generation, Text
 from hf_paged.server.replies import DONE, EventStream, event
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.serving import Serving
+from hf_paged.server.tools import Parser, has_schema, message_of, parser_of
 
 
 async def create(serving: Serving, request: Request) -> Any:
     """Answers a request."""
     body = await serving.body(request, ChatRequest)
-    generation = await serving.start(body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt)])
+    if body.offered_tools and not body.is_forced and has_schema(serving.tokenizer):
+        body.skip_special_tokens = False  # they are what calls are recognised by
+    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.offered_tools]
+    generation = await serving.start(
+        body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt, tools or None)]
+    )
     answer = _Answer(serving, body, generation)
     if body.stream:
         return EventStream(answer.events(), generation.close)
     await serving.finished(request, generation)
     serving.note_end("/v1/chat/completions", body, generation)
     return answer.whole()
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How far a streamed message is read."""
+
+    parser: Parser
+    has_calls: bool = False
 
 
 class _Answer:
@@ -47,28 +62,41 @@ class _Answer:
         return self._head | {"choices": choices, "usage": self._generation.usage}
 
     def _choice(self, text: Text) -> dict[str, Any]:
+        parser = self._parser()
+        message = message_of(parser.feed(text.text) + parser.end())
         return {
             "index": text.index,
-            "message": {"role": "assistant", "content": text.text, "refusal": None},
+            "message": message,
             "logprobs": self._said(text.logprobs),
-            "finish_reason": text.finish_reason,
+            "finish_reason": "tool_calls" if "tool_calls" in message else text.finish_reason,
         }
 
     async def events(self) -> AsyncIterator[bytes]:
         """Piece by piece."""
         body, generation = self._body, self._generation
+        parsers = [_Reading(self._parser()) for _ in generation.texts]
         for text in generation.texts:
             yield self._event(text.index, {"role": "assistant", "content": ""}, None, None)
         async for deltas in generation.updates():
-            yield b"".join(self._chunk(delta) for delta in deltas)
+            yield b"".join(chunk for delta in deltas for chunk in self._chunks(delta, parsers[delta.index]))
         self._serving.note_end("/v1/chat/completions", body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})
         yield DONE
 
-    def _chunk(self, delta: Delta) -> bytes:
-        content = {"content": delta.text} if delta.text or delta.logprobs else {}
-        return self._event(delta.index, content, self._said(delta.logprobs), delta.finish_reason)
+    def _chunks(self, delta: Delta, reading: _Reading) -> Iterator[bytes]:
+        is_over, said = delta.finish_reason is not None, self._said(delta.logprobs)
+        pieces = reading.parser.feed(delta.text) + (reading.parser.end() if is_over else [])
+        reading.has_calls = reading.has_calls or any("tool_calls" in piece for piece in pieces)
+        reason = "tool_calls" if is_over and reading.has_calls else delta.finish_reason
+        if not pieces and (said is not None or is_over):
+            pieces = [{}]
+        for number, piece in enumerate(pieces, 1):
+            is_last = number == len(pieces)
+            yield self._event(delta.index, piece, said if number == 1 else None, reason if is_last else None)
+
+    def _parser(self) -> Parser:
+        return parser_of(self._body, self._serving.tokenizer)
 
     def _event(self, index: int, delta: dict[str, Any], said: Any, reason: str | None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": reason}

@@ -292,6 +292,8 @@ class Generation:
     def _outcome(self, request: Request) -> RequestOutput:
         try:
             return request.result(0)
+        except ValueError as error:  # a grammar that its matcher gives up
+            raise ApiError(400, str(error)) from error
         except Exception as error:
             logger.exception("a request failed in the engine")
             raise ApiError(500, f"the engine failed: {type(error).__name__}", code="engine_error") from error

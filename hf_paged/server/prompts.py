@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
 from hf_paged.server.errors import ApiError, bad_field
@@ -79,6 +81,9 @@ class Prompts:
                     where = f"messages.{number}.content.{place}.image_url"
                     raise bad_field(where, "this model takes no pictures here")
             plain["content"] = "".join(part.text or "" for part in message.content)
+        for call in plain.get("tool_calls", ()):
+            with suppress(ValueError):  # templates take them as what the JSON says
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return plain
 
     def _checked(self, token_ids: list[int], field: str, may_be_empty: bool = False) -> list[int]:

@@ -33,6 +33,50 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchema(Body):
+    """A schema by name; it is enforced whether or not it is `strict`."""
+
+    name: str = Field(max_length=64)
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    description: str | None = None
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    """What a text is to be: any, a JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema: with type json_schema, and only there")
+        return self
+
+
+class StructuredOutputs(Body):
+    """What a text is to follow: one of these.
+
+    Attributes:
+        json_: A JSON schema.
+        regex: A regular expression that matches all of it.
+        grammar: A grammar in Lark's syntax.
+        choice: Texts, of which it is one.
+    """
+
+    json_: dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.json_, self.regex, self.grammar, self.choice)) != 1:
+            raise ValueError("give one of json, regex, grammar, choice")
+        return self
+
+
 class SamplingBody(Body):
     """What all requests for text have in common; below the second line, extensions of OpenAI's fields.
 
@@ -45,6 +89,7 @@ class SamplingBody(Body):
         priority: The lower, the earlier.
         cache_salt: Cached prefixes are shared with requests of the same salt only.
         skip_special_tokens: Leave special tokens out of the text.
+        structured_outputs: What the text is to follow.
     """
 
     model: str | None = None
@@ -59,6 +104,7 @@ class SamplingBody(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     user: str | None = Field(None, max_length=512)
+    response_format: ResponseFormat | None = None
 
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -71,6 +117,13 @@ class SamplingBody(Body):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, max_length=512)
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether its texts are to follow something."""
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        return has_format or self.structured_outputs is not None
 
     @property
     def stops(self) -> list[str]:
@@ -96,6 +149,16 @@ class SamplingBody(Body):
     def _check(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream=true")
+        if self.is_structured:
+            if self.structured_outputs is not None and self.response_format is not None:
+                raise ValueError("structured_outputs: not beside response_format")
+            for name, is_there in (
+                ("num_beams", self.num_beams > 1),
+                ("min_tokens", self.min_tokens > 0),
+                ("ignore_eos", self.ignore_eos),
+            ):
+                if is_there:
+                    raise ValueError(f"{name}: not beside a format that the text is to follow, which ends it")
         if self.num_beams > 1:
             if self.stream:
                 raise ValueError("stream: the texts of a beam search (num_beams) are known at its end only")
@@ -202,6 +265,45 @@ class Message(Body):
         return self
 
 
+class Function(Body):
+    """What a model may call.
+
+    Attributes:
+        parameters: A JSON schema of its arguments, an object.
+    """
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Function:
+        if self.parameters is not None and self.parameters.get("type") != "object":
+            raise ValueError('parameters: its type must be "object"')
+        return self
+
+
+class Tool(Body):
+    """What a model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Of a function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingBody):
     """Of `/v1/chat/completions`.
 
@@ -216,6 +318,32 @@ class ChatRequest(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool = True
+    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    store: Literal[False] = False
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """What the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether its messages are calls, whatever the model would rather say."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """What may be called where something must be."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return [tool for tool in self.tools if tool.function.name == choice.function.name]
+        return self.tools
+
+    @property
+    def is_structured(self) -> bool:
+        return self.is_forced or super().is_structured
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -227,6 +355,12 @@ class ChatRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
+        if self.is_forced and not self.callable_tools:
+            raise ValueError("tool_choice: there is no such tool among tools")
+        if self.is_forced and super().is_structured:
+            raise ValueError("response_format: not beside a tool_choice that forces calls")
+        if len({tool.function.name for tool in self.tools}) < len(self.tools):
+            raise ValueError("tools: two of them have one name")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

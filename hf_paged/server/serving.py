@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from hf_paged.engine.engine import Engine
 from hf_paged.server.errors import ApiError, queue_full
+from hf_paged.server.formats import Formats
 from hf_paged.server.generation import Generation, submit_arguments
 from hf_paged.server.limits import B, check_key, read_body
 from hf_paged.server.logprobs import TokenNames
@@ -64,6 +65,7 @@ class Serving:
         eos = getattr(model.generation_config, "eos_token_id", None)
         self._eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         pad = getattr(tokenizer, "pad_token_id", None)
+        self._formats = Formats(tokenizer, self.vocab_size, self._eos)
         self._pad = pad if pad is not None else self._eos[0] if self._eos else 0
 
     @property
@@ -140,7 +142,8 @@ class Serving:
             raise ApiError(400, f"prompt: {len(prompts)} are more than the {self.settings.max_waiting} that may wait")
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int) -> dict[str, Any]:
-        return submit_arguments(body, num_prompt_tokens, self.max_model_len, self._eos, self._pad, self.vocab_size)
+        arguments = submit_arguments(body, num_prompt_tokens, self.max_model_len, self._eos, self._pad, self.vocab_size)
+        return arguments | {"grammar": self._formats.of(body)}
 
     async def finished(self, request: Request, generation: Generation) -> None:
         """Waits for all texts.

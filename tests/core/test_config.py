@@ -49,6 +49,7 @@ def test_fields_and_defaults() -> None:
         "warm_up": False,
         "strict": False,
         "record": None,
+        "rank_timeout": 600.0,
     }
 
 
@@ -136,6 +137,7 @@ INVALID: list[tuple[str, Any]] = [
     *(("enable_prefix_caching", value) for value in BOOLEAN),
     *(("strict", value) for value in BOOLEAN),
     *(("record", value) for value in ("", 3, True)),
+    *(("rank_timeout", value) for value in (0, -1.0, float("inf"), float("nan"), True, "1")),
     *(("compile_decode", value) for value in BOOLEAN),
     *(("warm_up", value) for value in BOOLEAN),
     *(("use_async_batching", value) for value in (0, 1, 0.0, "auto", "true", [])),

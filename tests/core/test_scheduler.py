@@ -77,7 +77,7 @@ class Setup:
     def run(self) -> list[Batch]:
         """Steps until nothing is left to do."""
         steps = []
-        while self.scheduler.has_work:
+        while self.scheduler.queues.has_work:
             step = self.step()
             steps.append(step if step.chunks else self.step(forced=True))
         return steps
@@ -118,11 +118,12 @@ def test_a_step_holds_everything_that_fits() -> None:
     assert step.block_copies == step.swap_outs == step.swap_ins == []
     assert step.new_blocks == setup.table(a) + setup.table(b) + setup.table(c)
     assert a.num_computed_tokens == 0, "nothing is computed before update()"
-    assert setup.scheduler.is_in_flight(a.group)
+    assert setup.scheduler.queues.is_in_flight(a.group)
     setup.scheduler.update(step)
     assert [s.num_uncomputed_tokens for s in (a, b, c)] == [0, 0, 0]
-    assert not setup.scheduler.is_in_flight(a.group) and not setup.scheduler.has_work
-    assert (setup.scheduler.num_running, setup.scheduler.num_waiting, setup.scheduler.num_swapped) == (3, 0, 0)
+    assert not setup.scheduler.queues.is_in_flight(a.group) and not setup.scheduler.queues.has_work
+    queues = setup.scheduler.queues
+    assert (queues.num_running, queues.num_waiting, queues.num_swapped) == (3, 0, 0)
 
 
 def test_prompts_are_chunked_to_the_token_budget() -> None:
@@ -184,10 +185,10 @@ def test_an_unwanted_sequence_stays_pending() -> None:
     setup = Setup()
     a, b = setup.add(2, is_wanted=False), setup.add(3)
     assert [step.chunks for step in setup.run()] == [[(2, 0, 3)]]
-    assert not setup.scheduler.has_work and a.num_uncomputed_tokens == 2 and a.num_wanted_tokens == 0
+    assert not setup.scheduler.queues.has_work and a.num_uncomputed_tokens == 2 and a.num_wanted_tokens == 0
     a.is_wanted = True
     setup.scheduler.wake(a.group)
-    assert setup.scheduler.has_work and [step.chunks for step in setup.run()] == [[(1, 0, 2)]]
+    assert setup.scheduler.queues.has_work and [step.chunks for step in setup.run()] == [[(1, 0, 2)]]
     assert b.num_uncomputed_tokens == 0
 
 
@@ -196,11 +197,11 @@ def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
     setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
     a = setup.add(4) if where == "waiting" else setup.computed(4)
     if where == "swapped":
-        setup.scheduler.preempt(a.group)
+        setup.scheduler.preemption.preempt(a.group)
         setup.extend(a)
-    assert setup.scheduler.has_work
+    assert setup.scheduler.queues.has_work
     a.is_wanted = False  # nobody tells the scheduler
-    assert not setup.scheduler.has_work
+    assert not setup.scheduler.queues.has_work
     b = setup.add(2)
     assert setup.step().chunks[0][0] == b.seq_id
     a.is_wanted = True
@@ -249,7 +250,7 @@ def test_only_one_owner() -> None:
     setup.extend(a, b)
     c, d = setup.add(2, owner=mine), setup.add(2, owner=other)
     assert setup.step(only=mine).chunks == [(b.seq_id, 3, 1), (c.seq_id, 0, 2)]
-    assert setup.step(only=mine).chunks == [] and setup.scheduler.has_work
+    assert setup.step(only=mine).chunks == [] and setup.scheduler.queues.has_work
     assert setup.step(only=other).chunks == [(a.seq_id, 3, 1), (d.seq_id, 0, 2)]
 
 
@@ -272,7 +273,7 @@ def test_a_prompt_is_admitted_only_as_a_whole() -> None:
     setup.extend(a)
     b = setup.add(8)
     assert setup.step().chunks == [(a.seq_id, 8, 1)], "4 blocks were free, 3 are, and it needs 4 for its tokens so far"
-    assert setup.scheduler.num_admission_stalls == 1 and status(b) == [WAITING] and setup.table(b) == []
+    assert setup.scheduler.admission.num_stalls == 1 and status(b) == [WAITING] and setup.table(b) == []
 
 
 def test_a_watermark_is_kept_for_what_runs() -> None:
@@ -304,7 +305,7 @@ def test_admission_takes_nothing_from_running_groups() -> None:
     first = setup.add(1, priority=-1)
     step = setup.step()
     assert list(step.seq_ids) == ids(a, b), "not even for a higher priority"
-    assert status(first) == [WAITING] and setup.scheduler.num_preemptions == 0
+    assert status(first) == [WAITING] and setup.scheduler.preemption.num_preemptions == 0
 
 
 def test_when_blocks_run_out_nobody_is_admitted() -> None:
@@ -385,7 +386,7 @@ def test_a_prompt_waits_for_the_first_block_that_this_step_computes() -> None:
     a, b, c = setup.add([1, 2, 3, 4]), setup.add([1, 2, 5, 6]), setup.add([7, 8, 9])
     assert [step.chunks for step in setup.run()] == [[(1, 0, 4)], [(2, 2, 2), (3, 0, 3)]]
     assert setup.table(b)[0] == setup.table(a)[0] and c.num_uncomputed_tokens == 0
-    assert setup.scheduler.num_admission_stalls == 0
+    assert setup.scheduler.admission.num_stalls == 0
     assert (setup.manager.prefix.hit_tokens, setup.manager.prefix.query_tokens) == (2, 11), "each prompt counts once"
 
 
@@ -444,7 +445,7 @@ def test_a_fork_into_a_group_of_its_own_is_where_its_parent_is(where: SequenceSt
     setup = Setup(num_swap_blocks=16, prefers_swap=where is SWAPPED)
     parent = setup.computed(3)
     if where is not RUNNING:
-        setup.scheduler.preempt(parent.group)
+        setup.scheduler.preemption.preempt(parent.group)
     child = setup.scheduler.fork(parent, setup.scheduler.new_group())
     assert status(parent, child) == [where, where]
     setup.extend(child)
@@ -464,7 +465,7 @@ def test_the_newest_group_is_preempted_first_and_as_a_whole() -> None:
     setup.extend(old, *middle, *new)
     step = setup.step()
     assert list(step.seq_ids) == ids(old, *middle)
-    assert step.num_preempted == setup.scheduler.num_preemptions == 2
+    assert step.num_preempted == setup.scheduler.preemption.num_preemptions == 2
     assert [len(setup.table(s)) for s in (old, *middle, *new)] == [3, 3, 3, 0, 0]
     assert status(old, middle[0], new[0]) == [RUNNING, RUNNING, WAITING]
     assert [s.num_computed_tokens for s in new] == [0, 0]
@@ -538,8 +539,8 @@ def test_a_preempted_sequence_comes_back_to_what_is_still_cached() -> None:
     setup = Setup(num_blocks=4)
     a = setup.computed([1, 2, 3, 4, 5])
     blocks = setup.table(a)
-    setup.scheduler.preempt(a.group)
-    assert (a.num_computed_tokens, a.num_uncomputed_tokens, setup.scheduler.num_running) == (0, 5, 0)
+    setup.scheduler.preemption.preempt(a.group)
+    assert (a.num_computed_tokens, a.num_uncomputed_tokens, setup.scheduler.queues.num_running) == (0, 5, 0)
     setup.scheduler.free(setup.computed(2))  # takes the plain free block, not a cached one
     setup.extend(a)
     assert setup.step().chunks == [(1, 4, 2)]
@@ -553,7 +554,7 @@ def test_a_preempted_group_shares_its_blocks_again() -> None:
     setup.step()
     in_use = setup.pool.num_in_use
     assert in_use == 4 + 3
-    setup.scheduler.preempt(beams[0].group)
+    setup.scheduler.preemption.preempt(beams[0].group)
     assert setup.pool.num_in_use == 0
     setup.run()
     # No prefix cache: what one row has computed, the others take from it.
@@ -568,7 +569,7 @@ def test_blocks_that_others_share_are_not_freed_by_preemption() -> None:
     c = setup.add(6, priority=-1)
     setup.step(forced=True)
     assert status(a, b, other, c) == [WAITING, WAITING, WAITING, RUNNING]
-    assert setup.scheduler.num_preemptions == 3, "b gave nothing, only a and b together gave two"
+    assert setup.scheduler.preemption.num_preemptions == 3, "b gave nothing, only a and b together gave two"
 
 
 def test_what_cannot_be_computed_again_is_never_dropped() -> None:
@@ -580,7 +581,7 @@ def test_what_cannot_be_computed_again_is_never_dropped() -> None:
         setup.step(forced=True)
     assert (caught.value.needed, caught.value.free) == (2, 1)
     assert caught.value.group is a.group and caught.value.swap_outs == []
-    assert status(unknown, stale) == [RUNNING, RUNNING] and setup.scheduler.num_preemptions == 0
+    assert status(unknown, stale) == [RUNNING, RUNNING] and setup.scheduler.preemption.num_preemptions == 0
 
 
 # Swap
@@ -593,9 +594,10 @@ def test_swap_moves_a_group_with_its_sharing() -> None:
     setup.step()
     before = [setup.table(s) for s in beams]
     assert setup.pool.num_in_use == 2 + 3
-    swap_outs = setup.scheduler.preempt(beams[0].group)
+    swap_outs = setup.scheduler.preemption.preempt(beams[0].group)
     assert len(swap_outs) == 5 and setup.manager.swap.num_in_use == 5, "a shared block is swapped once"
-    assert status(beams[0]) == [SWAPPED] and setup.scheduler.num_swapped == 3 and setup.scheduler.num_running == 0
+    queues = setup.scheduler.queues
+    assert status(beams[0]) == [SWAPPED] and queues.num_swapped == 3 and queues.num_running == 0
     assert [s.num_computed_tokens for s in beams] == [6, 6, 6], "nothing has to be computed again"
     to_cpu = dict(swap_outs)
     assert [setup.table(s) for s in beams] == [[to_cpu[block] for block in table] for table in before]
@@ -604,14 +606,14 @@ def test_swap_moves_a_group_with_its_sharing() -> None:
     step = setup.step()
     assert len(step.swap_ins) == 5 and step.chunks == [(s.seq_id, 6, 1) for s in beams]
     assert setup.pool.num_in_use == 2 + 3 + 3 and setup.manager.swap.num_in_use == 0
-    assert setup.scheduler.num_swapped_out == setup.scheduler.num_preemptions == 3
+    assert setup.scheduler.preemption.num_swapped_out == setup.scheduler.preemption.num_preemptions == 3
 
 
 def test_a_block_that_is_still_cached_is_not_copied_back() -> None:
     setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
     a = setup.computed([1, 2, 3, 4, 5])
     table = setup.table(a)
-    setup.scheduler.preempt(a.group)
+    setup.scheduler.preemption.preempt(a.group)
     setup.extend(a)
     step = setup.step()
     assert len(step.swap_ins) == 1 and setup.table(a)[:2] == table[:2]
@@ -623,7 +625,7 @@ def test_what_cannot_be_computed_again_is_swapped() -> None:
     setup.extend(a)
     step = setup.step()
     assert len(step.swap_outs) == 2 and status(a, unknown) == [RUNNING, SWAPPED]
-    assert (setup.scheduler.num_swapped_out, setup.scheduler.num_preemptions) == (1, 1)
+    assert (setup.scheduler.preemption.num_swapped_out, setup.scheduler.preemption.num_preemptions) == (1, 1)
 
 
 def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
@@ -636,7 +638,7 @@ def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
 def test_swapped_groups_come_back_before_waiting_ones_are_admitted() -> None:
     setup = Setup(num_blocks=6, num_swap_blocks=6, prefers_swap=True)
     a, b = setup.computed(4), setup.computed(4)
-    setup.scheduler.preempt(b.group)
+    setup.scheduler.preemption.preempt(b.group)
     setup.computed(2)
     setup.extend(b)
     first = setup.add(1, priority=-1)
@@ -652,7 +654,7 @@ def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
     setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
     a, b = setup.computed(4, is_known=False), setup.computed(4, is_known=False)
     for sequence in (a, b):
-        setup.scheduler.preempt(sequence.group)
+        setup.scheduler.preemption.preempt(sequence.group)
     idle = setup.computed(8, is_known=False)
     idle.group.is_idle = True
     setup.extend(a, b)
@@ -666,7 +668,7 @@ def test_a_swapped_group_comes_back_only_with_room_for_its_copies() -> None:
     """Two rows that write into one shared partial block take a copy and perhaps a block behind it."""
     setup = Setup(num_blocks=8, block_size=4, num_swap_blocks=8, prefers_swap=True, caching=False)
     rows = setup.beams(3, 2)
-    setup.scheduler.preempt(rows[0].group)
+    setup.scheduler.preemption.preempt(rows[0].group)
     blocker = setup.computed(16, is_known=False)
     setup.extend(*rows, num_tokens=2)
     step = setup.step()  # one to swap in, one to copy, two to grow: exactly what is free, but for the watermark
@@ -681,7 +683,7 @@ def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -
     rows = setup.beams(6, 2)
     setup.extend(*rows)
     setup.run()  # three blocks shared, one each
-    setup.scheduler.preempt(rows[0].group)
+    setup.scheduler.preemption.preempt(rows[0].group)
     for row in rows:
         row.is_wanted = False
     setup.extend(*rows, num_tokens=2)
@@ -690,15 +692,15 @@ def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -
         ran = setup.step(forced=True).seq_ids
         for row in rows:
             row.is_wanted &= row.seq_id not in ran or row.num_uncomputed_tokens > 0
-        if not setup.scheduler.has_work:
+        if not setup.scheduler.queues.has_work:
             break
-    assert not setup.scheduler.has_work, "both rows had their turn"
+    assert not setup.scheduler.queues.has_work, "both rows had their turn"
 
 
 def test_a_row_of_a_swapped_group_may_end_or_begin_anew() -> None:
     setup = Setup(num_swap_blocks=16, prefers_swap=True)
     rows = setup.beams(5, 3)
-    setup.scheduler.preempt(rows[0].group)
+    setup.scheduler.preemption.preempt(rows[0].group)
     setup.scheduler.crop(rows[0], 0)
     setup.scheduler.free(rows[1])
     setup.extend(*(rows[0], rows[2]))
@@ -712,7 +714,7 @@ def test_a_swapped_group_left_with_nothing_computed_is_a_waiting_one() -> None:
     group = setup.scheduler.new_group()
     first, second = setup.add(6, group=group), setup.add(3, group=group)
     setup.step()
-    setup.scheduler.preempt(group)
+    setup.scheduler.preemption.preempt(group)
     assert group.status is SWAPPED
     setup.scheduler.free(first)
     assert group.status is WAITING and setup.manager.swap.num_in_use == 0
@@ -740,13 +742,13 @@ def test_preempt_all_is_all_or_nothing() -> None:
     setup = Setup(num_swap_blocks=16)
     a, b, unknown = setup.computed(2), setup.computed(2), setup.computed(2, is_known=False)
     assert setup.scheduler.preempt_all() == 1
-    assert setup.scheduler.num_preemptions == 0 and status(a, b, unknown) == [RUNNING] * 3
+    assert setup.scheduler.preemption.num_preemptions == 0 and status(a, b, unknown) == [RUNNING] * 3
     setup.scheduler.free(unknown)
     a.group.num_pins = 1
     assert setup.scheduler.preempt_all() == 1 and status(a, b) == [RUNNING] * 2
     a.group.num_pins = 0
     assert setup.scheduler.preempt_all() == 0
-    assert status(a, b) == [WAITING] * 2 and setup.pool.num_in_use == setup.scheduler.num_running == 0
+    assert status(a, b) == [WAITING] * 2 and setup.pool.num_in_use == setup.scheduler.queues.num_running == 0
 
 
 # Forced steps
@@ -783,7 +785,7 @@ def test_a_group_that_does_not_fit_as_a_whole_runs_row_by_row() -> None:
             if row.seq_id in step.seq_ids and row.num_uncomputed_tokens == 0:
                 done.append(row)
                 row.is_wanted = False  # its logits are out
-        if not setup.scheduler.has_work:
+        if not setup.scheduler.queues.has_work:
             break
     assert done == rows
 
@@ -811,14 +813,14 @@ def test_out_of_blocks_leaves_a_waiting_group_waiting() -> None:
         setup.step(forced=True)
     assert caught.value.group is big.group and (caught.value.needed, caught.value.free) == (7, 3)
     assert len(caught.value.swap_outs) == 1 and status(big, other) == [WAITING, SWAPPED], "its swap has to be executed"
-    assert setup.table(big) == [] and not setup.scheduler.is_in_flight(big.group)
+    assert setup.table(big) == [] and not setup.scheduler.queues.is_in_flight(big.group)
     setup.scheduler.free(big)
     setup.manager.check_invariants()
 
 
 def test_nothing_to_do() -> None:
     setup = Setup()
-    assert not setup.scheduler.has_work
+    assert not setup.scheduler.queues.has_work
     for forced in (False, True):
         assert setup.step(forced=forced) == Batch()
 
@@ -830,7 +832,7 @@ def test_a_renewed_group_is_the_newest() -> None:
     setup = Setup(num_blocks=6)
     a, b, c = setup.computed(4), setup.computed(4), setup.computed(4)
     setup.scheduler.renew(a.group)
-    assert [g.order for g in setup.scheduler.groups] == sorted(g.order for g in setup.scheduler.groups)
+    assert [g.order for g in setup.scheduler.queues.groups] == sorted(g.order for g in setup.scheduler.queues.groups)
     setup.extend(a, b)
     assert list(setup.step().seq_ids) == ids(b)
     assert status(a, b, c) == [WAITING, RUNNING, RUNNING]
@@ -839,8 +841,8 @@ def test_a_renewed_group_is_the_newest() -> None:
 def test_crop_in_every_state() -> None:
     setup = Setup(num_swap_blocks=16, prefers_swap=True)
     waiting, running, swapped = setup.computed([1] * 6), setup.computed([2] * 6), setup.computed([3] * 6)
-    setup.scheduler.preempt(waiting.group, allow_swap=False)
-    setup.scheduler.preempt(swapped.group)
+    setup.scheduler.preemption.preempt(waiting.group, allow_swap=False)
+    setup.scheduler.preemption.preempt(swapped.group)
     for sequence in (waiting, running, swapped):
         setup.scheduler.crop(sequence, 3)
     assert [s.num_tokens for s in (waiting, running, swapped)] == [3, 3, 3]
@@ -861,14 +863,15 @@ def test_crop_to_nothing_and_free(where: SequenceStatus) -> None:
     setup = Setup(num_swap_blocks=16, prefers_swap=where is SWAPPED)
     a = setup.computed(5)
     if where is not RUNNING:
-        setup.scheduler.preempt(a.group)
+        setup.scheduler.preemption.preempt(a.group)
     setup.scheduler.crop(a, 0)
     assert (a.num_tokens, a.num_computed_tokens, a.token_ids, a.group.status) == (0, 0, [], WAITING)
     assert setup.pool.num_in_use == setup.manager.swap.num_in_use == 0
     setup.extend(a, num_tokens=2)
     assert setup.step().chunks == [(a.seq_id, 0, 2)]
     setup.scheduler.free(a)
-    assert list(setup.scheduler.groups) == [] and setup.pool.num_in_use == setup.scheduler.num_running == 0
+    queues = setup.scheduler.queues
+    assert list(queues.groups) == [] and setup.pool.num_in_use == queues.num_running == 0
 
 
 def test_undo_takes_back_the_slots_of_a_step() -> None:
@@ -886,7 +889,7 @@ def test_undo_takes_back_the_slots_of_a_step() -> None:
     setup.manager.check_invariants()
     assert [setup.manager.num_tokens(s.seq_id) for s in (a, b, c, d, child)] == [3, 4, 4, 0, 3]
     assert [s.num_computed_tokens for s in (a, b, c, d, child)] == [3, 4, 4, 0, 3]
-    assert status(c, d) == [RUNNING, WAITING] and not setup.scheduler.is_in_flight(a.group)
+    assert status(c, d) == [RUNNING, WAITING] and not setup.scheduler.queues.is_in_flight(a.group)
     # The copy was made, so the sequence keeps it.
     assert setup.table(child) == shared and setup.table(a) == [shared[0], step.block_copies[0][1]]
     again = setup.step()
@@ -897,7 +900,7 @@ def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
     setup = Setup(num_blocks=6)
     a, b, other = setup.computed(4), setup.computed(2), setup.computed(4)
     setup.extend(a, b)
-    setup.scheduler.preempt(other.group)
+    setup.scheduler.preemption.preempt(other.group)
     outer = setup.scheduler.schedule()
     tables = [setup.table(s) for s in (a, b)]
     inner = setup.add(2, priority=-1)
@@ -905,10 +908,10 @@ def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
     setup.add(8, priority=-1)
     with pytest.raises(OutOfBlocksError):
         setup.scheduler.schedule(forced=True)
-    assert [setup.table(s) for s in (a, b)] == tables and setup.scheduler.is_in_flight(a.group)
+    assert [setup.table(s) for s in (a, b)] == tables and setup.scheduler.queues.is_in_flight(a.group)
     assert [s.num_uncomputed_tokens for s in (a, b)] == [1, 1]
     setup.scheduler.update(outer)
-    assert [s.num_uncomputed_tokens for s in (a, b)] == [0, 0] and not setup.scheduler.is_in_flight(b.group)
+    assert [s.num_uncomputed_tokens for s in (a, b)] == [0, 0] and not setup.scheduler.queues.is_in_flight(b.group)
 
 
 def test_tokens_that_somebody_else_computed() -> None:
@@ -918,10 +921,10 @@ def test_tokens_that_somebody_else_computed() -> None:
         sequence.token_ids = None
         sequence.num_tokens += 2
     batch = setup.scheduler.schedule_together([a, empty])
-    assert batch.chunks == [(a.seq_id, 3, 2), (empty.seq_id, 0, 2)] and setup.scheduler.is_in_flight(a.group)
+    assert batch.chunks == [(a.seq_id, 3, 2), (empty.seq_id, 0, 2)] and setup.scheduler.queues.is_in_flight(a.group)
     assert setup.scheduler.update(batch) == []
     assert (a.num_tokens, a.num_computed_tokens, a.group.status) == (5, 5, RUNNING)
-    assert setup.scheduler.num_running == 2 and not setup.scheduler.has_work
+    assert setup.scheduler.queues.num_running == 2 and not setup.scheduler.queues.has_work
 
 
 # Cost
@@ -961,12 +964,13 @@ def test_a_step_costs_what_runs_not_what_waits() -> None:
             sequence.is_wanted = True
         for _ in range(num_waiting):
             setup.add([9] * 72)
-        setup.scheduler._waiting = CountedGroups(setup.scheduler._waiting)
+        waiting = setup.scheduler.queues.waiting
+        waiting.groups = CountedGroups(waiting.groups)
         calls = setup.manager.calls  # type: ignore[attr-defined]
         before = calls.total()
         for _ in range(12):
             setup.extend(*running)
-            assert setup.scheduler.has_work
+            assert setup.scheduler.queues.has_work
             step = setup.scheduler.schedule()
             assert len(step.chunks) == 4
             setup.scheduler.update(step)

@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from event_ledger import Ledger
@@ -103,27 +104,39 @@ class WatchedScheduler(Scheduler):
     events: Counter[str]
     split: set[SequenceGroup]  # by the last `schedule`
 
-    def _preempt_for(self, group, step):  # type: ignore[no-untyped-def]
-        found = super()._preempt_for(group, step)
-        self.events["left out until tokens are known"] += step.needs_tokens
-        return found
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        rows, admission, preemption = self._rows, self.admission, self.preemption
+        preempt_for, is_being_computed, run_part = preemption.preempt_for, admission._is_being_computed, rows.run_part
 
-    def _is_being_computed(self, step, sequence):  # type: ignore[no-untyped-def]
-        is_deferred = super()._is_being_computed(step, sequence)
-        self.events["deferral"] += is_deferred
-        return is_deferred
+        def watched_preempt_for(group: SequenceGroup, step: Any) -> bool:
+            found = preempt_for(group, step)
+            self.events["left out until tokens are known"] += step.needs_tokens
+            return found
 
-    def _run_part(self, step, group):  # type: ignore[no-untyped-def]
-        num_before = len(step.chunks)
-        self.split.add(group)
-        is_running = super()._run_part(step, group)
-        num_rows, num_wanted = (
-            len(step.chunks) - num_before,
-            sum(s.num_wanted_tokens > 0 for s in group.sequences),
-        )
-        self.events["one row of a group"] += 1 == num_rows < num_wanted
-        self.events["some rows of a group"] += 1 < num_rows < num_wanted
-        return is_running
+        def watched_is_being_computed(step: Any, sequence: Sequence) -> bool:
+            is_deferred = is_being_computed(step, sequence)
+            self.events["deferral"] += is_deferred
+            return is_deferred
+
+        def watched_run_part(step: Any, group: SequenceGroup) -> bool:
+            num_before = len(step.chunks)
+            self.split.add(group)
+            is_running = run_part(step, group)
+            num_rows, num_wanted = (
+                len(step.chunks) - num_before,
+                sum(s.num_wanted_tokens > 0 for s in group.sequences),
+            )
+            self.events["one row of a group"] += 1 == num_rows < num_wanted
+            self.events["some rows of a group"] += 1 < num_rows < num_wanted
+            return is_running
+
+        for owner, name, watched in (
+            (preemption, "preempt_for", watched_preempt_for),
+            (admission, "_is_being_computed", watched_is_being_computed),
+            (rows, "run_part", watched_run_part),
+        ):
+            setattr(owner, name, watched)
 
 
 @dataclass
@@ -303,7 +316,7 @@ class World:
 
     def pin(self, pick: int) -> None:
         """Somebody reads keys and values: the group stays where it is meanwhile."""
-        if len(self.pinned) < 2 and (groups := [g for g in self.scheduler.groups if g.status is RUNNING]):
+        if len(self.pinned) < 2 and (groups := [g for g in self.scheduler.queues.groups if g.status is RUNNING]):
             group = groups[pick % len(groups)]
             group.num_pins += 1
             self.pinned.append(group)
@@ -357,7 +370,7 @@ class World:
     def swap_in_now(self, pick: int) -> None:
         """A swapped cache is read."""
         self.settle()
-        swapped = [g for g in self.scheduler.groups if g.status is SWAPPED]
+        swapped = [g for g in self.scheduler.queues.groups if g.status is SWAPPED]
         if not swapped:
             return
         group = swapped[pick % len(swapped)]
@@ -409,8 +422,8 @@ class World:
     def release(self) -> None:
         """The pool's memory is given back, unless something in it can't be computed again."""
         self.settle()
-        holders = [group for group in self.scheduler.groups if group.status is not WAITING]
-        fixed = [g for g in holders if g.num_pins or self.scheduler.is_in_flight(g) or not g.is_recomputable]
+        holders = [group for group in self.scheduler.queues.groups if group.status is not WAITING]
+        fixed = [g for g in holders if g.num_pins or self.scheduler.queues.is_in_flight(g) or not g.is_recomputable]
         before = (self.pool.num_in_use, self.manager.swap.num_in_use)
         assert self.scheduler.preempt_all() == sum(len(group.sequences) for group in fixed)
         assert (self.pool.num_in_use, self.manager.swap.num_in_use) == (before if fixed else (0, 0))
@@ -432,7 +445,7 @@ class World:
         if not step.num_seqs:
             if self.settle():
                 return True
-            if not self.scheduler.has_work:
+            if not self.scheduler.queues.has_work:
                 self._check_nothing_waits()
                 return False
             step = self._schedule(forced=True, max_tokens=max_tokens)
@@ -471,7 +484,7 @@ class World:
     ) -> Batch | None:
         """The next step, its copies executed; `None`: somebody does not fit and was failed."""
         before, self.scheduler.split = self._before(), set()
-        preemptions, swapped_out = self.scheduler.num_preemptions, self.scheduler.num_swapped_out
+        preemptions, swapped_out = self.scheduler.preemption.num_preemptions, self.scheduler.preemption.num_swapped_out
         try:
             step = self.scheduler.schedule(forced=forced, only=only, max_tokens=max_tokens)
         except OutOfBlocksError as error:
@@ -479,8 +492,8 @@ class World:
             self._check_out_of_blocks(error, before)
             return None
         self.num_steps += 1
-        swapped = self.scheduler.num_swapped_out - swapped_out
-        assert step.num_preempted == self.scheduler.num_preemptions - preemptions
+        swapped = self.scheduler.preemption.num_swapped_out - swapped_out
+        assert step.num_preempted == self.scheduler.preemption.num_preemptions - preemptions
         self.events["preemption by swap"] += swapped
         self.events["preemption by recomputation"] += step.num_preempted - swapped
         self.events["group rescheduled"] += bool(step.num_preempted and step.num_seqs)
@@ -516,7 +529,7 @@ class World:
         self.scheduler.update(step)
         for sequence, start, num_tokens in chunks:
             assert sequence.num_computed_tokens == start + num_tokens
-            assert not self.scheduler.is_in_flight(sequence.group)
+            assert not self.scheduler.queues.is_in_flight(sequence.group)
         self._deliver(chunks)
 
     def _chunks(self, step: Batch) -> list[Chunk]:
@@ -582,7 +595,7 @@ class World:
             leave(self.rng.randrange(8))
         self.events["callers beside a step"] += 1
         for row in rows:
-            assert self.scheduler.is_in_flight(row.sequence.group)
+            assert self.scheduler.queues.is_in_flight(row.sequence.group)
             assert self._table(row) == self.in_flight[row], "a running step lost its blocks"
             assert row.sequence.num_computed_tokens == computed[row]
         self.in_flight = {}
@@ -595,7 +608,7 @@ class World:
         self.events["undo"] += 1
         self.settle()
         for sequence, start, _ in chunks:
-            assert not self.scheduler.is_in_flight(sequence.group)
+            assert not self.scheduler.queues.is_in_flight(sequence.group)
             if sequence in self.rows:
                 assert self.manager.num_tokens(sequence.seq_id) == start
                 assert sequence.num_computed_tokens == start
@@ -688,7 +701,7 @@ class World:
                 assert self.manager.num_tokens(sequence.seq_id) == computed <= sequence.num_tokens
                 assert self._stored(row, computed) == row.values[:computed], f"{sequence.seq_id} lost its content"
         resident = 0
-        for group in self.scheduler.groups:
+        for group in self.scheduler.queues.groups:
             computed = [s for s in group.sequences if s.num_computed_tokens]
             is_swapped = {self.manager.by_id[s.seq_id].is_swapped for s in computed}
             match group.status:
@@ -699,15 +712,15 @@ class World:
                 case SequenceStatus.RUNNING:
                     assert is_swapped <= {False}, "a running group is partly swapped"
                     resident += len(group.sequences)
-        assert self.scheduler.num_running == resident
-        assert self.scheduler.num_waiting + self.scheduler.num_swapped <= len(self.rows)
-        assert self.scheduler._in_flight == {row.sequence.group.arrival for row in self.in_flight}
-        assert {s for group in self.scheduler.groups for s in group.sequences} == set(self.rows)
+        assert self.scheduler.queues.num_running == resident
+        assert self.scheduler.queues.num_waiting + self.scheduler.queues.num_swapped <= len(self.rows)
+        assert self.scheduler.queues.in_flight == {row.sequence.group.arrival for row in self.in_flight}
+        assert {s for group in self.scheduler.queues.groups for s in group.sequences} == set(self.rows)
         assert self.manager.swap.num_in_use <= self.pool.num_blocks
         assert 0 <= self.manager.prefix.hit_tokens <= self.manager.prefix.query_tokens
 
     def _before(self) -> Before:
-        status = {group: group.status for group in self.scheduler.groups}
+        status = {group: group.status for group in self.scheduler.queues.groups}
         return Before(
             status,
             [group for group, where in status.items() if where is WAITING and group.has_work],
@@ -737,7 +750,7 @@ class World:
             row = self.rows[sequence]
             assert row not in self.in_flight, "scheduled twice"
             assert sequence.is_wanted and sequence.group.status is RUNNING
-            assert self.scheduler.is_in_flight(sequence.group)
+            assert self.scheduler.queues.is_in_flight(sequence.group)
             assert start == sequence.num_computed_tokens
             assert 0 < num_tokens <= sequence.num_uncomputed_tokens
             assert self.manager.num_tokens(sequence.seq_id) == start + num_tokens
@@ -815,7 +828,7 @@ class World:
     def _check_out_of_blocks(self, error: OutOfBlocksError, before: Before) -> None:
         self.events["out of blocks"] += 1
         group = error.group
-        assert group in before.status and not self.scheduler.is_in_flight(group)
+        assert group in before.status and not self.scheduler.queues.is_in_flight(group)
         self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
         for row, table in [*before.fixed.items(), *self.in_flight.items()]:
             assert self._table(row) == table, "a group to keep was preempted"
@@ -853,10 +866,10 @@ class World:
     def _preemptible(self, protected: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Groups that could give up blocks, seen from the tables."""
         kept = {*protected, *(row.sequence.group for row in self.in_flight)}
-        kept |= {group for group in self.scheduler.groups if group.has_placeholders}
+        kept |= {group for group in self.scheduler.queues.groups if group.has_placeholders}
         swap_pool = self.manager.swap_pool
         found = []
-        for group in self.scheduler.groups:
+        for group in self.scheduler.queues.groups:
             blocks = {block for s in group.sequences for block in self.manager.held_blocks(s.seq_id)}
             if group.status is RUNNING and blocks and group not in kept and not group.num_pins:
                 can_swap = swap_pool is not None and len(blocks) <= swap_pool.num_free
@@ -878,16 +891,17 @@ class World:
             if self.requests:
                 assert self.step(), "requests wait and nothing runs"
         self.check()
-        assert not self.rows and not list(self.scheduler.groups)
+        assert not self.rows and not list(self.scheduler.queues.groups)
         self.settle()
-        assert not self.scheduler.has_work and not self.step()
-        assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.num_swapped == 0
+        queues = self.scheduler.queues
+        assert not queues.has_work and not self.step()
+        assert queues.num_waiting == queues.num_running == queues.num_swapped == 0
         assert self.pool.num_in_use == self.manager.swap.num_in_use == 0
 
     # Helpers
 
     def _is_in_flight(self, request: Request) -> bool:
-        return any(self.scheduler.is_in_flight(row.sequence.group) for row in request.rows)
+        return any(self.scheduler.queues.is_in_flight(row.sequence.group) for row in request.rows)
 
     def _pick_thinking(self, pick: int) -> Request | None:
         """The request at this place if it is a cache whose caller thinks, or the next one that is."""

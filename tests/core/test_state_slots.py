@@ -110,9 +110,9 @@ class World:
     def check(self) -> None:
         self.manager.check_invariants()
         self.ledger.follow(self.manager)
-        stats = self.scheduler
-        self.events["preempted"] = stats.num_preemptions
-        self.events["swapped"] = stats.num_swapped_out
+        preemption = self.scheduler.preemption
+        self.events["preempted"] = preemption.num_preemptions
+        self.events["swapped"] = preemption.num_swapped_out
         self.events["hits"] = self.manager.prefix.hit_tokens
 
     def _extend(self, sequence: Sequence, tokens: list[int]) -> None:

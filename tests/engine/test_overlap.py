@@ -144,7 +144,7 @@ def test_a_caller_that_needs_the_pool_finds_no_step_in_flight() -> None:
     for _ in range(20):
         with model.paged.core.worker.loop.exclusive():
             assert model.paged.core.executor.num_in_flight == 0
-            assert not any(group.has_placeholders for group in model.paged.core.scheduler.groups)
+            assert not any(group.has_placeholders for group in model.paged.core.scheduler.queues.groups)
     model.paged.pause()
     assert model.paged.core.executor.num_in_flight == 0
     assert model.paged.step() is not None
@@ -247,10 +247,10 @@ def test_a_row_that_expects_its_last_token_has_no_work() -> None:
         request = model.paged.submit([5, 6, 7], **GREEDY | {"max_new_tokens": 1})
         scheduler = model.paged.core.scheduler
         own.launch(scheduler.schedule())
-        assert own.num_in_flight == 1 and not scheduler.has_work
-        (group,) = scheduler.groups
-        scheduler.preempt(group, allow_swap=False)
-        assert not scheduler.has_work
+        assert own.num_in_flight == 1 and not scheduler.queues.has_work
+        (group,) = scheduler.queues.groups
+        scheduler.preemption.preempt(group, allow_swap=False)
+        assert not scheduler.queues.has_work
         own.collect()
     assert (
         request.result(PATIENCE).token_ids

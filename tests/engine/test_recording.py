@@ -34,6 +34,8 @@ def test_what_ran_can_be_replayed(settings: dict[str, object], tmp_path: Path, m
     cache.crop(-9)
     model(inputs_embeds=model.get_input_embeddings()(random_ids(1, 3)), past_key_values=cache)
     cache.reset()
+    model(prompt, past_key_values=cache, output_hidden_states=True)  # a step in its caller's shape
+    cache.reset()
     engine.reset_prefix_cache()
     for request in requests:
         request.result(30)

@@ -232,7 +232,7 @@ def test_cancelling_frees_the_blocks_in_a_pause(
         eventually(
             lambda: (
                 pair.engine.stats().num_waiting + pair.engine.core.worker.pause._num_held == 1
-                or pair.engine.core.scheduler.has_work
+                or pair.engine.core.scheduler.queues.has_work
             ),
             "its next forward is not there",
         )

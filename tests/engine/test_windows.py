@@ -185,25 +185,31 @@ def test_tokens_that_cannot_be_computed_again(make_pair: MakePair, name: str, ar
     pair.generate(max_new_tokens=12, eos_token_id=None, **given)
 
 
-def test_a_failed_forward_takes_back_what_it_can(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_failed_forward_takes_back_what_it_can(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, is_called: bool
+) -> None:
     """Would break: a cache whose second turn failed behind its window: it is computed again."""
     pair, ids = make_pair("mistral", block_size=2, max_num_batched_tokens=4), random_ids(1, 40)
-    cache = new_cache(pair.paged)
+    cache, runner = new_cache(pair.paged), pair.engine.core.runner
+    owner, name, last = (type(runner.padded), "run_called", 1) if is_called else (type(runner), "run", 5)
     with torch.no_grad():
         pair.paged(ids[:, :12], past_key_values=cache)
-        run, calls = type(pair.engine.core.runner).run, []
+        run, calls = getattr(owner, name), []
 
         def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = run(self, *args, **kwargs)
             calls.append(1)
-            if len(calls) == 5:
+            if len(calls) == last:
                 raise RuntimeError("on purpose")
-            return run(self, *args, **kwargs)
+            return result
 
         with monkeypatch.context() as patched:
-            patched.setattr(type(pair.engine.core.runner), "run", fails)
+            patched.setattr(owner, name, fails)
             with pytest.raises(RuntimeError, match="on purpose"):
-                pair.paged(ids[:, 12:36], past_key_values=cache)
+                pair.paged(ids[:, 12:36], past_key_values=cache, output_hidden_states=is_called)
         pair.engine.check_invariants()
+        assert not pair.engine.core.scheduler.queues.in_flight
         assert cache.get_seq_length() == 12
         found = pair.paged(ids[:, 12:16], past_key_values=cache).logits
         torch.testing.assert_close(found, pair.stock(ids[:, :16]).logits[:, 12:], rtol=1e-4, atol=1e-4)

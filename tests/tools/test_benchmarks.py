@@ -39,8 +39,8 @@ def serve(requests: list[Any], **settings: Any) -> dict[str, Any]:
     run = replay.Replay(requests, **settings)
     results: dict[str, Any] = run.run(progress=False)
     assert results["pool"]["blocks_in_use_at_end"] == results["pool"]["swapped_blocks_at_end"] == 0
-    assert run.manager.sequences() == [] and list(run.scheduler.groups) == [] and not run.jobs and not run.ends
-    assert not run.scheduler.has_work
+    assert run.manager.sequences() == [] and list(run.scheduler.queues.groups) == [] and not run.jobs and not run.ends
+    assert not run.scheduler.queues.has_work
     return results
 
 
@@ -212,8 +212,8 @@ class TestScheduler:
     def test_the_waiting_ones_are_tried_and_do_not_fit(self) -> None:
         case = scheduler.Case(16, 30)
         case.round(50)
-        assert case.scheduler.num_waiting == 30 and case.scheduler.num_preemptions == 0
-        assert case.scheduler.num_admission_stalls >= 50  # each step tried the first one
+        assert case.scheduler.queues.num_waiting == 30 and case.scheduler.preemption.num_preemptions == 0
+        assert case.scheduler.admission.num_stalls >= 50  # each step tried the first one
 
     def test_a_mixed_step_is_decodes_and_a_chunk(self) -> None:
         case = scheduler.Case(16, 0, mixed=True)

@@ -37,6 +37,14 @@ def test_quickstart():
     assert 0 < used < total
 
 
+def test_tensor_parallel():
+    output = run_example("tensor_parallel.py")
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: same tokens as before: True" in output
+    [(tokens, steps)] = numbers(r"an app on rank 0: (\d+) tokens in (\d+) steps", output)
+    assert tokens == 24 + 3 * 16 and steps <= tokens
+
+
 def test_chat_with_cache():
     output = run_example("chat_with_cache.py")
     assert "same tokens without the cache: True" in output
@@ -113,3 +121,10 @@ def test_every_example_is_tested():
     found = {path.name for path in EXAMPLES.glob("*.py")} - NOT_A_DEMONSTRATION
     tested = {f"{name.removeprefix('test_')}.py" for name in globals() if name.startswith("test_")}
     assert found == tested - {"every_example_is_tested.py"}
+
+
+def test_openai_client():
+    output = run_example("openai_client.py")
+    [(tokens, steps)] = numbers(r"(\d+) tokens in (\d+) model steps", output)
+    assert tokens == 4 * 32 and steps < tokens
+    assert re.search(r"a person: \{'name': '(Ann|Bob)', 'age': \d+\}", output)

@@ -1,0 +1,205 @@
+"""Calls of a model over several processes: rank 0 runs them, and the others return what came of them there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput, logging
+
+from hf_paged.api.routing import LoopCall
+from hf_paged.attention.cache import PagedCache
+from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.follower import Follower
+from hf_paged.engine.leader import SHARED_CALL, Leader, sendable
+from hf_paged.model.sharding import ranks_of
+from hf_paged.parallel.call_key import call_key
+from hf_paged.parallel.channel import RankError
+from hf_paged.sampling.random import DRAWS
+
+logger = logging.get_logger(__name__)
+
+
+def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device, run: Callable[[], Any]) -> Any:
+    """One of transformers' loops, or what stands for it: on one rank, or on rank 0 for all.
+
+    Args:
+        engine: The model's.
+        method: Its name.
+        call: What it is given.
+        device: Where the caller has its tensors.
+        run: Runs it here.
+    """
+    if engine.ranks is None or call.cache is None or SHARED_CALL.get() is not None:
+        return run()
+    assistant = call.others.get("assistant_model")
+    if assistant is not None and ranks_of(assistant) is not None and getattr(assistant, "paged", None) is None:
+        raise UnsupportedCallError(
+            "the assistant model is shared out between processes and not patched: patch it, too, or load it whole"
+        )
+    others = {name: value for name, value in call.others.items() if name not in ("streamer", "assistant_model")}
+    digest = call_key(
+        method, {"input_ids": call.input_ids, **others}, call.generation_config, (*call.processors, *call.criteria)
+    )
+    rows, width = call.input_ids.shape
+    text = (
+        f"generate() of {rows} prompt(s) of {width} tokens, max_length {call.generation_config.max_length} ({method})"
+    )
+    draws = bool(call.generation_config.do_sample)
+    streamer = call.others.get("streamer")
+    if isinstance(engine.ranks, Leader):
+        recorder = None
+        if method == "_assisted_decoding" and call.input_ids.shape[0] == 1:  # it hands out several tokens at once
+            recorder = call.others["streamer"] = _Recorder(streamer)
+        return _lead(engine.ranks, digest, text, call.cache, draws, run, recorder)
+    return _follow(engine.ranks, digest, text, call.cache, device, draws, streamer, width)
+
+
+def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run: Callable[[], Any]) -> Any:
+    """A caller's forward over a `PagedCache`, on one rank, or on rank 0 for all."""
+    if engine.ranks is None or SHARED_CALL.get() is not None:
+        return run()
+    ids = given.get("input_ids")
+    text = f"forward of {'embeddings' if ids is None else f'ids {list(ids.shape)}'} over a PagedCache"
+    digest = call_key("forward", given)
+    if isinstance(engine.ranks, Leader):
+        return _lead(engine.ranks, digest, text, cache, False, run, None)
+    return _follow(engine.ranks, digest, text, cache, engine.core.bound.placement[1], False, None, 0)
+
+
+def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -> Any:
+    """A forward that no step is: the ranks run it at the same place among their steps, which is rank 0's."""
+    ranks = engine.ranks
+    if ranks is None:
+        return run()
+    if SHARED_CALL.get() is not None:
+        raise UnsupportedCallError(
+            "a forward without a PagedCache inside a call (a processor that runs the model, guidance_scale) is not "
+            "supported over several processes (tp_plan): the other ranks don't run that code"
+        )
+    digest = call_key("forward", {name: value for name, value in given.items() if isinstance(value, Tensor)})
+    if isinstance(ranks, Leader):
+        with engine.core.worker.loop.exclusive():
+            ranks.forward(digest)
+            return run()
+    end = ranks.mail.take_turn(digest, "forward of the model")
+    try:
+        return run()
+    finally:
+        end()
+
+
+class _Recorder:
+    """Notes what a streamer is given."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self.pieces: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.pieces.append(value)
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def _entry(draws: bool) -> bytes:
+    """Of the generators' states by kind of device, in order."""
+    if not draws:
+        return b""
+    digest = hashlib.blake2b(digest_size=8)
+    for _, state in sorted((device.type, bytes(state.numpy())) for device, state in DRAWS.entry.items()):
+        digest.update(state)
+    return digest.digest()
+
+
+def _lead(
+    leader: Leader,
+    digest: bytes,
+    text: str,
+    cache: PagedCache,
+    draws: bool,
+    run: Callable[[], Any],
+    recorder: _Recorder | None,
+) -> Any:
+    with leader.sharing(digest, text, _entry(draws)) as call:
+        try:
+            result = run()
+        except BaseException as error:
+            if call.ended_by is not None and not isinstance(error, RankError):
+                error = RuntimeError(f"rank {call.ended_by} of the model ended this call")
+                leader.end(call, (error, None, None, None, None))
+                raise error from None
+            if not isinstance(error, RankError):
+                leader.end(call, (sendable(error), None, None, None, None))
+            raise
+        ends = {
+            device.type: state
+            for device, state in DRAWS.states(DRAWS.entry).items()
+            if not torch.equal(state, DRAWS.entry[device])
+        }
+        pieces = None if recorder is None else [piece.cpu() for piece in recorder.pieces]
+        leader.end(call, (None, _on_host(result), ends, cache.shape(), pieces))
+        return result
+
+
+def _follow(
+    follower: Follower,
+    digest: bytes,
+    text: str,
+    cache: PagedCache,
+    device: torch.device,
+    draws: bool,
+    streamer: Any,
+    width: int,
+) -> Any:
+    with follower.calling(digest, text) as call:
+        if call.entry != _entry(draws):
+            logger.warning_once(
+                "hf_paged: torch's generator stands elsewhere on this rank than on rank 0, whose draws count: seed all "
+                "ranks alike"
+            )
+        error, result, ends, shape, pieces = follower.outcome(call)
+        if error is not None:
+            raise error
+    DRAWS.write({own: ends[own.type] for own in DRAWS.entry if own.type in ends})
+    cache.take_shape(shape)
+    cache.owned_by_call = False
+    result = _placed(result, device, cache)
+    if streamer is not None:
+        sequences = result if isinstance(result, Tensor) else result.sequences
+        for piece in pieces if pieces is not None else sequences[:, width:].cpu().unbind(dim=1):
+            streamer.put(piece)
+        streamer.end()
+    return result
+
+
+class _Here:
+    """In the place of the call's own cache."""
+
+
+def _on_host(value: Any) -> Any:
+    return _map(value, lambda tensor: tensor.detach().cpu().clone(), lambda cache: _Here())
+
+
+def _placed(value: Any, device: torch.device, cache: PagedCache) -> Any:
+    return _map(value, lambda tensor: tensor.to(device), lambda here: cache)
+
+
+def _map(value: Any, on_tensor: Callable[[Tensor], Tensor], on_cache: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return on_tensor(value)
+    if isinstance(value, PagedCache | _Here):
+        return on_cache(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _map(own, on_tensor, on_cache) for name, own in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_map(own, on_tensor, on_cache) for own in value)
+    return value

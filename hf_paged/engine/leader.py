@@ -1,0 +1,233 @@
+"""`Leader`: rank 0's end of what several ranks do together: it decides everything, and says it before it does it."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_paged.core.batch import Batch
+from hf_paged.core.step_message import Copy, pack
+from hf_paged.engine import lifetime
+from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
+
+logger = logging.get_logger(__name__)
+
+
+class SharedCall:
+    """A call of rank 0's that the other ranks may end.
+
+    Attributes:
+        number: Among all of them.
+        ended_by: The rank that has ended it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ended_by: int | None = None
+        self._index: int | None = None
+        self._cancel: Callable[[int | None], None] = lambda index: None
+
+    def on_cancel(self, cancel: Callable[[int | None], None]) -> None:
+        """What ends it, or one of its samples."""
+        self._cancel = cancel
+        if self.ended_by is not None:
+            cancel(self._index)
+
+    def cancel(self, rank: int, index: int | None) -> None:
+        """Ends it, or one of its samples, on whichever thread."""
+        self.ended_by, self._index = rank, index
+        self._cancel(index)
+
+
+# The call of this thread that the other ranks know: what it calls in turn is none of theirs.
+SHARED_CALL: ContextVar[SharedCall | None] = ContextVar("hf_paged_shared_call", default=None)
+
+
+@contextmanager
+def within(call: SharedCall | None) -> Iterator[None]:
+    """Within it this thread, and what copies its context, is in this call."""
+    token = SHARED_CALL.set(call)
+    try:
+        yield
+    finally:
+        SHARED_CALL.reset(token)
+
+
+def sendable(error: BaseException) -> Exception:
+    """The error, or one that says the same and can be sent."""
+    try:
+        if isinstance(error, Exception):
+            copy = pickle.loads(pickle.dumps(error))
+            if type(copy) is type(error) and str(copy) == str(error):
+                return error
+    except Exception:
+        logger.debug("an error that can't be sent as it is", exc_info=True)
+    return RuntimeError(f"on rank 0 this call ended with {type(error).__name__}: {error}")
+
+
+class Leader:
+    """Tells the other ranks of steps, copies of blocks and calls, in the order in which they happen here.
+
+    Attributes:
+        channel: To the others.
+    """
+
+    is_first = True
+
+    def __init__(self, channel: Channel) -> None:
+        """Listens to what the other ranks have to say."""
+        self.channel = channel
+        self._fault: RankError | None = None
+        self._fail: Callable[[BaseException], None] = lambda error: None
+        self._numbers = itertools.count(1)
+        self._open: dict[int, SharedCall] = {}
+        self._is_stopped = False
+        self._gone: dict[int, threading.Event] = {index: threading.Event() for index in channel.others}
+        for index in channel.others:
+            channel.watch(index, self._hearer(index), self._loser(index))
+        lifetime.at_end(self.part)
+
+    def on_fault(self, fail: Callable[[BaseException], None]) -> None:
+        """`fail` is called, on any thread, when nothing can run any more."""
+        self._fail = fail
+
+    # What is said
+
+    def step(self, batch: Batch, copies: list[Copy], embeddings: Tensor | None) -> None:
+        """A step, and what is done to blocks before it."""
+        self._send(Kind.STEP, pack(batch, copies, _extra(batch.batch_key, embeddings)))
+
+    def copies(self, copies: list[Copy]) -> None:
+        """What is done to blocks between two steps."""
+        self._send(Kind.STEP, pack(Batch(), copies))
+
+    def forward(self, digest: bytes) -> None:
+        """A forward that is no step. The step lock is held, here and until it is over."""
+        self._send(Kind.FORWARD, digest)
+
+    def release(self) -> None:
+        """The pool's memory has been given back."""
+        self._send(Kind.RELEASE)
+
+    @contextmanager
+    def sharing(self, digest: bytes, text: str, entry: bytes) -> Iterator[SharedCall]:
+        """The length of a call: the other ranks know that it has begun. How it ends is for `end` to say."""
+        call = self.begin(digest, text, entry)
+        try:
+            with within(call):
+                yield call
+        finally:
+            self._open.pop(call.number, None)
+
+    def begin(self, digest: bytes, text: str, entry: bytes) -> SharedCall:
+        """A call begins, which `end` ends."""
+        call = SharedCall(next(self._numbers))
+        self._open[call.number] = call
+        self._send(Kind.BEGIN, pickle.dumps((call.number, digest, text, entry)))
+        return call
+
+    def is_open(self, call: SharedCall) -> bool:
+        """Whether it has not ended."""
+        return call.number in self._open
+
+    def end(self, call: SharedCall, outcome: Any) -> None:
+        """A call has ended with this."""
+        self._open.pop(call.number, None)
+        self._send(Kind.END, call.number.to_bytes(8, "little") + pickle.dumps(outcome))
+
+    def _send(self, kind: Kind, payload: bytes = b"") -> None:
+        self.check()
+        try:
+            self.channel.send(kind, payload)
+        except Exception as error:
+            raise self.fail(f"rank 0 can't reach the other ranks ({error})") from error
+
+    # When it goes wrong
+
+    def check(self) -> None:
+        """Raises `RankError` if nothing can run any more."""
+        if self._fault is not None:
+            raise self._fault
+
+    def fail(self, text: str) -> RankError:
+        """Nothing runs any more, on any rank; returns the error that says why."""
+        if self._fault is None:
+            self._fault = RankError(f"the ranks of this model can't go on: {text}")
+            logger.warning(f"hf_paged: {self._fault}")
+            for index in self.channel.others:
+                if not self._gone[index].is_set():
+                    threading.Thread(target=self._tell, args=(index, text), daemon=True).start()
+            self._fail(self._fault)
+        return self._fault
+
+    def _tell(self, index: int, text: str) -> None:
+        try:
+            self.channel.alert(index, Alert.FAULT, text=text)
+        except Exception as error:
+            logger.info("hf_paged: rank %d was not told: %s", index, error)
+
+    def _hearer(self, index: int) -> Callable[[Alert, int, str], None]:
+        def hear(alert: Alert, number: int, text: str) -> None:
+            if alert == Alert.FAULT:
+                self.fail(f"rank {index}: {text}")
+            elif alert == Alert.CANCEL:
+                call = self._open.get(number)
+                if call is not None:
+                    call.cancel(index, int(text) if text else None)
+            else:
+                self._gone[index].set()
+
+        return hear
+
+    def _loser(self, index: int) -> Callable[[Exception], None]:
+        def lose(error: Exception) -> None:
+            self._gone[index].set()
+            if not self._is_stopped:
+                self.fail(f"rank {index} is gone ({error})")
+
+        return lose
+
+    def part(self) -> None:
+        """Nothing comes any more; waits for the others to have heard it."""
+        lifetime.never_mind(self.part)
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._fault is None:
+            try:
+                self.channel.send(Kind.STOP)
+            except Exception as error:
+                logger.info("hf_paged: the other ranks were not told of the end: %s", error)
+                return
+            for event in self._gone.values():
+                event.wait(FAREWELL_SECONDS)
+            for index in self.channel.others:
+                self._say_bye(index)
+            self.channel.join(FAREWELL_SECONDS)
+        self._fault = self._fault or RankError("rank 0 has ended (unpatch, or the end of its program)")
+
+    def _say_bye(self, index: int) -> None:
+        try:
+            self.channel.alert(index, Alert.BYE)
+        except Exception as error:
+            logger.info("hf_paged: rank %d has not waited: %s", index, error)
+
+
+def _extra(batch_key: Hashable, embeddings: Tensor | None) -> bytes:
+    if embeddings is None:
+        return _plain_extra(batch_key)
+    return pickle.dumps((batch_key, embeddings.cpu()))
+
+
+@lru_cache
+def _plain_extra(batch_key: Hashable) -> bytes:
+    return pickle.dumps((batch_key, None))

@@ -1,0 +1,104 @@
+"""`RemoteRows`: rows of a `PagedCache` on a rank that decides nothing: counts alone, blocks are rank 0's business."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+
+from torch import Tensor
+
+from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.model.traits import ModelTraits
+
+
+class RemoteRows:
+    """What a `PagedCache` asks for (`cache.SequenceStore`): sequences without blocks, changed at once."""
+
+    def __init__(self, traits: ModelTraits) -> None:
+        """For caches of a model of these traits."""
+        self._traits = traits
+        self._lock = RLock()
+        self._numbers = itertools.count()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._traits.num_layers
+
+    def windows(self) -> list[int | None]:
+        """See `RowStore.windows`."""
+        return [None if layer is None else layer.window for layer in self._traits.stored]
+
+    def stores(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own."""
+        return 0 <= layer < len(self._traits.stored) and self._traits.stored[layer] is not None
+
+    def caches_tokens(self) -> list[bool]:
+        """Whether each layer has keys and values."""
+        return [layer is not None for layer in self._traits.layers]
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Its lock."""
+        with self._lock:
+            yield
+
+    def post(self, change: Callable[[], None]) -> None:
+        """Makes the change."""
+        with self._lock:
+            change()
+
+    def new_sequence(self) -> Sequence:
+        """One with nothing in it."""
+        number = next(self._numbers)
+        return Sequence(number, SequenceGroup(number))
+
+    def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
+        """Another one with nothing in it."""
+        return self.new_sequence()
+
+    def free_sequences(self, sequences: Iterable[Sequence]) -> None:
+        """There is nothing to free."""
+
+    def abandon_sequences(self, sequences: Iterable[Sequence]) -> None:
+        """There is nothing to free."""
+
+    def can_crop(self, start: int, end: int) -> bool:
+        """Rank 0 says whether it can."""
+        return True
+
+    def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None:
+        """There is nothing to crop."""
+
+    def keep_past(self, sequence: Sequence) -> None:
+        """There is nothing to keep."""
+
+    def store_tokens(
+        self,
+        layer: int,
+        sequences: list[Sequence],
+        key: Tensor,
+        value: Tensor,
+        padding: list[int],
+        width: int,
+        is_first_layer: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Raises `UnsupportedCallError`."""
+        raise not_shared_out("PagedCache.update()")
+
+    def read_tokens(
+        self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Raises `UnsupportedCallError`."""
+        raise not_shared_out("reading the keys and values of a PagedCache")
+
+
+def not_shared_out(what: str) -> UnsupportedCallError:
+    """What is not done on several ranks."""
+    return UnsupportedCallError(
+        f"{what} is not supported over several processes (tp_plan): give a cache of transformers' own as "
+        "past_key_values, or load the model on one process"
+    )

@@ -1,0 +1,141 @@
+"""Grammars that a text is to follow: a mask over the vocabulary for each row, from llguidance's matchers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.transfers import to_device
+
+# As `json.dumps` writes: a model that is unsure goes on with white space wherever it may.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class GrammarMatcher:
+    """How far one row has come."""
+
+    def __init__(self, matcher: Any, executor: Any) -> None:
+        """Around llguidance's `LLMatcher`; `executor` computes the masks of many."""
+        self.matcher = matcher
+        self.executor = executor
+
+    def accept(self, token_id: int) -> bool:
+        """Takes the row's next token; returns whether the text is complete, and nothing may follow.
+
+        Raises:
+            ValueError: The grammar allows no token here, or is too much for its matcher.
+        """
+        # Its mask is the end of text alone where computing it was given up, and that it takes even then.
+        if self.matcher.is_error() or not self.matcher.consume_token(token_id):
+            raise ValueError(f"the grammar has no token to go on with: {_reason(self.matcher)}")
+        return bool(self.matcher.is_stopped())
+
+
+def _reason(matcher: Any) -> str:
+    """What it says of its error, without the state it was in."""
+    return str(matcher.get_error()).split("\n<state>")[0].strip()
+
+
+class Grammar:
+    """A compiled grammar, for any number of requests at a time."""
+
+    def __init__(self, matcher: Any, executor: Any) -> None:
+        """See `GrammarMatcher`; this one stays at its beginning."""
+        self._matcher = matcher
+        self._executor = executor
+
+    def matchers(self, count: int) -> list[GrammarMatcher]:
+        """For so many rows, at their beginning."""
+        return [GrammarMatcher(self._matcher.deep_copy(), self._executor) for _ in range(count)]
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and keeps those used last. From any thread."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], max_kept: int = 256) -> None:
+        """Takes about a second for a large vocabulary.
+
+        Args:
+            tokenizer: A fast one of transformers.
+            vocab_size: Of the model, which may know more tokens than the tokenizer.
+            eos_token_ids: What may stand behind a complete text.
+            max_kept: Compiled grammars that are kept.
+
+        Raises:
+            ValueError: The tokenizer is no fast one, or llguidance isn't installed.
+        """
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            raise ValueError('grammars need llguidance: pip install "hf-paged[server]"') from None
+        self._kinds = llguidance.LLMatcher
+        self._executor = llguidance.LLExecutor()
+        # A mask is computed between two steps, for which all other rows wait.
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False
+        )
+        self._tokenizer = llguidance.hf.from_tokenizer(
+            tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+        self._max_kept = max_kept
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def json_schema(self, schema: Any) -> Grammar:
+        """JSON that is valid by a schema, on one line.
+
+        Raises:
+            ValueError: It is no schema, or one with a keyword that can't be enforced; so do all of these.
+        """
+        return self._compile(self._kinds.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT))
+
+    def regex(self, pattern: str) -> Grammar:
+        """Text that a regular expression matches, from end to end (Rust's syntax)."""
+        return self._compile(self._kinds.grammar_from_regex(pattern))
+
+    def lark(self, text: str) -> Grammar:
+        """Text by a grammar in Lark's syntax, whose first rule is `start`."""
+        return self._compile(self._kinds.grammar_from_lark(text))
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        return self.lark("start: " + " | ".join(json.dumps(text) for text in texts))
+
+    def _compile(self, text: str) -> Grammar:
+        with self._lock:
+            if text in self._kept:
+                self._kept.move_to_end(text)
+                return self._kept[text]
+        matcher = self._kinds(self._tokenizer, text, log_level=0, limits=self._limits)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # what is too much already at its beginning is refused here
+        if first.is_error():
+            raise ValueError(_reason(first))
+        grammar = Grammar(matcher, self._executor)
+        with self._lock:
+            self._kept[text] = grammar
+            while len(self._kept) > self._max_kept:
+                self._kept.popitem(last=False)
+        return grammar
+
+
+def mask_tokens(scores: Tensor, matchers: Sequence[GrammarMatcher]) -> Tensor:
+    """`[rows, vocab_size]` scores, minus infinity where a row's grammar allows no token."""
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+    rows, vocab_size = scores.shape
+    bits = allocate_token_bitmask(rows, vocab_size)
+    work = [(each.matcher, row) for row, each in enumerate(matchers)]
+    fill_next_token_bitmask_par(matchers[0].executor, work, bits)
+    shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
+    is_allowed = (to_device(np.ascontiguousarray(bits), scores.device)[:, :, None] >> shifts) & 1
+    return scores.masked_fill(is_allowed.view(rows, -1)[:, :vocab_size] == 0, -float("inf"))

@@ -1,0 +1,187 @@
+"""`/v1/responses`: texts in the newer of OpenAI's shapes. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import Request
+from pydantic import Field, model_validator
+
+from hf_paged.server.generation import Generation
+from hf_paged.server.replies import EventStream, event
+from hf_paged.server.schemas import Body, ChatRequest, ContentPart
+from hf_paged.server.serving import Serving
+
+PATH = "/v1/responses"
+
+
+class InputMessage(Body):
+    """Of the input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+
+
+class TextFormat(Body):
+    """What the text is to be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> TextFormat:
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise ValueError("schema: with type json_schema, and only there")
+        return self
+
+
+class TextOptions(Body):
+    """Of the text."""
+
+    format: TextFormat = TextFormat.model_validate({})
+
+
+class ResponsesRequest(Body):
+    """Of `/v1/responses`."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stream: bool = False
+    text: TextOptions = TextOptions()
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
+    user: str | None = Field(None, max_length=512)
+    store: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += [each.model_dump(exclude_none=True, exclude={"type"}) for each in self.input]
+        wanted = self.text.format
+        own: dict[str, Any] = {"type": wanted.type}
+        if wanted.type == "json_schema":
+            own["json_schema"] = {"name": wanted.name or "text", "schema": wanted.schema_}
+        return ChatRequest.model_validate(
+            {
+                "messages": messages,
+                "max_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "user": self.user,
+                "response_format": own,
+            }
+        )
+
+
+async def create(serving: Serving, request: Request) -> Any:
+    """Answers a request."""
+    body = await serving.body(request, ResponsesRequest)
+    chat = body.as_chat()
+    generation = await serving.start(chat, lambda: [serving.prompts.of_chat(chat.messages)])
+    answer = _Answer(serving, body, chat, generation)
+    if body.stream:
+        return EventStream(answer.events(), generation.close)
+    await serving.finished(request, generation)
+    serving.note_end(PATH, chat, generation)
+    return answer.whole()
+
+
+class _Answer:
+    """What is sent for one generation."""
+
+    def __init__(self, serving: Serving, body: ResponsesRequest, chat: ChatRequest, generation: Generation) -> None:
+        self._serving = serving
+        self._body = body
+        self._chat = chat
+        self._generation = generation
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._number = -1
+
+    def whole(self) -> dict[str, Any]:
+        """What came of it."""
+        is_cut = self._generation.texts[0].finish_reason == "length"
+        usage = self._generation.usage
+        return self._response("incomplete" if is_cut else "completed") | {
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [self._item("incomplete" if is_cut else "completed")],
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self._serving.model_name,
+            "output": [],
+            "parallel_tool_calls": False,
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": body.text.format.model_dump(exclude_none=True, by_alias=True)},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": body.top_p,
+            "truncation": body.truncation,
+            "usage": None,
+            "user": body.user,
+        }
+
+    def _item(self, status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [self._part(self._generation.texts[0].text)]
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": []}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Piece by piece."""
+        started = self._response("in_progress")
+        yield self._event("response.created", response=started) + self._event("response.in_progress", response=started)
+        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress"))
+        place = {"output_index": 0, "content_index": 0, "item_id": self._item_id}
+        yield self._event("response.content_part.added", **place, part=self._part(""))
+        async for deltas in self._generation.updates():
+            for delta in deltas:
+                if delta.text:
+                    yield self._event("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+        whole, text = self.whole(), self._generation.texts[0].text
+        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+        yield self._event("response.content_part.done", **place, part=self._part(text))
+        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
+        self._serving.note_end(PATH, self._chat, self._generation)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **data}, kind)

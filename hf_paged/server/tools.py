@@ -1,0 +1,210 @@
+"""Calls of functions in an assistant's message: made by a grammar where they are forced, else read from the text."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from typing import Any, Protocol
+
+from hf_paged.sampling.grammar import COMPACT
+from hf_paged.server.schemas import ChatRequest
+from hf_paged.server.text import StopStrings
+
+Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+HEAD = re.compile(r'\s*\}?\s*[\[,]?\s*\{"name": "([^"]*)", "arguments":\s*')
+
+
+def grammar_of(body: ChatRequest) -> str:
+    """In Lark's syntax, a list of calls of the functions that may be called: at least one."""
+    rules, calls = [], []
+    for number, tool in enumerate(body.callable_tools):
+        schema = (tool.function.parameters or {"type": "object"}) | {"x-guidance": COMPACT}
+        head = json.dumps('{"name": ' + json.dumps(tool.function.name) + ', "arguments": ')
+        rules.append(f'call{number}: {head} args{number} "}}"\nargs{number}: %json {json.dumps(schema)}')
+        calls.append(f"call{number}")
+    more = ' ("," call)*' if body.parallel_tool_calls else ""
+    return f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}\n' + "\n".join(rules)
+
+
+class Parser(Protocol):
+    """Reads one message, piece by piece."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """What more text says."""
+
+    def end(self) -> list[Piece]:
+        """What is left at the end."""
+
+
+def parser_of(body: ChatRequest, tokenizer: Any) -> Parser:
+    """What reads the messages of a request."""
+    if body.is_forced:
+        return _ForcedCalls()
+    if not body.offered_tools:
+        return _Content()
+    return _ByTokenizer(tokenizer) if has_schema(tokenizer) else _TaggedCalls()
+
+
+def has_schema(tokenizer: Any) -> bool:
+    """Whether the tokenizer says itself how its model's messages are read."""
+    return getattr(tokenizer, "response_schema", None) is not None
+
+
+def _call(index: int, name: str, arguments: str) -> Piece:
+    function = {"name": name, "arguments": arguments}
+    return {
+        "tool_calls": [{"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}]
+    }
+
+
+class _Content:
+    """All of it is content."""
+
+    def feed(self, text: str) -> list[Piece]:
+        return [{"content": text}] if text else []
+
+    def end(self) -> list[Piece]:
+        return []
+
+
+class _ForcedCalls:
+    """The text of `grammar_of`, whose arguments come as they are generated."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._index = -1
+        self._depth = 0  # of braces and brackets in the arguments; 0: outside of them
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        pieces: list[Piece] = []
+        while self._text:
+            if self._depth == 0:
+                head = HEAD.match(self._text)
+                if head is None or head.end() == len(self._text):
+                    break
+                self._text = self._text[head.end() :]
+                self._index += 1
+                pieces.append(_call(self._index, head[1], ""))
+            end = self._end_of_arguments()
+            fragment, self._text = self._text[:end], self._text[end:]
+            pieces.append({"tool_calls": [{"index": self._index, "function": {"arguments": fragment}}]})
+        return pieces
+
+    def end(self) -> list[Piece]:
+        return []
+
+    def _end_of_arguments(self) -> int:
+        """How much of the text belongs to the arguments, an object."""
+        for place, character in enumerate(self._text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return place + 1
+        return len(self._text)
+
+
+class _TaggedCalls:
+    """Content, and calls as JSON between `<tool_call>` tags: what most templates ask for."""
+
+    def __init__(self) -> None:
+        self._before: StopStrings | None = StopStrings([OPEN])
+        self._calls = ""
+        self._index = -1
+
+    def feed(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        for character in text:  # the tag may be anywhere
+            if self._before is None:
+                self._calls += character
+                continue
+            content, is_open = self._before.feed(character)
+            if content:
+                pieces.append({"content": content})
+            if is_open:
+                self._before = None
+        if self._before is None:
+            pieces += self._finished()
+        return _joined(pieces)
+
+    def end(self) -> list[Piece]:
+        rest = self._before.flush() if self._before is not None else self._calls.strip()
+        return [{"content": rest}] if rest else []  # a call that was cut is shown as it is
+
+    def _finished(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        while CLOSE in self._calls:
+            inner, _, self._calls = self._calls.partition(CLOSE)
+            inner = inner.strip().removeprefix(OPEN)
+            try:
+                call = json.loads(inner)
+                name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
+            except (ValueError, TypeError, KeyError):
+                pieces.append({"content": inner})
+            else:
+                self._index += 1
+                pieces.append(_call(self._index, str(name), arguments))
+        return pieces
+
+
+class _ByTokenizer:
+    """As the tokenizer's own schema reads it: at the end."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._text = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        return []
+
+    def end(self) -> list[Piece]:
+        try:
+            message = self._tokenizer.parse_response(self._text)
+            calls = [each["function"] for each in message.get("tool_calls") or ()]
+            found = [
+                _call(number, each["name"], json.dumps(each["arguments"], ensure_ascii=False))
+                for number, each in enumerate(calls)
+            ]
+        except Exception:  # a text that isn't what the schema expects
+            return [{"content": self._text}]
+        content = message.get("content")
+        return ([{"content": content}] if content else []) + found
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    joined: list[Piece] = []
+    for piece in pieces:
+        if "content" in piece and joined and "content" in joined[-1]:
+            joined[-1] = {"content": joined[-1]["content"] + piece["content"]}
+        else:
+            joined.append(piece)
+    return joined
+
+
+def message_of(pieces: list[Piece]) -> dict[str, Any]:
+    """A whole message of its pieces."""
+    content = "".join(piece.get("content", "") for piece in pieces)
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        for call in piece.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    return message | {"content": content or None, "tool_calls": calls} if calls else message

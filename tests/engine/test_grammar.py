@@ -1,0 +1,144 @@
+"""Texts that follow grammars: beside each other, forked, preempted, behind prefix hits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conftest import PATIENCE, Pair
+from models import tiny_lm, tiny_tokenizer
+from test_engine import settle
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import hf_paged
+
+MakePair = Callable[..., Pair]
+
+pytestmark = pytest.mark.timeout(120)
+PATTERNS = ["[a-z]{3}[0-9]{2}", "(yes|no|maybe)", "[A-Z][a-z]+, [A-Z][a-z]+\\.", "[0-9]{1,20}"]
+
+
+@cache
+def compiler() -> hf_paged.GrammarCompiler:
+    return hf_paged.GrammarCompiler(tiny_tokenizer(), 2048, [2])
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[Pair]:
+    yield Pair(tiny_lm(), num_blocks=64)
+
+
+class Follows(LogitsProcessor):
+    """The oracle, for stock `generate()`: allows what the text so far may go on with, asked of a matcher begun anew."""
+
+    def __init__(self, grammar: Any, width: int) -> None:
+        self.grammar, self.width = grammar, width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids[:, self.width :].tolist()):
+            (matcher,) = self.grammar.matchers(1)
+            matcher.matcher.consume_tokens([token for token in ids if token != 2])
+            if 2 in ids or matcher.matcher.is_stopped():
+                allowed = [2]
+            else:
+                mask = matcher.matcher.compute_bitmask()
+                allowed = [token for token in range(2048) if mask[token // 8] >> token % 8 & 1]
+            keep = torch.full_like(scores[row], -float("inf"))
+            keep[allowed] = scores[row, allowed]
+            scores[row] = keep
+        return scores
+
+
+def text_of(tokens: list[int]) -> str:
+    return tiny_tokenizer().decode([token for token in tokens if token != 2])
+
+
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "num_return_sequences": 3, "top_k": 0}], ids=str)
+def test_rows_of_different_grammars(lm: Pair, arguments: dict[str, Any]) -> None:
+    """Each is stock's with the grammar as a processor, whatever is beside it; others go on as they would."""
+    prompt = torch.tensor([tiny_tokenizer()("The door")["input_ids"]])
+    grammars = [compiler().regex(pattern) for pattern in PATTERNS] + [None]
+    given = arguments | {"max_new_tokens": 24}
+    requests = [lm.engine.submit(prompt, **given, grammar=grammar, seed=4) for grammar in grammars]
+    for pattern, grammar, request in zip([*PATTERNS, None], grammars, requests):
+        torch.manual_seed(4)
+        own = {} if grammar is None else {"logits_processor": [Follows(grammar, prompt.shape[1])]}
+        expected = lm.stock.generate(prompt, **given, **own)[:, prompt.shape[1] :].tolist()
+        output = request.result(PATIENCE)
+        for tokens, reason, row in zip(output.sequences, output.finish_reasons, expected):
+            assert tokens == row[: len(tokens)] and set(row[len(tokens) :]) <= {0, 2}
+            if pattern is not None and reason != "length":
+                assert re.fullmatch(pattern, text_of(tokens)), text_of(tokens)
+    settle_lm(lm)
+
+
+def settle_lm(pair: Pair) -> None:
+    stats = pair.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks and stats.num_waiting == 0
+    pair.engine.check_invariants()
+
+
+@pytest.mark.parametrize("settings", [{"preemption": "recompute"}, {"preemption": "swap"}], ids=str)
+def test_preempted(settings: dict[str, Any]) -> None:
+    """Would break: a matcher that takes the tokens of a recomputation for new ones."""
+    pair = Pair(tiny_lm(), num_blocks=10, block_size=4, **settings)
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
+    grammar = compiler().json_schema(schema)
+    requests = [
+        pair.engine.submit([5 + i, 6, 7], max_new_tokens=30, do_sample=True, grammar=grammar, seed=i) for i in range(4)
+    ]
+    found = [request.result(PATIENCE) for request in requests]
+    assert pair.engine.stats().num_preemptions > 0
+    alone = [
+        pair.engine.submit([5 + i, 6, 7], max_new_tokens=30, do_sample=True, grammar=grammar, seed=i).result(PATIENCE)
+        for i in range(4)
+    ]
+    assert [output.sequences for output in found] == [output.sequences for output in alone]
+    for output in found:
+        if output.finish_reason != "length":
+            assert len(json.loads(text_of(output.token_ids))) in (3, 4)
+    settle_lm(pair)
+
+
+def test_steps_that_overlap() -> None:
+    """Would break: a mask for a token that isn't known yet."""
+    pair = Pair(tiny_lm(), num_blocks=64, use_async_batching=True)
+    outputs = [
+        pair.engine.submit([5, 6, 7], max_new_tokens=24, grammar=compiler().regex(pattern)).result(PATIENCE)
+        for pattern in PATTERNS
+    ]
+    for pattern, output in zip(PATTERNS, outputs):
+        assert output.finish_reason == "length" or re.fullmatch(pattern, text_of(output.token_ids))
+    settle_lm(pair)
+
+
+def test_raw_logprobs_are_the_models_own(lm: Pair) -> None:
+    prompt = torch.tensor([[5, 6, 7]])
+    (said,) = (
+        lm.engine.submit(prompt, max_new_tokens=5, grammar=compiler().regex("[0-9]+"), logprobs=2).result().logprobs
+    )
+    first = lm.stock(prompt).logits[0, -1].log_softmax(-1).detach()
+    assert said[0].logprob == pytest.approx(float(first[said[0].token_id]), abs=1e-4)
+    assert [token for token, _ in said[0].top] == first.topk(2).indices.tolist()
+
+
+def test_what_cannot_be(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="grammar is for what the engine's own sampling draws"):
+        pair.engine.submit([5, 6], num_beams=2, max_new_tokens=3, grammar=compiler().regex("a"))
+    with pytest.raises(ValueError, match="GrammarCompiler"):
+        pair.engine.submit([5, 6], max_new_tokens=3, grammar="[0-9]")
+    for call, given in (("regex", "("), ("lark", "start"), ("json_schema", {"type": "king"})):
+        with pytest.raises(ValueError):
+            getattr(compiler(), call)(given)
+    settle(pair)
+
+
+def test_compiled_grammars_are_kept() -> None:
+    assert compiler().regex("[0-9]") is compiler().regex("[0-9]")

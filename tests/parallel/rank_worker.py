@@ -1,0 +1,395 @@
+"""One rank of a tensor-parallel model, a process of its own: it runs what comes on its standard input, by name.
+
+A line of input is JSON: `{"case": name, ...}`; a line of output `RESULT ` and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from models import MODELS, VOCAB, build
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.distributed import DistributedConfig
+from transformers.generation.streamers import BaseStreamer
+
+import hf_paged
+
+RANK = int(os.environ["RANK"])
+PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 8]])
+MASK = (PROMPTS != 0).long()
+
+
+class Sharpen(LogitsProcessor):
+    """A caller's own."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores * 1.5
+
+
+class Fails(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        raise LookupError("a processor's own error")
+
+
+class RunsModel(LogitsProcessor):
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores + self._model(input_ids).logits[:, -1]
+
+
+class Collect(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: Any) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def load(name: str, directory: str) -> Any:
+    """A model of the suite's, shared out between the ranks."""
+    path = Path(directory) / name.replace("/", "_of_")
+    if RANK == 0:
+        _make(name).save_pretrained(path)
+    dist.barrier()
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def _make(name: str) -> Any:
+    """A row of the suite's table; `row/4`: with four key/value heads."""
+    row, _, kv_heads = name.partition("/")
+    if not kv_heads:
+        return build(row)
+    config = MODELS[row].config()
+    config.num_key_value_heads = int(kv_heads)
+    torch.manual_seed(MODELS[row].seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # weights that make its text diverse
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def _plain(model: Any, **options: Any) -> Any:
+    return model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=10, **options).tolist()
+
+
+def _alone(model: Any, **options: Any) -> Any:
+    return model.generate(PROMPTS[1:], max_new_tokens=10, **options).tolist()
+
+
+def _streamed(model: Any, **options: Any) -> Any:
+    collect = Collect()
+    return [_alone(model, streamer=collect, **options), collect.seen]
+
+
+def _detailed(model: Any) -> Any:
+    output = model.generate(
+        PROMPTS, attention_mask=MASK, max_new_tokens=6, return_dict_in_generate=True, output_scores=True
+    )
+    return [output.sequences.tolist(), len(output.scores), [list(score.shape) for score in output.scores]]
+
+
+def _kept(model: Any) -> Any:
+    """Two turns of a chat over one cache, and a forward behind a cut where nothing has a window."""
+    cache = hf_paged.PagedCache(model) if hasattr(model, "paged") else None
+    first = model.generate(
+        PROMPTS[1:], max_new_tokens=6, past_key_values=cache, return_dict_in_generate=True, do_sample=False
+    )
+    cache = first.past_key_values
+    ids = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], dim=1)
+    second = model.generate(ids, max_new_tokens=6, past_key_values=cache, return_dict_in_generate=True)
+    width = cache.get_seq_length()
+    if not getattr(model.config, "sliding_window", None):
+        cache.crop(-2)
+    last = second.sequences[:, cache.get_seq_length() : width + 1]
+    logits = model(last, past_key_values=cache, use_cache=True).logits
+    return [first.sequences.tolist(), second.sequences.tolist(), width, logits.argmax(-1).tolist()]
+
+
+def _own_loop(model: Any) -> Any:
+    cache = hf_paged.PagedCache(model) if hasattr(model, "paged") else None
+    ids, tokens = PROMPTS[1:], []
+    for _ in range(5):
+        output = model(ids, past_key_values=cache, use_cache=True)
+        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        tokens.append(int(ids))
+    return tokens
+
+
+MODES: dict[str, Callable[[Any], Any]] = {
+    "greedy": _plain,
+    "sampling": lambda model: _plain(model, do_sample=True, temperature=1.3, top_k=20),
+    "samples": lambda model: _plain(model, do_sample=True, num_return_sequences=3),
+    "beams": lambda model: _plain(model, num_beams=3, num_return_sequences=2),
+    "penalty": lambda model: _plain(model, repetition_penalty=1.4, do_sample=True),
+    "own_processor": lambda model: _plain(model, logits_processor=LogitsProcessorList([Sharpen()]), do_sample=True),
+    "prompt_lookup": lambda model: _alone(model, prompt_lookup_num_tokens=2),
+    "streamer": _streamed,
+    "streamer_own_processor": lambda model: _streamed(model, logits_processor=LogitsProcessorList([Sharpen()])),
+    "streamer_prompt_lookup": lambda model: _streamed(model, prompt_lookup_num_tokens=2),
+    "detailed": _detailed,
+    "kept_cache": _kept,
+    "own_loop": _own_loop,
+    "plain_forward": lambda model: model(PROMPTS, attention_mask=MASK).logits.argmax(-1).tolist(),
+    "without_cache": lambda model: _alone(model, use_cache=False),
+    "guidance": lambda model: _alone(model, guidance_scale=1.5),
+    "hidden_states": lambda model: model.generate(
+        PROMPTS[1:], output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=3
+    ).sequences.tolist(),
+    "static_cache": lambda model: _alone(model, cache_implementation="static"),
+}
+
+
+def _prompt(number: int) -> list[int]:
+    draw = random.Random(number)
+    return [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 24))]
+
+
+def _request(model: Any, number: int) -> Any:
+    """A call of any kind, the same on every rank."""
+    kind = number % 6
+    ids = torch.tensor([_prompt(number)])
+    length = 4 + number % 9
+    options: dict[str, Any] = {"max_new_tokens": length, "min_new_tokens": length}
+    if kind == 1:
+        options |= {"num_beams": 2}
+    if kind == 2:
+        options |= {"logits_processor": LogitsProcessorList([Sharpen()])}
+    if kind == 3:
+        ids = ids.repeat(2, 1)
+    if kind == 4:
+        options |= {"repetition_penalty": 1.3}
+    if kind == 5:
+        return model(ids).logits.argmax(-1).tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
+
+
+class Worker:
+    """The cases, and what is kept between them."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._models: dict[str, Any] = {}
+
+    def model(self, name: str) -> Any:
+        if name not in self._models:
+            self._models[name] = load(name, self._directory)
+        return self._models[name]
+
+    def modes(self, model: str, modes: list[str], settings: dict[str, Any]) -> Any:
+        """For each mode whether patched and stock agree, in tokens and in where the generator ends."""
+        own = self.model(model)
+        stock = {mode: self._run(own, mode) for mode in modes}
+        hf_paged.patch(own, **settings)
+        try:
+            found = {mode: self._run(own, mode) for mode in modes}
+            stats = None
+            if RANK == 0:
+                stats = own.paged.stats().num_preemptions
+            own.paged.check_invariants()
+        finally:
+            hf_paged.unpatch(own)
+        return {"differences": {m: [stock[m], found[m]] for m in modes if stock[m] != found[m]}, "preemptions": stats}
+
+    def _run(self, model: Any, mode: str) -> Any:
+        torch.manual_seed(7)
+        result = MODES[mode](model)
+        return [result, int(torch.get_rng_state().long().sum())]
+
+    def threads(self, model: str, numbers: list[int], num_threads: int, settings: dict[str, Any]) -> Any:
+        """Calls of all kinds on several threads, in another order and with other delays on each rank."""
+        own = self.model(model)
+        stock = {number: _request(own, number) for number in numbers}
+        hf_paged.patch(own, **settings)
+        found: dict[int, Any] = {}
+        draw = random.Random(RANK)
+        order = [number for number in numbers if number % 6 != 5]
+        draw.shuffle(order)
+        delays = {number: draw.random() * 0.05 for number in numbers}
+        todo = list(order)
+
+        def serve() -> None:
+            while True:
+                try:
+                    number = todo.pop()
+                except IndexError:
+                    return
+                time.sleep(delays[number])
+                try:
+                    found[number] = _request(own, number)
+                except BaseException as error:
+                    found[number] = repr(error)
+
+        threads = [threading.Thread(target=serve, daemon=True) for _ in range(num_threads)]
+        # Where threads of one rank wait for those of another, there must be one for each call.
+        for thread in threads:
+            thread.start()
+        for number in numbers:
+            if number % 6 == 5:  # forwards that are no steps, from one thread in one order
+                time.sleep(delays[number])
+                found[number] = _request(own, number)
+        for thread in threads:
+            thread.join(120)
+        hung = sum(thread.is_alive() for thread in threads)
+        preemptions = own.paged.stats().num_preemptions if RANK == 0 else None
+        own.paged.check_invariants()
+        hf_paged.unpatch(own)
+        differences = {n: [stock[n], found.get(n)] for n in numbers if stock[n] != found.get(n)}
+        return {"differences": differences, "hung": hung, "preemptions": preemptions}
+
+    def submit(self, model: str, settings: dict[str, Any]) -> Any:
+        """Requests, and a list of prompts."""
+        own = self.model(model)
+        prompts = [_prompt(number) for number in range(6)]
+        options = {"max_new_tokens": 6, "min_new_tokens": 6}
+        stock = [own.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
+        beams = own.generate(torch.tensor([prompts[0]]), num_beams=2, **options)[0, len(prompts[0]) :].tolist()
+        hf_paged.patch(own, **settings)
+        requests = [own.paged.submit(prompt, **options) for prompt in prompts]
+        found = [request.result(60).token_ids for request in requests]
+        streamed = list(own.paged.submit(prompts[1], **options))
+        of_beams = own.paged.submit(prompts[0], num_beams=2, **options).result(60).token_ids
+        listed = [output.token_ids for output in own.paged.generate(prompts, **options)]
+        said = own.paged.submit(prompts[2], logprobs=2, **options).result(60).logprobs
+        hf_paged.unpatch(own)
+        return {
+            "same": [found == stock, streamed == stock[1], of_beams == beams, listed == stock],
+            "logprobs": len(said[0]),
+        }
+
+    def errors(self, model: str, settings: dict[str, Any]) -> Any:
+        """What is raised on this rank where a call goes wrong on rank 0, on another, or is another one there."""
+        own = self.model(model)
+        hf_paged.patch(own, **settings)
+        calls: dict[str, Callable[[], Any]] = {
+            "processor": lambda: _plain(own, logits_processor=LogitsProcessorList([Fails()])),
+            "too_long": lambda: own.generate(PROMPTS, attention_mask=MASK, max_new_tokens=5000),
+            "other": lambda: RANK > 0 and _plain(own, top_k=3, do_sample=True),
+            "runs_model": lambda: _alone(own, logits_processor=LogitsProcessorList([RunsModel(own)])),
+            "hidden_states": lambda: own(
+                PROMPTS, past_key_values=hf_paged.PagedCache(own), use_cache=True, output_hidden_states=True
+            ),
+            "stats": lambda: own.paged.stats() and None,
+            "follow": lambda: RANK == 0 and own.paged.follow(),
+            "update": lambda: own.model(PROMPTS, past_key_values=hf_paged.PagedCache(own), use_cache=True),
+        }
+        raised = {}
+        for name, call in calls.items():
+            try:
+                call()
+                raised[name] = ""
+            except Exception as error:
+                raised[name] = f"{type(error).__name__}: {error}"
+        after = _plain(own)
+        hf_paged.unpatch(own)
+        return {"raised": raised, "is_well": after == _plain(own)}
+
+    def cancels(self, model: str, settings: dict[str, Any]) -> Any:
+        """A streamer, or a request's owner, on rank 1 ends what rank 0 runs."""
+        own = self.model(model)
+        hf_paged.patch(own, **settings)
+        options = {"max_new_tokens": 200, "min_new_tokens": 200}
+        request = own.paged.submit(_prompt(3), **options)
+        if RANK == 1:
+            time.sleep(0.1)
+            request.cancel()
+        output = request.result(60)
+        after = _plain(own)
+        hf_paged.unpatch(own)
+        return {"reason": output.finish_reason, "length": len(output.token_ids), "is_well": after == _plain(own)}
+
+    def app(self, model: str, settings: dict[str, Any]) -> Any:
+        """Rank 0 runs an app, the others follow."""
+        own = self.model(model)
+        stock = _plain(own)
+        hf_paged.patch(own, **settings)
+        if RANK > 0:
+            own.paged.follow()
+            hf_paged.unpatch(own)
+            return {"is_same": None}
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda: found.append(_plain(own)), daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        request = own.paged.submit([5, 6, 7], max_new_tokens=3).result(60)
+        hf_paged.unpatch(own)
+        return {"is_same": found == [stock] * 4, "request": len(request.token_ids)}
+
+    def bytes_a_block(self, model: str, settings: dict[str, Any]) -> Any:
+        own = self.model(model)
+        hf_paged.patch(own, **settings)
+        own.generate(PROMPTS[1:], max_new_tokens=2)
+        held = own.paged.core.pool.kv_cache.tensor
+        found = {"bytes": own.paged.bytes_per_block, "tensor": held.numel() * held.element_size()}
+        hf_paged.unpatch(own)
+        return found
+
+    def supported(self, model: str) -> Any:
+        report = hf_paged.is_supported(self.model(model))
+        return {"supported": bool(report), "reasons": list(report.reasons)}
+
+    def dies(self, model: str, victim: int, settings: dict[str, Any]) -> Any:
+        """One rank is killed in the midst of calls; how long until the calls of this one end, and how."""
+        own = self.model(model)
+        hf_paged.patch(own, **settings)
+        ends: list[str] = []
+
+        def call() -> None:
+            try:
+                own.generate(PROMPTS[1:], max_new_tokens=230, min_new_tokens=230)
+                ends.append("")
+            except Exception as error:
+                ends.append(f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=call, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.4)
+        started = time.monotonic()
+        if victim == RANK:
+            os.kill(os.getpid(), 9)
+        for thread in threads:
+            thread.join(30)
+        return {"seconds": time.monotonic() - started, "ends": ends}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    worker = Worker(sys.argv[1])
+    print("RESULT {}", flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        try:
+            result = getattr(worker, task.pop("case"))(**task)
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

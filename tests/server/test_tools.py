@@ -1,0 +1,163 @@
+"""Calls of functions, and `/v1/responses`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+from serving import Served, serving
+
+from hf_paged.server.schemas import ChatRequest
+from hf_paged.server.settings import ServerSettings
+from hf_paged.server.tools import _ForcedCalls, message_of, parser_of
+
+pytestmark = pytest.mark.timeout(200)
+
+MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
+WEATHER = {
+    "name": "weather",
+    "description": "Of a town",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "town": {"enum": ["Rome", 'a "}" {\\']},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["town", "days"],
+        "additionalProperties": False,
+    },
+}
+EMPTY = {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "function": EMPTY}]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(ServerSettings(model_name="tiny")) as running:
+        yield running
+        running.settle()
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_forced_calls(served: Served, choice: Any, is_parallel: bool) -> None:
+    """Would break: arguments that aren't what the schema wants; pieces that aren't the whole."""
+    given: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 2, "n": 3,
+                  "parallel_tool_calls": is_parallel, "max_tokens": 90}  # fmt: skip
+    reply = served.client.chat.completions.create(**given)
+    arguments: dict[int, list[str]] = {}
+    for chunk in served.client.chat.completions.create(**given, stream=True):
+        for piece in chunk.choices:
+            for call in piece.delta.tool_calls or ():
+                own = arguments.setdefault(piece.index, [])
+                own += [""] * (call.index + 1 - len(own))
+                assert call.function is not None
+                own[call.index] += call.function.arguments or ""
+    num_ended = 0
+    for each in reply.choices:
+        calls = each.message.tool_calls or []
+        assert each.finish_reason == "tool_calls" and each.message.content is None
+        assert arguments[each.index] == [call.function.arguments for call in calls if call.type == "function"]
+        assert len(calls) == 1 or is_parallel
+        for call in calls[: None if not is_parallel else -1]:
+            assert call.type == "function" and call.function.name in ("weather", "now")[: 1 if choice is NAMED else 2]
+            found = json.loads(call.function.arguments)
+            num_ended += 1
+            if call.function.name == "weather":
+                assert set(found) == {"town", "days"} and 1 <= found["days"] <= 9
+            else:
+                assert found == {}
+    assert num_ended
+
+
+def test_a_chat_that_goes_on_behind_calls(served: Served) -> None:
+    given: Any = {"model": "tiny", "tools": TOOLS, "seed": 2, "max_tokens": 60}
+    first = served.client.chat.completions.create(**given, messages=MESSAGES, tool_choice=NAMED).choices[0].message
+    assert first.tool_calls
+    answers: Any = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in first.tool_calls]
+    again = served.client.chat.completions.create(**given, messages=[*MESSAGES, first, *answers])
+    assert again.choices[0].message.content and again.choices[0].finish_reason in ("stop", "length")
+    none = served.client.chat.completions.create(**given, messages=MESSAGES, tool_choice="none")
+    assert none.choices[0].message.content
+
+
+AUTO = ChatRequest.model_validate({"messages": MESSAGES, "tools": TOOLS})
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("No call, 1 < 2 <tool", "No call, 1 < 2 <tool", []),
+        (f"Let me see. {CALL}\n{CALL}", "Let me see. ", ["weather", "weather"]),
+        ("<tool_call>no JSON</tool_call>", "no JSON", []),
+        ('<tool_call>{"name": "cut', '{"name": "cut', []),
+    ],
+)
+def test_tagged_calls(text: str, content: str, names: list[str], size: int) -> None:
+    """Would break: a part of a tag in the content; calls that depend on how the text came."""
+    parser = parser_of(AUTO, None)
+    pieces = [piece for at in range(0, len(text), size) for piece in parser.feed(text[at : at + size])] + parser.end()
+    message = message_of(pieces)
+    assert (message["content"] or "") == content
+    calls = message.get("tool_calls", [])
+    assert [call["function"]["name"] for call in calls] == names
+    assert all(json.loads(call["function"]["arguments"]) == {"town": "Rome"} for call in calls)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_forced_calls_in_pieces(size: int) -> None:
+    wanted = [("a", '{"x": "}]\\"{", "y": [1, {"z": {}}]}'), ("b", "{}"), ("c", '{ "u" : "\\\\" }')]
+    text = "[" + ",".join(f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in wanted) + "]"
+    parser = _ForcedCalls()
+    message = message_of([piece for at in range(0, len(text), size) for piece in parser.feed(text[at : at + size])])
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]] == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS * 2}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "parameters"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required", "num_beams": 2}, "num_beams"),
+    ],
+    ids=str,
+)
+def test_refused(served: Served, fields: dict[str, Any], name: str) -> None:
+    reply = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 5} | fields)
+    assert reply.status_code == 400 and name in reply.json()["error"]["message"], reply.text
+
+
+def test_responses(served: Served) -> None:
+    given: Any = {"model": "tiny", "input": "The king", "instructions": "Be brief.", "temperature": 0,
+                  "max_output_tokens": 12, "metadata": {"a": "b"}}  # fmt: skip
+    chat: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The king"}]
+    expected = served.client.chat.completions.create(model="tiny", messages=chat, temperature=0, max_tokens=12)
+    reply = served.client.responses.create(**given)
+    Response.model_validate(reply.model_dump(), strict=True)
+    assert reply.output_text == expected.choices[0].message.content and reply.status == "incomplete"
+    assert reply.usage is not None and reply.usage.output_tokens == 12 and reply.metadata == {"a": "b"}
+    events = list(served.client.responses.create(**given, stream=True))
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+    assert "".join(deltas) == reply.output_text and len(deltas) > 3
+    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == reply.output_text
+    parts: Any = [{"role": "user", "content": [{"type": "input_text", "text": "The king"}]}]
+    assert served.client.responses.create(**given | {"input": parts}).output_text == reply.output_text
+    schema = {"type": "json_schema", "name": "a", "schema": {"enum": ["x", "y"]}}
+    formed = served.client.responses.create(model="tiny", input="a", text={"format": schema})  # type: ignore[arg-type]
+    assert json.loads(formed.output_text) in ("x", "y") and formed.status == "completed"
+    for field in ({"store": True}, {"previous_response_id": "a"}, {"tools": TOOLS}, {"input": []}):
+        refused = served.post("/v1/responses", {"input": "a"} | field)
+        assert refused.status_code == 400 and next(iter(field)) in refused.json()["error"]["message"]

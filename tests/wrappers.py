@@ -308,6 +308,30 @@ WRAPPERS: dict[str, TinyWrapper] = {
         of_picture=0,
         is_causal=False,
     ),
+    # Chunks of 12 tokens, which a picture may lie across.
+    "llama4": TinyWrapper(
+        lambda: hf.Llama4Config(
+            text_config=hf.Llama4TextConfig(
+                **(_TEXT | {"num_hidden_layers": 4}),
+                intermediate_size_mlp=96,
+                head_dim=16,
+                attention_chunk_size=12,
+                no_rope_layers=[1, 0, 1, 0],
+                num_local_experts=2,
+                moe_layers=[1],
+            ),
+            vision_config=hf.Llama4VisionConfig(
+                **(_TOWER | {"patch_size": 4, "intermediate_size": 128}),
+                vision_output_dim=32,
+                projector_input_dim=32,
+                projector_output_dim=32,
+            ),
+            image_token_index=IMAGE,
+            boi_token_index=START,
+            eoi_token_index=VOCAB - 4,
+            tie_word_embeddings=False,
+        )
+    ),
     "aya_vision": TinyWrapper(
         lambda: hf.AyaVisionConfig(
             text_config=hf.CohereConfig(**_TEXT, logit_scale=1.0),

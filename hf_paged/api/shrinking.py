@@ -198,7 +198,7 @@ def _shrink_sections(parameters: Any, head_dim: int | None) -> None:
         _shrink_sections(value, head_dim)
     sections = parameters.get("mrope_section")
     if isinstance(sections, list | tuple):
-        half, whole = head_dim // 2, sum(sections)
+        half, whole = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2, sum(sections)
         own = [max(1, half * section // whole) for section in sections]
         own[0] += half - sum(own)
         parameters["mrope_section"] = own

@@ -54,6 +54,19 @@ def is_sentinel(mask: Any) -> bool:
     return hasattr(mask, _MARK)
 
 
+def check_not_cut(mask: Any) -> None:
+    """Refuses a part of the sentinel of this thread's forward, which says nothing any more.
+
+    Raises:
+        RuntimeError: The model has cut its mask, and with it tokens of the step.
+    """
+    context = _CURRENT.get()
+    if context is None or not isinstance(mask, Tensor):
+        return
+    if mask.untyped_storage().data_ptr() == context.sentinel.untyped_storage().data_ptr():
+        raise RuntimeError("the model has cut the mask of a packed step: paged attention needs all tokens of it")
+
+
 def current_step(mask: Tensor) -> PagedStep:
     """The step of the forward that was given this sentinel.
 

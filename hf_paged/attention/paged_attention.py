@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.attention.context import current_step, is_sentinel
+from hf_paged.attention.context import check_not_cut, current_step, is_sentinel
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.shared_layers import SharedLayersStep
 
@@ -44,6 +44,7 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if attention_mask is None or not is_sentinel(attention_mask):
+            check_not_cut(attention_mask)
             given = {
                 "sliding_window": sliding_window,
                 "softcap": softcap,

@@ -67,7 +67,9 @@ class CallerForwards:
         batch, length = call.tokens.shape[:2]
         if length == 0:
             raise ValueError("the input is empty: give at least one token")
-        if cache.fan_out > 1 and not call.repeats_rows(cache.fan_out):
+        # Of a forward in the caller's shape, pictures can't be told apart by rows.
+        is_by_row = call.inner is None or self._is_own()
+        if cache.fan_out > 1 and not (is_by_row and call.repeats_rows(cache.fan_out)):
             cache.split_fan_out()
         fan_out = cache.fan_out
         if not cache.sequences:

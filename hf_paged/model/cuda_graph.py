@@ -19,7 +19,6 @@ from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
 from hf_paged.attention.metadata import DecodeMetadata, padded_tables
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
-from hf_paged.core.cache_groups import NOWHERE
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait, raised_at
 
@@ -437,8 +436,6 @@ def recorder(attention: PoolAttention) -> Callable[[Callable[[], Tensor]], Recor
         return f"need a CUDA device, the model is on {device}"
     if any(kv_cache.groups.chunks):
         return "need layers that see a sequence as it is, some of this model cut it into chunks"
-    if NOWHERE in kv_cache.groups.places:
-        return "need layers that all store keys of their own, some of this model don't"
     for backend in attention.backends:
         if not backend.can_record:
             return f"need a backend that can be recorded, this pool is served by {backend.name!r}"

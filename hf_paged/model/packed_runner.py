@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import StepCache
@@ -49,6 +50,9 @@ class PackedRunner:
         """
         model, traits = self._model, self._model.traits
         step = attention.step(metadata)
+        if rows is None and None in traits.layers:
+            # Told by a number (none: 0), some cut off tokens, and the mask, before layers that attend to others' keys.
+            rows = torch.arange(len(tokens.input_ids), device=tokens.input_ids.device)
         cache: StepCache
         if traits.shares_attention:
             cache = LayerNotingCache(states)

@@ -261,8 +261,11 @@ def inner_path(model: Any) -> str | None:
 def token_positions(positions: Tensor) -> Tensor:
     """Position ids without what says nothing: `[B or 1, q]` where all axes are equal, else `[axes, B or 1, q]`.
 
-    Of four axes the first counts tokens, for masks of rows that lie side by side; ours know where rows end.
+    Of four axes the first counts tokens, for masks of rows that lie side by side; ours know where rows end. Some
+    wrappers count in floating-point numbers.
     """
+    if positions.is_floating_point() and bool((positions == positions.round()).all()):
+        positions = positions.long()
     if positions.ndim != 3:
         return positions
     if positions.shape[0] == 4:
@@ -332,9 +335,8 @@ def _handed(inner: Any, arguments: dict[str, Any], given: Tensor, places: Tensor
     if own is not None:
         arguments[_PER_LAYER] = found[1].view_as(own)
     if given.shape[-1] > width:
-        rows = found[-1].flatten(0, 1)
-        everywhere = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        arguments |= zip(_DEEPSTACK, (everywhere, list(rows.split(embeds.shape[-1], dim=-1))), strict=True)
+        rows = torch.arange(len(embeds), device=embeds.device)  # whole: to find the places in a mask waits for a GPU
+        arguments |= zip(_DEEPSTACK, (rows, list(found[-1].split(embeds.shape[-1], dim=-1))), strict=True)
     return arguments
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.api.support import is_architecture_supported
+from hf_paged.model.wrapper import token_positions
 
 MakePair = Callable[..., Pair]
 
@@ -37,7 +39,7 @@ every_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 every_causal = pytest.mark.parametrize("name", CAUSAL)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
-SINGLE = ("fuyu", "qwen2_5_omni")
+SINGLE = ("fuyu", "qwen2_5_omni", "llama4")
 """Whose pictures stock doesn't expand for samples and beams."""
 
 TWO = ((3, 4), (1, 2))
@@ -130,6 +132,13 @@ def test_shares_of_axes_that_the_config_does_not_state(kind: str) -> None:
     base, config = (getattr(transformers, f"{kind}{end}") for end in ("ForConditionalGeneration", "Config"))
     assert "mrope_section" not in config().text_config.rope_parameters
     assert is_architecture_supported(base, config()).layout == "packed"
+
+
+def test_positions_in_floating_point_numbers() -> None:
+    """Would break: prefix hits and packed batches of wrappers that count so (Qwen3-Omni)."""
+    whole = torch.arange(5.0).expand(4, 1, 5)
+    assert torch.equal(token_positions(whole), torch.arange(5)[None])
+    assert token_positions(whole + 0.5).is_floating_point()
 
 
 @every_wrapper
@@ -274,6 +283,26 @@ def test_tokens_that_see_each_other(make_wrapper_pair: MakePair, name: str) -> N
     other["input_ids"][:, :-5] = call["input_ids"][:, :-4]
     pair.generate(**other, max_new_tokens=4)
     assert pair.delta["prefix_cache_hit_tokens"] == (0 if name == "paligemma" else 2)
+
+
+@pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if not row.is_causal])
+@pytest.mark.parametrize("budget", [1, 3, 6])
+def test_no_edge_lies_within_a_picture(make_wrapper_pair: MakePair, name: str, budget: int) -> None:
+    """Would break: an edge of a chunk, or of what the prefix cache has, between tokens that see each other."""
+    pair = make_wrapper_pair(name, block_size=2, max_num_batched_tokens=budget)
+    for before in range(4):
+        for behind, seed in ((2, 0), (2, 0), (3, 1)):
+            call = asking(name, lengths=((before, behind),), seed=seed)
+            call["input_ids"][:, :before] = 5
+            start, stop = before, before + WRAPPERS[name].num_tokens
+            if name == "paligemma":
+                start, stop = 0, call["input_ids"].shape[1]
+            pair.generate(**call, max_new_tokens=2, eos_token_id=None)
+            hits = pair.delta["prefix_cache_hit_tokens"]
+            edges = list(itertools.accumulate(pair.seen, initial=hits))
+            # What is found of a whole prompt ends before its last token, which has to be computed.
+            has_whole = name == "paligemma" and hits == (stop - 1) // 2 * 2
+            assert has_whole or not any(start < edge < stop for edge in edges)
 
 
 def test_rows_of_both_kinds_in_one_step(make_wrapper_pair: MakePair) -> None:

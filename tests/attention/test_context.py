@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_paged.attention.context import current_step, forward_context, is_sentinel
+from hf_paged.attention.context import check_not_cut, current_step, forward_context, is_sentinel
 
 CPU = torch.device("cpu")
 OUTER, INNER = mock.Mock(name="outer"), mock.Mock(name="inner")
@@ -32,6 +32,18 @@ def test_other_masks(mask: Any) -> None:
     """Would break: the mask of another model's forward, inside of a step, taken for the step's."""
     with forward_context(OUTER, CPU):
         assert not is_sentinel(mask)
+
+
+def test_a_mask_that_the_model_has_cut() -> None:
+    """Would break: stock's attention over the tokens of several sequences, in silence."""
+    other = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    check_not_cut(other)
+    with forward_context(OUTER, CPU) as mask:
+        check_not_cut(other)
+        cut = mask[:, :, slice(0, None)]
+        assert not is_sentinel(cut)
+        with pytest.raises(RuntimeError, match="has cut the mask"):
+            check_not_cut(cut)
 
 
 def test_another_thread() -> None:

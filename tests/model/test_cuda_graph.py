@@ -23,7 +23,6 @@ from torch._dynamo.utils import counters
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.attention.decode_work import WorkKind, share_out
-from hf_paged.core.cache_groups import NOWHERE
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
 
@@ -35,8 +34,8 @@ SMALL = {"num_blocks": 128, "block_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Of experts in float32, torch reads on the host how many rows each has: on a GPU, such steps can't be recorded.
 READ_BACK = ("mixtral", "qwen3_moe", "gpt_oss")
-# Not recorded: of chunks; values narrower than keys; layers that read others' keys. What keeps them from it is said.
-REFUSED = ("llama4", "gemma4_sharing", "gemma3n")
+# Not recorded: of chunks; values narrower than keys. What keeps them from it is said.
+REFUSED = ("llama4",)
 NOT_RECORDED = (*REFUSED, "mimo_v2_flash")
 
 
@@ -94,7 +93,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     def make(attention: Any) -> Any:
         kv_cache = attention.kv_cache
-        if any(kv_cache.groups.chunks) or NOWHERE in kv_cache.groups.places:
+        if any(kv_cache.groups.chunks):
             return "need layers of another kind"
         if kv_cache.tensor.device.type == "cuda":
             made.make = original(attention)

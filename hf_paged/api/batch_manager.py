@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import Full
 from typing import Any
 
-import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
@@ -20,19 +17,15 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
+from hf_paged.api.batch_feeder import BatchFeeder
 from hf_paged.api.batch_request import BatchRequest, check_config, with_settings
 from hf_paged.api.batch_results import BatchResults
-from hf_paged.core.errors import QueueFullError
-from hf_paged.engine.request import Request
 
 logger = logging.get_logger(__name__)
 
-_QUEUE_SECONDS = 10.0  # for which `add_request` waits while the queue is full, as transformers' own does
-_RETRY_SECONDS = 0.01
-
 
 class PagedBatchManager(ContinuousBatchingManager):
-    """Hands requests to the engine in the order in which they came, and their results to who asks.
+    """Hands requests to the engine in the order in which they came, and their results to those that ask.
 
     What is inherited iterates over results. Memory, scheduling and steps are the engine's, so that settings of theirs
     in a `ContinuousBatchingConfig` change nothing: `patch()` has its own. Honoured are `return_logprobs`, `seed`,
@@ -62,15 +55,12 @@ class PagedBatchManager(ContinuousBatchingManager):
             workload_hints: Not needed.
         """
         self.model = model.eval()
-        self.background_thread_status = BackgroundThreadStatus()
         self.batch_processor = None
         self.warmed_up = True
         self._results = BatchResults()
-        self._news = threading.Condition()  # guards all below; nothing of the engine's is called with it held
-        self._pending: deque[BatchRequest] = deque()
-        self._live: dict[str, BatchRequest] = {}  # by id, those pending too
-        self._num_running = 0  # in the engine, or on their way to it
-        self._numbers = itertools.count()
+        self._feeder = BatchFeeder(self.model, self._results)
+        self.background_thread_status = self._feeder.status
+        self._lock = threading.Lock()
         self._pausing: list[int] = []  # threads
         self._generation_thread: threading.Thread | None = None
         self.configure(generation_config, continuous_batching_config)
@@ -100,7 +90,9 @@ class PagedBatchManager(ContinuousBatchingManager):
             logger.warning("Manager thread is already running.")
             return
         self.background_thread_status.clear()
-        self._generation_thread = threading.Thread(target=self._run_generation_loop, name="hf_paged_batch", daemon=True)
+        seed = self.continuous_batching_config.seed
+        run = functools.partial(self._feeder.run, seed)
+        self._generation_thread = threading.Thread(target=run, name="hf_paged_batch", daemon=True)
         self._generation_thread.start()
 
     def stop(
@@ -127,9 +119,7 @@ class PagedBatchManager(ContinuousBatchingManager):
         if threading.get_ident() in self._pausing:
             raise RuntimeError("this thread is inside pause(), where nothing can end: leave it before stop()")
         status = BackgroundThreadStatus.HARD_STOP if hard_stop else BackgroundThreadStatus.FLUSH_AND_STOP
-        self.background_thread_status.request_stop(status, 0)
-        with self._news:
-            self._news.notify_all()
+        self._feeder.stop(status)
         if block:
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session:
@@ -150,7 +140,7 @@ class PagedBatchManager(ContinuousBatchingManager):
         if not self.is_running():
             raise RuntimeError("Cannot pause generation while no generation loop is running.")
         engine, own = self.model.paged, threading.get_ident()
-        with self._news:
+        with self._lock:
             if not self._pausing:
                 self._was_paused = engine.is_paused
             self._pausing.append(own)
@@ -158,7 +148,7 @@ class PagedBatchManager(ContinuousBatchingManager):
             engine.pause()
             yield
         finally:
-            with self._news:
+            with self._lock:
                 self._pausing.remove(own)
                 resumes = not self._pausing and not self._was_paused
             if resumes:
@@ -202,19 +192,10 @@ class PagedBatchManager(ContinuousBatchingManager):
         settings |= {name: value for name, value in given.items() if value is not None}
         config = with_settings(self.generation_config, settings, "add_request()")
         check_config(config, self.continuous_batching_config.return_logprobs)
-        with self._news:
-            if request_id is None:
-                request_id = next(name for i in self._numbers if (name := f"req_{i}") not in self._live)
-            if request_id in self._live:
-                raise ValueError(f"request_id {request_id!r} is running already")
-            request = BatchRequest(request_id, input_ids, config, streaming, record_timestamps)
-            limit = self.continuous_batching_config.max_queue_size
-            if limit and not self._news.wait_for(lambda: len(self._pending) < limit, _QUEUE_SECONDS):
-                raise Full
-            self._live[request_id] = request
-            self._pending.append(request)
-            self._news.notify_all()
-        return request_id
+        name = self._feeder.new_id() if request_id is None else request_id
+        batching = self.continuous_batching_config
+        self._feeder.add(BatchRequest(name, input_ids, config, batching, streaming, record_timestamps))
+        return name
 
     def add_requests(
         self,
@@ -233,19 +214,7 @@ class PagedBatchManager(ContinuousBatchingManager):
 
     def cancel_request(self, request_id: str) -> None:
         """Ends a request within a step. It has no output."""
-        with self._news:
-            request = self._live.pop(request_id, None)
-            if request is None:
-                return
-            request.is_dropped = True
-            if request in self._pending:
-                self._pending.remove(request)
-            handle = request.handle
-            self._news.notify_all()
-        self._results.forget(request_id)
-        self._results.wake()
-        if handle is not None:
-            handle.cancel()
+        self._feeder.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next output: of a request if an id is given, else of any.
@@ -261,7 +230,7 @@ class PagedBatchManager(ContinuousBatchingManager):
 
     def _may_come(self, request_id: str | None) -> bool:
         is_over = self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED
-        return self.is_running() and not is_over and (request_id is None or request_id in self._live)
+        return self.is_running() and not is_over and (request_id is None or self._feeder.is_live(request_id))
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:  # type: ignore[override]
         """Outputs of one request as they come, to its last one. None are left of one that was cancelled."""
@@ -273,113 +242,3 @@ class PagedBatchManager(ContinuousBatchingManager):
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Has each output of a request given to `callback`, in the event loop that runs on this thread."""
         self._results.register(request_id, callback)
-
-    # The manager's thread
-
-    def _run_generation_loop(self) -> None:
-        """Hands requests to the engine, not far ahead of what can run, until the manager is stopped."""
-        if self.continuous_batching_config.seed is not None:
-            torch.manual_seed(self.continuous_batching_config.seed)
-        try:
-            while (request := self._next()) is not None:
-                self._submit(request)
-            self._end_all("the manager was stopped before the request had ended")
-        except Exception as error:
-            logger.error(f"the batch manager has failed: {error}", exc_info=True)
-            self.background_thread_status.record_fatal_error(error)
-            self._end_all(str(error))
-        finally:
-            self.background_thread_status.mark_as_stopped()
-            self._results.wake()
-
-    def _next(self) -> BatchRequest | None:
-        """Waits for a request that may start; `None` when the manager is to end."""
-        ahead = 2 * self.model.paged.config.max_num_seqs
-        with self._news:
-            while True:
-                status = self.background_thread_status.local_status
-                if status == BackgroundThreadStatus.HARD_STOP:
-                    return None
-                if self._pending and self._num_running < ahead:
-                    self._num_running += 1
-                    request = self._pending.popleft()
-                    self._news.notify_all()
-                    return request
-                if status == BackgroundThreadStatus.FLUSH_AND_STOP and not self._pending and not self._num_running:
-                    return None
-                self._news.wait()
-
-    def _submit(self, request: BatchRequest) -> None:
-        config = self.continuous_batching_config
-        request.start_time = time.perf_counter()
-        try:
-            engine = self.model.paged
-            vocab_size = self.model.get_input_embeddings().num_embeddings
-            arguments = request.generate_arguments(engine.core.pool.max_context, vocab_size)
-            if config.return_logprobs:
-                arguments |= {"logprobs": 0, "logprobs_mode": "processed"}
-            if not config.allow_block_sharing:
-                arguments["cache_salt"] = f"batch {id(request)} {request.start_time}"
-            while True:
-                try:
-                    handle = engine.submit(request.prompt, **arguments)
-                    break
-                except QueueFullError:
-                    time.sleep(_RETRY_SECONDS)
-        except Exception as error:
-            self._finish(request, error)
-            return
-        with self._news:
-            request.handle = handle
-            is_dropped = request.is_dropped
-        if is_dropped:
-            handle.cancel()
-        handle.listen(lambda: self._look(request, handle))
-
-    def _look(self, request: BatchRequest, handle: Request) -> None:
-        """On whatever thread has news of a request: only hands them on."""
-        if not request.is_dropped:
-            for output in request.take(handle.events_since(request.num_events)):
-                self._results.deliver(output)
-        if handle.is_done:
-            self._finish(request, None)
-
-    def _finish(self, request: BatchRequest, error: BaseException | None) -> None:
-        handle, request.handle = request.handle, None
-        with self._news:
-            is_wanted = self._live.get(request.request_id) is request
-            if is_wanted:
-                del self._live[request.request_id]
-            self._num_running -= 1
-        if is_wanted:
-            for output in self._outputs(request, handle, error):
-                self._results.deliver(output)
-        with self._news:
-            self._news.notify_all()
-        self._results.wake()
-
-    def _outputs(
-        self, request: BatchRequest, handle: Request | None, error: BaseException | None
-    ) -> list[GenerationOutput]:
-        if handle is None:
-            return request.failures(str(error))
-        try:
-            output = handle.result()
-        except Exception as failure:
-            return request.failures(str(failure))
-        if output.finish_reason == "cancelled":
-            return request.failures("the request was cancelled")
-        return request.outputs(output)
-
-    def _end_all(self, error: str) -> None:
-        """Fails what has not ended."""
-        with self._news:
-            left = list(self._live.values())
-            self._live.clear()
-            self._pending.clear()
-        for request in left:
-            handle = request.handle
-            for output in request.failures(error):
-                self._results.deliver(output)
-            if handle is not None:
-                handle.cancel()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_paged.engine.request import Request, RequestOutput, TokenEvent
@@ -56,6 +56,7 @@ class BatchRequest:
         request_id: Its id; further sequences are its children, `ID__child#0` on.
         prompt: Token ids.
         config: With its own settings.
+        batching: What else its manager was told.
         is_streaming: An output a token, each with all tokens so far.
         has_timestamps: Whether it notes when each token came.
         created_time: As of `time.perf_counter`, like the next.
@@ -68,6 +69,7 @@ class BatchRequest:
     request_id: str
     prompt: Sequence[int]
     config: GenerationConfig
+    batching: ContinuousBatchingConfig
     is_streaming: bool = False
     has_timestamps: bool = False
     created_time: float = field(default_factory=time.perf_counter)

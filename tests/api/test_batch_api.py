@@ -189,7 +189,7 @@ def test_manager(pair: Pair) -> None:
             if len(found) == len(PROMPTS):
                 break
         assert [found[name] for name in names] == expected
-        assert manager.get_result(timeout=0.01) is None and manager.get_result("nobody") is None
+        assert manager.get_result(timeout=0.01) is None and manager.get_result("unknown") is None
         for bad in ({"no_setting": 1}, {"stop_strings": ["a"]}, {"streaming": True, "num_beams": 2}):
             with pytest.raises(ValueError, match=list(bad)[-1]):
                 manager.add_request(PROMPTS[0], **bad)
@@ -226,7 +226,7 @@ def test_cancel(make_pair: MakePair) -> None:
         next(outputs)
         manager.cancel_request(first)
         manager.cancel_request(second)
-        manager.cancel_request("nobody")
+        manager.cancel_request("unknown")
         list(outputs)
         assert manager.get_result(second) is None
         assert len(manager.get_result(third).generated_tokens) == 3
@@ -262,7 +262,7 @@ def test_stop(make_pair: MakePair) -> None:
 
 
 def test_an_exception_ends_what_runs(pair: Pair) -> None:
-    """Would break: Ctrl-C waiting for requests that nobody asks for any more."""
+    """Would break: Ctrl-C waiting for requests whose results are not asked for any more."""
     with (
         pytest.raises(KeyboardInterrupt),
         pair.paged.continuous_batching_context_manager(config(max_new_tokens=240, eos_token_id=-1)) as manager,
@@ -314,7 +314,7 @@ def test_kept_manager(pair: Pair) -> None:
 
 def test_queue_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: a queue without an end."""
-    monkeypatch.setattr("hf_paged.api.batch_manager._QUEUE_SECONDS", 0.01)
+    monkeypatch.setattr("hf_paged.api.batch_feeder._QUEUE_SECONDS", 0.01)
     manager = pair.paged.init_continuous_batching(config(), ContinuousBatchingConfig(max_queue_size=2))
     manager.add_requests(PROMPTS[:2])
     with pytest.raises(Full):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Pair
 from models import build
+from state_models import STATE_MODELS, build_state_model
 from test_engine import ENDLESS, PATIENCE, SAMPLE, settle
 from test_faults import prompt
 from test_generate_modes import NextToken
@@ -122,11 +123,11 @@ def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
 # Of prompts
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma2", "falcon_alibi"])
+@pytest.mark.parametrize("model", ["llama", "gemma2", "falcon_alibi", "lfm2", "mamba2"])
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams", "own_processor"])
 def test_prompt(make_pair: MakePair, model: str, mode: str) -> None:
     """Would break: tokens moved by one, a prefix hit or a chunk that skips some, other new tokens."""
-    pair = make_pair(model, max_num_batched_tokens=8)
+    pair = make_pair(build_state_model(model) if model in STATE_MODELS else model, max_num_batched_tokens=8)
     given = {"max_new_tokens": 5} | ENDLESS | MODES[mode]
     ids = prompt(5, 21)
     expected = pair.stock(ids).logits.detach()[0, :-1].log_softmax(-1)
@@ -145,7 +146,7 @@ def test_prompt(make_pair: MakePair, model: str, mode: str) -> None:
 
 
 def test_prompt_only(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: `[T, V]` logits at once, tokens generated that nobody wants, a context computed again and again."""
+    """Would break: `[T, V]` logits at once, tokens that were not asked for, a context computed again and again."""
     pair = make_pair(num_blocks=64)
     monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 8)
     widest = []

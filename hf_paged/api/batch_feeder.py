@@ -1,0 +1,198 @@
+"""`BatchFeeder`: hands requests of transformers' batch API to the engine, and what comes of them to their results."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from queue import Full
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.utils import logging
+
+from hf_paged.api.batch_request import BatchRequest
+from hf_paged.api.batch_results import BatchResults
+from hf_paged.core.errors import QueueFullError
+from hf_paged.engine.request import Request
+
+logger = logging.get_logger(__name__)
+
+_QUEUE_SECONDS = 10.0  # for which a request waits while the queue is full, as transformers' own does
+_RETRY_SECONDS = 0.01
+
+
+class BatchFeeder:
+    """Requests, from when they are added until they end.
+
+    Attributes:
+        status: Whether it takes requests, in transformers' own words.
+    """
+
+    def __init__(self, model: Any, results: BatchResults) -> None:
+        """Serves one manager of a patched model."""
+        self._model = model
+        self._results = results
+        self.status = BackgroundThreadStatus()
+        self._news = threading.Condition()  # guards all below; nothing of the engine's is called with it held
+        self._pending: deque[BatchRequest] = deque()
+        self._live: dict[str, BatchRequest] = {}  # by id, those pending too
+        self._num_running = 0  # in the engine, or on their way to it
+        self._numbers = itertools.count()
+
+    def new_id(self) -> str:
+        """An id that no request has or had."""
+        return next(name for i in self._numbers if (name := f"req_{i}") not in self._live)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._live
+
+    def add(self, request: BatchRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: Its id is in use.
+            queue.Full: The queue was full for 10 seconds.
+        """
+        limit = request.batching.max_queue_size
+        with self._news:
+            if limit and not self._news.wait_for(lambda: len(self._pending) < limit, _QUEUE_SECONDS):
+                raise Full
+            if request.request_id in self._live:
+                raise ValueError(f"request_id {request.request_id!r} is running already")
+            self._live[request.request_id] = request
+            self._pending.append(request)
+            self._news.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request within a step. It has no output."""
+        with self._news:
+            request = self._live.pop(request_id, None)
+            if request is None:
+                return
+            request.is_dropped = True
+            if request in self._pending:
+                self._pending.remove(request)
+            handle = request.handle
+            self._news.notify_all()
+        self._results.forget(request_id)
+        self._results.wake()
+        if handle is not None:
+            handle.cancel()
+
+    def stop(self, status: int) -> None:
+        """Has `run` end: behind the requests that are there, or at once."""
+        self.status.request_stop(status, 0)
+        with self._news:
+            self._news.notify_all()
+
+    def run(self, seed: int | None) -> None:
+        """Hands requests to the engine, not far ahead of what can run, until it is stopped."""
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
+            while (request := self._next()) is not None:
+                self._submit(request)
+            self._end_all("the manager was stopped before the request had ended")
+        except Exception as error:
+            logger.error(f"the batch manager has failed: {error}", exc_info=True)
+            self.status.record_fatal_error(error)
+            self._end_all(str(error))
+        finally:
+            self.status.mark_as_stopped()
+            self._results.wake()
+
+    def _next(self) -> BatchRequest | None:
+        """Waits for a request that may start; `None` when `run` is to end."""
+        ahead = 2 * self._model.paged.config.max_num_seqs
+        with self._news:
+            while True:
+                status = self.status.local_status
+                if status == BackgroundThreadStatus.HARD_STOP:
+                    return None
+                if self._pending and self._num_running < ahead:
+                    self._num_running += 1
+                    request = self._pending.popleft()
+                    self._news.notify_all()
+                    return request
+                if status == BackgroundThreadStatus.FLUSH_AND_STOP and not self._pending and not self._num_running:
+                    return None
+                self._news.wait()
+
+    def _submit(self, request: BatchRequest) -> None:
+        request.start_time = time.perf_counter()
+        try:
+            engine = self._model.paged
+            vocab_size = self._model.get_input_embeddings().num_embeddings
+            arguments = request.generate_arguments(engine.core.pool.max_context, vocab_size)
+            if request.batching.return_logprobs:
+                arguments |= {"logprobs": 0, "logprobs_mode": "processed"}
+            if not request.batching.allow_block_sharing:
+                arguments["cache_salt"] = f"batch {id(request)} {request.start_time}"
+            while True:
+                try:
+                    handle = engine.submit(request.prompt, **arguments)
+                    break
+                except QueueFullError:
+                    time.sleep(_RETRY_SECONDS)
+        except Exception as error:
+            self._finish(request, error)
+            return
+        with self._news:
+            request.handle = handle
+            is_dropped = request.is_dropped
+        if is_dropped:
+            handle.cancel()
+        handle.listen(lambda: self._look(request, handle))
+
+    def _look(self, request: BatchRequest, handle: Request) -> None:
+        """On whatever thread has news of a request: only hands them on."""
+        if not request.is_dropped:
+            for output in request.take(handle.events_since(request.num_events)):
+                self._results.deliver(output)
+        if handle.is_done:
+            self._finish(request, None)
+
+    def _finish(self, request: BatchRequest, error: BaseException | None) -> None:
+        handle, request.handle = request.handle, None
+        with self._news:
+            is_wanted = self._live.get(request.request_id) is request
+            if is_wanted:
+                del self._live[request.request_id]
+            self._num_running -= 1
+        if is_wanted:
+            for output in self._outputs(request, handle, error):
+                self._results.deliver(output)
+        with self._news:
+            self._news.notify_all()
+        self._results.wake()
+
+    def _outputs(
+        self, request: BatchRequest, handle: Request | None, error: BaseException | None
+    ) -> list[GenerationOutput]:
+        if handle is None:
+            return request.failures(str(error))
+        try:
+            output = handle.result()
+        except Exception as failure:
+            return request.failures(str(failure))
+        if output.finish_reason == "cancelled":
+            return request.failures("the request was cancelled")
+        return request.outputs(output)
+
+    def _end_all(self, error: str) -> None:
+        """Fails what has not ended."""
+        with self._news:
+            left = list(self._live.values())
+            self._live.clear()
+            self._pending.clear()
+        for request in left:
+            handle = request.handle
+            for output in request.failures(error):
+                self._results.deliver(output)
+            if handle is not None:
+                handle.cancel()

@@ -1,0 +1,36 @@
+"""What is refused of models over several processes, and asked of a model that is whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from models import build
+
+import hf_paged
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"pp_size": 2}, "by layers (pp_size)"),
+        ({"fsdp_size": 2}, "(fsdp_size)"),
+        ({"ep_size": 2}, "(ep_size)"),
+        ({}, "only tensor parallelism"),
+    ],
+)
+def test_other_ways_to_share_a_model_out(sizes: dict[str, int], said: str) -> None:
+    model: Any = build("llama")
+    model._device_mesh = SimpleNamespace(size=lambda: 2)
+    model.config.distributed_config = SimpleNamespace(**sizes)
+    report = hf_paged.is_supported(model)
+    assert not report and said in report.reasons[0]
+    with pytest.raises(hf_paged.UnsupportedModelError, match="2 processes"):
+        hf_paged.patch(model)
+
+
+def test_a_whole_model_follows_nobody() -> None:
+    model: Any = hf_paged.patch(build("llama"), num_blocks=8)
+    with pytest.raises(RuntimeError, match="not shared out"):
+        model.paged.follow()

@@ -134,8 +134,9 @@ MODES = {
     "submit": Mode(_submit, entries=3),
 }
 READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss")  # mixtures of experts in float32: no graph can hold them
-# Not served by Triton's kernels and graphs as they are: of two widths, of chunks.
-SERVED_OTHERWISE = ("llama4", "mimo_v2_flash")
+# Not served by Triton's kernels and graphs as they are: of two widths, of chunks; gemma3n's own code makes a tensor on
+# the host in each step.
+SERVED_OTHERWISE = ("gemma3n", "llama4", "mimo_v2_flash")
 PACKED = [name for name, model in MODELS.items() if model.runs_packed and name not in SERVED_OTHERWISE]
 
 

@@ -58,11 +58,8 @@ class _Layer(ModuleOverride):
         """What its speed depends on."""
         return type(self.module), *self.module.weight.shape, self.dtype, self.module.bias is None
 
-    def takes(self, states: Tensor) -> bool:
-        return states.dtype is self.dtype
-
     def compute(self, states: Tensor) -> Tensor:
-        if self.gains[states.numel() >= MANY_ROWS * self.width]:
+        if states.dtype is self.dtype and self.gains[states.numel() >= MANY_ROWS * self.width]:
             return _multiply(states, self.weight, self.module.bias)
         return _own(self, states)
 

@@ -291,7 +291,8 @@ class World:
         if comes_back and tokens:
             self._match(seq_id, tokens, None)
         else:
-            self.manager.forget_hashes(seq_id, 0)
+            self.manager.forget_hashes(seq_id, 0)  # its tokens are others from the first on: so are those it keeps
+            self.models[seq_id].keeps_from = None if model.keeps_from is None else 0
 
     # Swap
 

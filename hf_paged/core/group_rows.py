@@ -181,17 +181,28 @@ class GroupRows:
         Where a prefix is only found at places that were kept, a prompt's chunks end at such: on block boundaries, the
         last one that another prompt may share among them.
         """
-        wanted, least = sequence.num_wanted_tokens, self._manager.least_chunk
+        least, size = self._manager.least_chunk, self._manager.block_size
         num_tokens = sequence.chunk(budget)
-        if least == 1 or num_tokens < 2 * least or sequence.spans:
+        if least == 1 or sequence.spans:
             return num_tokens
-        if 0 < wanted - num_tokens < least:
-            num_tokens = wanted - least
-        if not self._manager.takes_snapshots or not sequence.is_recomputable:
-            return num_tokens
-        start, size = sequence.num_computed_tokens, self._manager.block_size
-        end = min(start + num_tokens, sequence.logits_from, sequence.num_tokens - least) // size * size
-        return end - start if end - start >= least else num_tokens
+        start = sequence.num_computed_tokens
+        end = self._whole(sequence, start + num_tokens)
+        if start < sequence.num_at_once and end - start < least:
+            end = sequence.num_at_once  # a few more than there is room for
+        if self._manager.takes_snapshots and sequence.is_recomputable and end - start >= 2 * least:
+            kept = min(end, sequence.logits_from, sequence.num_tokens - least) // size * size
+            kept = self._whole(sequence, kept) // size * size
+            if kept - start >= least:
+                end = kept
+        return end - start
+
+    def _whole(self, sequence: Sequence, num_tokens: int) -> int:
+        """So many tokens of a sequence, or fewer, that leave none or several of those that came together.
+
+        A single one of them would be computed as those that came one by one are.
+        """
+        least = self._manager.least_chunk
+        return sequence.num_at_once - least if 0 < sequence.num_at_once - num_tokens < least else num_tokens
 
     def _note(self, step: Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
         step.budget -= num_tokens
@@ -240,6 +251,7 @@ class GroupRows:
 
         The rest of a run sees all of it, also what a layer's window gives back.
         """
+        num_tokens = max(self._whole(sequence, num_tokens), 0)
         has_windows = any(window is not None for window in self._manager.windows)
         return sequence.span_start(num_tokens) if has_windows else num_tokens
 

@@ -35,6 +35,7 @@ class World:
         self.memory: list[State] = [None] * num_blocks
         self.cpu: list[State] = [None] * num_blocks
         self.live: list[Sequence] = []
+        self.cropped: list[Sequence] = []
         self.prompts = [[1, 2, 3, 4, 5, 6, 7, 8]]
         self.ledger = Ledger()
         self.events: Counter[str] = Counter()
@@ -62,6 +63,7 @@ class World:
         sequence = self.rng.choice(self.live)
         computed, num_tokens = sequence.num_computed_tokens, self.rng.randint(1, sequence.num_tokens)
         self.scheduler.crop(sequence, num_tokens)
+        self.cropped.append(sequence)  # maybe between two chunks of what came together
         sequence.logits_from = num_tokens - 1
         assert sequence.num_computed_tokens == (computed if num_tokens >= computed else 0)
 
@@ -99,8 +101,9 @@ class World:
             if not fails or self.rng.random() < 0.5:
                 for index, page in enumerate(pages):
                     self.memory[page] = tuple(sequence.token_ids[: start + num_tokens]), index
-            is_cut = start + num_tokens < sequence.num_tokens
-            assert num_tokens > 1 or sequence.num_tokens - start == 1 or not is_cut, "a prompt's token by itself"
+            together = min(start + num_tokens, sequence.num_at_once) - start
+            is_alone = together == 1 and sequence.num_at_once > 1 and sequence not in self.cropped
+            assert not is_alone, "a token by itself that came together with others"
         if fails:
             self.events["failed step"] += 1
             self.scheduler.undo(batch)
@@ -119,6 +122,8 @@ class World:
         assert sequence.token_ids is not None
         sequence.token_ids += tokens
         sequence.num_tokens += len(tokens)
+        if len(tokens) > 1:
+            sequence.num_at_once = sequence.num_tokens
         sequence.logits_from = sequence.num_tokens - 1
         sequence.is_wanted = True
         self.scheduler.wake(sequence.group)

@@ -27,7 +27,7 @@ NOT_CORE := tests/tools/test_cli.py tests/tools/test_examples.py tests/tools/tes
     tests/tools/test_gpu_runs.py tests/tools/test_soak.py tests/core/test_config.py \
     $(wildcard tests/core/test_block_*.py tests/core/test_scheduler*.py) $(wildcard tests/kernels/test_kernels_*.py) \
     tests/memory/test_kv_cache.py tests/memory/test_swap_space.py tests/attention/test_metadata.py \
-    $(wildcard tests/demo/test_demo*.py)
+    $(wildcard tests/demo/test_demo*.py) tests/parallel/test_ranks.py
 
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import threading
 from collections.abc import Callable
@@ -215,8 +216,14 @@ def test_what_layers_are_told_of_a_token_is_part_of_it(make_wrapper_pair: MakePa
     language_model = pair.stock.model.language_model
     ids, others = random_ids(1, 9) % 90, random_ids(1, 9, seed=1) % 90
     given = {"inputs_embeds": language_model.get_input_embeddings()(ids).detach()}
+    get = language_model.get_per_layer_inputs
+    no_embeddings = [None] * (len(inspect.signature(get).parameters) - 1)  # Gemma 4 in 5.17 asks for both
     for told, hits in ((ids, 0), (others, 0), (ids, 8)):
-        given["per_layer_inputs"] = language_model.get_per_layer_inputs(told).detach()
+        given["per_layer_inputs"] = get(told, *no_embeddings).detach()
+        try:
+            pair.stock(**given)
+        except TypeError:  # Gemma 3n in 5.17
+            pytest.skip("stock's wrapper gives its language model these inputs twice")
         pair.both(lambda model: model(**given, past_key_values=new_cache(model), logits_to_keep=1).logits)
         assert pair.delta["prefix_cache_hit_tokens"] == hits
 

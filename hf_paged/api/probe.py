@@ -24,6 +24,7 @@ from hf_paged.api.stored_layers import (
     noted_on_meta,
     on_meta,
     specs,
+    with_latents,
     with_windows,
 )
 from hf_paged.attention.cache import PagedCache
@@ -61,7 +62,7 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
     if isinstance(found, str) or isinstance(tiny_stored, str):
         return found if isinstance(found, str) else str(tiny_stored)
     layers, indexers = found
-    failure, alone = "", None
+    failure, why_padded, alone = "", "", None
     # Of a wrapper the calls themselves say what they see.
     is_causal = Wrapper.of(tiny) is not None or not _sees_ahead(tiny)
     text = config.get_text_config(decoder=True)
@@ -71,7 +72,13 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
             alone = torch.cat([_logits(tiny, NotingCache(tiny.config), row) for row in rows])
         failure = _difference(tiny, traits, expected if alone is None or not traits.tells_positions else alone)
         if not failure:
-            return replace(traits, layers=_windowed(layers, whole) if has_windows else layers, indexers=indexers)
+            if traits.has_latents:
+                layers = with_latents(layers)
+            why_padded = "" if traits.runs_packed else why_padded
+            own = {"layers": _windowed(layers, whole) if has_windows else layers, "indexers": indexers}
+            return replace(traits, **own, why_padded=why_padded)
+        if traits.runs_packed:
+            why_padded = failure
         if _keeps_inference_tensors(tiny):
             tiny = _build(base, tiny.config)
     return f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})"
@@ -140,6 +147,9 @@ def _ways(
             packed = replace(own, layers=windowed if has_windows else layers, runs_packed=True)
             for is_told, may_infer in itertools.product((False, True) if is_asked else (False,), (True, False)):
                 yield replace(packed, allows_inference_mode=may_infer, tells_positions=is_told), has_windows
+        latent = with_latents(layers)
+        for may_infer in (True, False) if latent != layers else ():
+            yield replace(own, layers=latent, runs_packed=True, allows_inference_mode=may_infer), False
     if rows_independent:
         for may_infer in (True, False):
             yield replace(own, runs_padded=True, allows_inference_mode=may_infer), False

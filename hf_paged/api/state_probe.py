@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.shrinking import SPECIAL
-from hf_paged.api.stored_layers import Layers, noted_on_meta, on_meta, specs
+from hf_paged.api.stored_layers import Layers, noted_on_meta, on_meta, specs, with_latents
 from hf_paged.api.stored_states import StateNotes, StateNotingCache
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.cache_groups import CacheGroups
@@ -79,14 +79,20 @@ def state_traits(
         shares_attention=tiny_stored.is_shared,
         indexers=tiny_stored.indexers,
     )
-    for packed, may_infer in itertools.product((True, False), (True, False)):
+    why_padded, tiny_latent = "", with_latents(tiny_stored.layers)
+    layouts = [(True, False), *([(True, True)] if tiny_latent != tiny_stored.layers else []), (False, False)]
+    for (packed, latent), may_infer in itertools.product(layouts, (True, False)):
         if not packed and may_infer and _sees_padding(tiny):
             return f"a row depends on the padding beside it, and it doesn't run without ({failure:.200})"
         way: dict[str, Any] = {"runs_packed": packed, "runs_padded": not packed, "allows_inference_mode": may_infer}
-        failure = _difference(tiny, replace(traits, **way), expected)
+        own = tiny_latent if latent else tiny_stored.layers
+        failure = _difference(tiny, replace(traits, **way, layers=own), expected)
         if not failure:
-            states = notes.specs(torch.bfloat16)
-            return replace(traits, **way, layers=stored.layers, indexers=stored.indexers, states=states)
+            layers = with_latents(stored.layers) if latent else stored.layers
+            way |= {"layers": layers, "indexers": stored.indexers, "states": notes.specs(torch.bfloat16)}
+            return replace(traits, **way, why_padded="" if packed else why_padded)
+        if packed:
+            why_padded = failure
     return f"its layers don't compute over states in the pool what they do over a cache of their own ({failure:.200})"
 
 

@@ -50,6 +50,7 @@ class BoundModel:
         traits: ModelTraits,
         is_plain: Callable[[], bool],
         config: PagedConfig,
+        latents: Latents,
     ) -> None:
         """Binds to a model.
 
@@ -60,6 +61,7 @@ class BoundModel:
             traits: What was found out about its architecture.
             is_plain: Whether nothing but known code runs in forwards now.
             config: The settings.
+            latents: What its layers make of latents.
         """
         self._model = weakref.ref(model)
         self._placement = Placement(model)
@@ -79,7 +81,7 @@ class BoundModel:
         self._compiled: Callable[..., Any] | None = None
         self.configs = attention_configs(model)
         self.wrapper = Wrapper.of(model)
-        self.latents = Latents(model, traits.layers)
+        self.latents = latents
 
     # What it is
 

@@ -77,7 +77,9 @@ class Latents:
         latent, rotary = spec.key_dim, spec.value_dim
         plain = key.shape[-1] - rotary
         if key.shape[2] != len(probes) or value.shape[1:3] != key.shape[1:3] or plain < 1:
-            raise ValueError(f"layer {layer} makes keys {list(key.shape)} and values {list(value.shape)} of its latents")
+            raise ValueError(
+                f"layer {layer} makes keys {list(key.shape)} and values {list(value.shape)} of its latents"
+            )
         maps = LatentMaps(
             key[0, :, :latent, :plain].transpose(1, 2).clone(memory_format=torch.contiguous_format),
             value[0, :, :latent].transpose(1, 2).clone(memory_format=torch.contiguous_format),
@@ -99,7 +101,7 @@ class Latents:
         return None if key is None or value is None else LatentMaps(key, value)
 
     def _in_weight(self, layer: int, wanted: Tensor) -> Tensor | None:
-        """A part of a weight `[heads * width, latent_dim]` that is this map: the first or the last rows of each head."""
+        """A part of a weight `[heads * width, latent_dim]` that is this map: first or last rows of each head."""
         heads, rows, latent = wanted.shape
         for weight in self._weights(layer):
             if weight.ndim != 2 or weight.shape[1] != latent or weight.shape[0] % heads or weight.dtype != wanted.dtype:

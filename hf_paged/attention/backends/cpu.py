@@ -68,9 +68,7 @@ class CPUStep(TorchStep):
         output = self._decode(query, params.maps.latent_dim, metadata, params)
         return super()._attend_rows(query, metadata, params) if output is None else output
 
-    def _decode(
-        self, query: Tensor, width: int, metadata: AttentionMetadata, params: AttentionParams
-    ) -> Tensor | None:
+    def _decode(self, query: Tensor, width: int, metadata: AttentionMetadata, params: AttentionParams) -> Tensor | None:
         """`[T, num_heads, width]` with the decode rows filled in; `None`: the kernels don't take these."""
         if torch.is_autocast_enabled("cpu"):
             return None

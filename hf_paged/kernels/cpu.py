@@ -198,6 +198,16 @@ class CPUKernels:
         )
 
 
+def constants(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> dict[str, int]:
+    """What the source is compiled with; arguments as of `load`."""
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": latent_dim or head_dim,
+        "IS_LATENT": int(latent_dim is not None),
+        "IS_BFLOAT16": int(dtype is torch.bfloat16),
+    }
+
+
 @lru_cache
 def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CPUKernels | str:
     """The kernels for pools of this type and head dim, or why there are none. Compiles where no earlier process has.
@@ -213,9 +223,8 @@ def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CP
         most = MAX_HEAD_DIM if latent_dim is None else MAX_LATENT_ROW
         if head_dim > most:
             return f"takes head dims up to {most}, the model has {head_dim}"
-        constants = {"HEAD_DIM": head_dim, "IS_BFLOAT16": int(dtype is torch.bfloat16)}
-        constants |= {"VALUE_DIM": latent_dim or head_dim, "IS_LATENT": int(latent_dim is not None)}
-        kernels = CPUKernels(library(_SOURCE, FUNCTIONS, **constants), dtype, head_dim, latent_dim)
+        compiled = library(_SOURCE, FUNCTIONS, **constants(dtype, head_dim, latent_dim))
+        kernels = CPUKernels(compiled, dtype, head_dim, latent_dim)
         error = _error(kernels, dtype, head_dim, latent_dim)
         # Of a rounding more or less; what is wrong is wrong by half.
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2

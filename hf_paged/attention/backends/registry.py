@@ -69,7 +69,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    reads_empty_slots: ClassVar[bool] = True
+    reads_empty_slots: bool = True
     can_record: ClassVar[bool] = False
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:

@@ -19,7 +19,7 @@ enum { LANES = 8 };
 #define ROWS 8
 enum { LANES = 4 };
 #endif
-enum { VECTORS = 3, PANEL = LANES * VECTORS, LINE = 64, MIN_PRODUCTS = 1 << 17 };
+enum { VECTORS = 3, PANEL = LANES * VECTORS, LINE = 64, MIN_PRODUCTS = 1 << 19 };
 
 typedef float vector __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4), aligned(4)));

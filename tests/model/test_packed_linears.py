@@ -104,6 +104,7 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     monkeypatch.setattr(linear_ways, "WITH_COPY", (counted(getattr(linear_ways, name)),))
     monkeypatch.setattr(linear_ways, "WITHOUT_COPY", (counted(linear_ways.onednn_in_place),))
     monkeypatch.setattr(packed_linears, "TRIALS", _Always(True))
+    monkeypatch.setattr(packed_linears, "MIN_ELEMENTS", 2**17)  # keys' and values' layers are below
     return rows
 
 

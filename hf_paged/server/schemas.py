@@ -216,17 +216,33 @@ class ImageUrl(Body):
 
 
 class ContentPart(Body):
-    """A part of a message: text, or a picture."""
+    """A part of a message: text, or a picture.
 
-    type: Literal["text", "input_text", "output_text", "image_url"]
+    Attributes:
+        image_url: A picture; in `/v1/responses` (`input_image`) its URL alone, and
+        detail: beside it how closely to look.
+    """
+
+    type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
     text: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: ImageUrl | str | None = None
+    detail: Literal["auto"] | None = None
+
+    @property
+    def picture(self) -> str | None:
+        """A picture's URL, if it is one."""
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
     @model_validator(mode="after")
     def _check(self) -> ContentPart:
-        wanted, other = ("image_url", "text") if self.type == "image_url" else ("text", "image_url")
+        is_picture = self.type in ("image_url", "input_image")
+        wanted, other = ("image_url", "text") if is_picture else ("text", "image_url")
         if getattr(self, wanted) is None or getattr(self, other) is not None:
             raise ValueError(f"a part of type {self.type} has a field {wanted} and no {other}")
+        if is_picture and isinstance(self.image_url, str) != (self.type == "input_image"):
+            raise ValueError("image_url: an object with a url; with type input_image the URL itself")
+        if self.detail is not None and self.type != "input_image":
+            raise ValueError("detail: of a part of type input_image; else it is in image_url")
         return self
 
 

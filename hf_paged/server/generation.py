@@ -177,6 +177,10 @@ class Generation:
         """Tokens of all texts."""
         return sum(text.num_tokens for text in self.texts)
 
+    def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
+        """Of the tokens of one of the prompts, if that was asked for; known when its first text begins."""
+        return self._parts[number].request.prompt_logprobs or []
+
     @property
     def usage(self) -> dict[str, int]:
         """As OpenAI's interface counts."""
@@ -317,7 +321,7 @@ def submit_arguments(
         ApiError: Something in the body can't be.
     """
     left = room - num_prompt_tokens
-    if left < 1:
+    if left < (body.limit != 0):
         raise ApiError(
             400, f"the prompt has {num_prompt_tokens} tokens, and {room} is all that there is room for with the text",
             code="context_length_exceeded",
@@ -328,8 +332,11 @@ def submit_arguments(
             code="context_length_exceeded",
         )  # fmt: skip
     limit = left if body.limit is None else body.limit
+    of_prompt = {"prompt_logprobs": body.wanted_logprobs} if body.scores_prompt else {}
     if body.min_tokens > limit:
         raise bad_field("min_tokens", f"{body.min_tokens} are above the limit of {limit} tokens")
+    if limit == 0:
+        return {"max_new_tokens": 0} | of_prompt
     for token_id in body.stop_token_ids:
         if token_id >= vocab_size:
             raise bad_field("stop_token_ids", f"{token_id} is no token id below {vocab_size}")
@@ -345,6 +352,7 @@ def submit_arguments(
         "logit_bias": _bias(body),
         "do_sample": False,
         "num_beams": body.num_beams,
+        **of_prompt,
     }
     if body.min_tokens:
         arguments["min_new_tokens"] = body.min_tokens

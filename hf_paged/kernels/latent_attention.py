@@ -251,7 +251,8 @@ def tiling(widths: LatentWidths, device: Device) -> Tiling:
     limit = device.shared_memory - 8192 - rows * padded * widths.itemsize
     while (stages - 1) * tokens * padded * widths.pool_itemsize > limit and (stages > 2 or tokens > 16):
         stages, tokens = (stages - 1, tokens) if stages > 2 else (stages, tokens // 2)
-    return Tiling(rows, tokens, num_warps=8 if rows > 16 else 4, num_stages=stages)
+    is_wide = rows > 16 or widths.pool_itemsize == 1  # what fp8 codes become takes registers
+    return Tiling(rows, tokens, num_warps=8 if is_wide else 4, num_stages=stages)
 
 
 def plan(widths: LatentWidths, device: Device) -> tuple[Tiling, int]:

@@ -10,6 +10,7 @@ import torch
 from kernel_cases import random_tensor, step_metadata
 from torch import Tensor
 
+from hf_paged.attention import latent_step
 from hf_paged.attention.backends.cpu import CPUBackend
 from hf_paged.attention.backends.registry import Backend
 from hf_paged.attention.backends.torch import TorchBackend
@@ -120,6 +121,16 @@ def test_either_way(step: str, expanded: bool, monkeypatch: pytest.MonkeyPatch) 
     case = Case(step, "wide", torch.float32)
     for backend in BACKENDS:
         found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
+        assert error_of(found, case.truth()) < 1e-6
+
+
+@pytest.mark.parametrize("extra", ["plain", "sinks"])
+def test_few_heads_at_a_time(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: memory for the keys of all heads, where prompts are long."""
+    monkeypatch.setattr(latent_step, "MOST_EXPANDED", 30 * 16 * 3)
+    for step in ("prompts", "mixed"):
+        case = Case(step, "many heads", torch.float32, extra)
+        found = TorchBackend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
         assert error_of(found, case.truth()) < 1e-6
 
 

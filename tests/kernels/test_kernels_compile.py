@@ -21,6 +21,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "prefill bf16 e4m3 d128 b16 g1",
         "write bf16 e4m3 d80",
         "layers bf16 bf16 d128",
+        "latents bf16 bf16 d512 b16 g128",
         "copy",
     )
     run_compiled(ROOT / "benchmarks/kernel_resources.py", *options, "--only", *only, seconds=240)
@@ -48,7 +49,7 @@ for order in itertools.permutations(range(3)):
 def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> None:
     """Would break: a kernel that only the interpreter understands."""
     names = {"decode", "combine", "prefill", "reshape_and_cache", "copy_blocks"}
-    names |= {"rms_norm", "gate", "rotary"}
+    names |= {"rms_norm", "gate", "rotary", "latent_decode", "write_latents"}
     assert {(row["kernel"], row["target"]) for row in kernels} == {(n, t) for n in names for t in TARGETS}
 
 
@@ -64,6 +65,7 @@ def test_loads_are_wide_and_products_are_the_matrix_units(kernels: list[dict[str
     assert on_h100["decode"]["mma"] >= 32
     assert on_h100["prefill"]["wgmma"] >= 16 and on_h100["prefill"]["copies of 16 bytes"] >= 16
     assert "loads of 16 bytes" in on_h100["copy_blocks"] and "loads of 16 bytes" in on_h100["reshape_and_cache"]
+    assert on_h100["latent_decode"]["wgmma"] >= 16 and on_h100["latent_decode"]["copies of 16 bytes"] >= 16
     on_a100 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "sm_80"}
     assert on_a100["decode"]["copies of 16 bytes"] >= 32 and on_a100["prefill"]["mma"] >= 64
     on_mi300 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "gfx942"}

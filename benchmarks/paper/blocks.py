@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from paper import policies
-from paper.costs import PAPER
+from paper.costs import A100, OPT_13B, PAPER, Roofline
 from paper.requests import requests
 from paper.simulator import Settings, rounded, run
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LOADS = {"sharegpt": (3.2, 200.0), "alpaca": (70.0, 20.0)}  # requests a second and for how many
 LENGTH = 256  # tokens of the sequence that is brought back
-LAYOUTS = {"swap, a block in one piece": 1, "swap, layer by layer": 2 * PAPER.costs.model.layers}
+LAYOUTS = {"swap, a block in one piece": 1, "swap, layer by layer": 2 * OPT_13B.layers}
 
 
 def figure_18(times: float, trace: Path | None, seed: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def figure_18(times: float, trace: Path | None, seed: int) -> dict[str, Any]:
 
 def figure_19(times: float, trace: Path | None, seed: int) -> dict[str, Any]:
     """Milliseconds to bring a sequence back, by arithmetic, and normalized latency at a rate that preempts."""
-    costs = PAPER.costs
+    costs = Roofline(OPT_13B, A100)
     alone: dict[str, dict[str, float]] = {}
     whole: dict[str, dict[str, float]] = {}
     drawn = requests("sharegpt", 3.4, 150 * times, seed=seed, trace=trace)

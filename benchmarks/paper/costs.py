@@ -12,6 +12,7 @@ paper, table 1: 12 GB of an A100-40GB are left for the keys and values of a 13B 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from roofline import Operation, roofline_ms
 from simulation import Work
@@ -77,6 +78,11 @@ class Roofline:
     step: float = 1e-3
     row: float = 4e-6
 
+    @property
+    def transfer(self) -> float:
+        """Seconds of a copy to CPU memory beside its bytes."""
+        return self.card.transfer
+
     def seconds(self, work: Work) -> float:
         """How long it takes."""
         model = self.model
@@ -91,7 +97,7 @@ class Roofline:
 
     def swap(self, tokens: float, transfers: float = 0) -> float:
         """Seconds that so many tokens take to CPU memory, or back, in so many transfers."""
-        return tokens * self.model.kv_bytes / self.card.link + transfers * self.card.transfer
+        return tokens * self.model.kv_bytes / self.card.link + transfers * self.transfer
 
     def recompute(self, tokens: int) -> float:
         """Seconds that a step of nothing but so many tokens of a prompt takes more than an empty one."""
@@ -104,11 +110,25 @@ class Roofline:
         return 2 * self.swap(tokens) < flops
 
 
+class Costs(Protocol):
+    """What the simulator asks of a cost model."""
+
+    @property
+    def transfer(self) -> float:
+        """Seconds of a copy to CPU memory beside its bytes."""
+
+    def seconds(self, work: Work) -> float:
+        """Of a step."""
+
+    def prefers_swap(self, group: SequenceGroup) -> bool:
+        """Whether a preempted group is to be swapped."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """A model on a card, with the slots that its pool has."""
 
-    costs: Roofline
+    costs: Costs
     num_slots: int
     context: int = 2048
 

@@ -35,12 +35,21 @@ STYLE = {
 
 
 @contextmanager
-def page(path: Path, rows: int, columns: int, width: float, height: float) -> Iterator[Any]:
-    """Axes, `[rows][columns]`, of a picture that is saved small: a palette takes a third of the bytes."""
+def page(path: Path, rows: int, columns: int, width: float, height: float, head: float = 0.0) -> Iterator[Any]:
+    """Axes, `[rows][columns]`, of a picture that is saved small: a palette takes a third of the bytes.
+
+    Args:
+        path: Of the picture.
+        rows: Of panels.
+        columns: Of panels.
+        width: In inches.
+        height: In inches, without the
+        head: That is left for a legend above.
+    """
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False)
+        figure, axes = pyplot.subplots(rows, columns, figsize=(width, height + head), squeeze=False)
         yield axes
-        figure.tight_layout()
+        figure.tight_layout(rect=(0, 0, 1, height / (height + head)))
         figure.savefig(path, dpi=90)
         pyplot.close(figure)
     with Image.open(path) as image:
@@ -65,7 +74,7 @@ def draw_sweeps(name: str, results: dict[str, Any], path: Path) -> None:
     panels = list(zip(SWEEPS[name], results.values()))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    with page(path, rows, columns, 4.2 * columns if len(panels) > 1 else 6, 3.1 * rows) as axes:
+    with page(path, rows, columns, 4.2 * columns if len(panels) > 1 else 6, 3.1 * rows, 0.45) as axes:
         for index, (sweep, panel) in enumerate(panels):
             axis = axes[index // columns][index % columns]
             own = {curve.name: curve.color for curve in sweep.curves if curve.color}
@@ -86,13 +95,14 @@ def draw_sweeps(name: str, results: dict[str, Any], path: Path) -> None:
             if index % columns == 0:
                 axis.set_ylabel("normalized latency, s/token")
             if index == 0:
-                axis.legend(loc="upper left")
+                handles = axis.get_legend_handles_labels()
+        axes[0][0].figure.legend(*handles, loc="upper center", ncols=min(len(handles[0]), 3 if len(panels) == 1 else 6))
 
 
 def bars(axis: Any, values: dict[str, float], number: str) -> None:
     """One bar a name, in the systems' colours, with its value."""
     names = list(values)
-    drawn = axis.bar(names, list(values.values()), color=[COLORS[name] for name in names], width=0.65)
+    drawn = axis.bar(names, list(values.values()), color=[COLORS.get(name, "#8c8c8c") for name in names], width=0.65)
     axis.bar_label(drawn, fmt=number, fontsize=8)
     axis.tick_params(axis="x", rotation=20)
     axis.grid(axis="x", visible=False)

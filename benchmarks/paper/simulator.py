@@ -124,7 +124,7 @@ class PaperSimulation(Simulation):
         elif self.settings.width > 1 and not self.system.shares:
             work = self._copied(work, batch)
         moved = len(batch.swap_outs) + len(batch.swap_ins)
-        return self.costs.seconds(work) + self.settings.transfers * moved * self.costs.card.transfer
+        return self.costs.seconds(work) + self.settings.transfers * moved * self.costs.transfer
 
     def _padded(self, work: Work) -> Work:
         """All rows of the batch, those that are done among them, as long as the longest."""

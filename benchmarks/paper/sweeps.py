@@ -125,7 +125,7 @@ def _orca(start: float) -> tuple[Curve, ...]:
 def _several(width: int, is_beams: bool) -> Sweep:
     kind = "beams" if is_beams else "samples"
     curves = _orca(12.0 / width)
-    return Sweep(f"{width} {kind}", "alpaca", curves, 40, 1.4, Settings(width=width, is_beams=is_beams))
+    return Sweep(f"{width} {kind}", "alpaca", curves, 20, 1.5, Settings(width=width, is_beams=is_beams))
 
 
 def _prefix(tokens: int, shots: str) -> Sweep:
@@ -142,7 +142,7 @@ SWEEPS: dict[str, tuple[Sweep, ...]] = {
     ),
     "figure_14": tuple(_several(width, is_beams) for is_beams in (False, True) for width in (2, 4, 6)),
     "figure_16": (_prefix(80, "one shot"), _prefix(341, "five shots")),
-    "figure_17": (Sweep("Chat, history cut at 1,024 tokens", "chat", _orca(0.3), 600, 1.25),),
+    "figure_17": (Sweep("Chat, history cut at 1,024 tokens", "chat", _orca(0.3), 300, 1.25),),
     "more_h100": (
         Sweep(
             "Llama-3.1-8B on an H100, ShareGPT lengths",
@@ -166,7 +166,7 @@ SWEEPS: dict[str, tuple[Sweep, ...]] = {
                 Curve(policies.PAGED, 2.0, Settings(max_num_seqs=32), "at most 32 rows", "#e0913a"),
                 Curve(policies.FIRST_FIT, 1.5),
             ),
-            300,
+            150,
         ),
     ),
 }

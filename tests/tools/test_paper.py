@@ -11,8 +11,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # they import each other by name
 
-from paper import costs, policies, simulator
+from paper import __main__ as program
+from paper import costs, measured, policies, simulator, sweeps
 from paper.allocators import Buddy, FirstFit
+from paper.fitted import Fitted
 from paper.requests import requests as draw_requests
 from simulation import Work
 from workload import Request
@@ -147,7 +149,7 @@ def test_the_roofline() -> None:
 def test_same_seed_same_figures() -> None:
     for system in (policies.PAGED, policies.ORACLE):
         one, other = (
-            simulator.run(draw_requests("alpaca", 60.0, 3, seed=5), system, costs.PAPER, simulator.Settings(width=2))
+            simulator.run(draw_requests("alpaca", 40.0, 1, seed=5), system, costs.PAPER, simulator.Settings(width=2))
             for _ in range(2)
         )
         assert one == other
@@ -168,3 +170,61 @@ def test_workloads_fit_the_context(name: str) -> None:
     assert made[-1].arrival == pytest.approx(10, rel=0.2)
     lengths = [(r.num_prompt, r.num_output) for r in draw_requests(name, 5.0, 10, prefix=80)]
     assert lengths == [(r.num_prompt, r.num_output) for r in made[:50]]
+
+
+def test_a_sustained_rate_lies_between_two_points() -> None:
+    points = [{"rate": rate, "normalized_latency": latency} for rate, latency in ((1, 0.01), (2, 0.1), (3, 1.0))]
+    assert sweeps.sustained(points, 0.1) == 2 and sweeps.sustained(points, 10**-0.5) == 2.5
+    assert sweeps.sustained(points, 0.001) is None and sweeps.sustained(points, 2.0) is None
+    half = [point | {"rate": point["rate"] / 2} for point in points]
+    table = sweeps.ratios({"ours": points, "other": half}, "ours")
+    assert table["0.1"] == table["0.2"] == {"other": 2.0} and table["1.0"] == {"other": None}
+
+
+@pytest.mark.parametrize("name", ["figure_12", "figure_19"])
+def test_a_figure_is_made_drawn_and_resumed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    curves = sweeps.Curve(policies.PAGED, 40.0), sweeps.Curve(policies.STATIC, 10.0, label="in batches", color="red")
+    few = sweeps.Sweep("few", "alpaca", curves, 400, 6.0, setup=SMALL)
+    monkeypatch.setitem(sweeps.SWEEPS, "figure_12", (few,))
+    quick = [name, "--times", "0.005", "--out", str(tmp_path)]
+    program.main(quick)
+    assert (name == "figure_12") == (tmp_path / "figure_13.png").exists()
+    written = (tmp_path / f"{name}.json").read_text()
+    assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert str(tmp_path) not in written and name in capsys.readouterr().out
+    program.main([*quick, "--resume"])
+    assert name not in capsys.readouterr().out, "nothing was left to do"
+    program.main(quick)
+    assert (tmp_path / f"{name}.json").read_text() == written, "the same to the digit"
+    with pytest.raises(SystemExit):
+        program.main(["figure_99"])
+
+
+def test_costs_are_fitted() -> None:
+    rng = random.Random(0)
+    truth = Fitted(4e-3, 1e-4, 2e-4, 3e-7, 0.0)
+    works = [
+        Work(decodes=rng.randint(0, 40), prompt=rng.randint(0, 90), kv=rng.randint(0, 5000), pairs=rng.randint(0, 99))
+        for _ in range(60)
+    ]
+    found = Fitted.to([(work, truth.seconds(work)) for work in works])
+    assert found.row() == pytest.approx(truth.row(), abs=1e-3)
+    noisy = Fitted.to([(work, 1e-3 * rng.uniform(0.5, 2)) for work in works])
+    assert min(noisy.row().values()) >= 0
+
+
+@pytest.mark.parametrize("system", [policies.PAGED, policies.MAX, policies.POW2], ids=lambda system: system.name)
+def test_a_system_serves_on_the_real_engine(system: policies.System) -> None:
+    """The engine's scheduler takes the policy: as many rows run together as the simulator says."""
+    _, model = measured.command.embedded_model()
+    requests = [Request(0.0, 30, 10 + i % 3) for i in range(24)]
+    found = measured.serve(model, requests, system)
+    assert [o.num_output for o in found.outcomes] == [r.num_output for r in requests]
+    assert all(0 < o.first <= o.end <= found.seconds for o in found.outcomes)
+    rows = max(work.decodes for work, _ in found.steps)
+    slots = measured.SLOTS // measured.BLOCK_SIZE * measured.BLOCK_SIZE
+    assert rows == (7 if system is policies.MAX else 24) and slots >= 24 * 43
+    assert sum(work.prompt for work, _ in found.steps) == 24 * 30

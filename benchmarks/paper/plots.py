@@ -182,6 +182,7 @@ def figure_19(results: dict[str, Any], path: Path) -> None:
         left, right = axes[0]
         lines(left, results["milliseconds"], colors)
         left.set_yscale("log")
+        left.set_yticks([20, 40, 100, 200, 400], ["20", "40", "100", "200", "400"])
         left.set_ylabel("ms to bring 256 tokens back")
         left.legend()
         lines(right, results["normalized_latency"], colors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ from hf_paged.core.errors import QueueFullError
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestOutput
 from hf_paged.sampling.logprobs import TokenLogprobs
-from hf_paged.server.errors import ApiError, bad_field, logger, queue_full
+from hf_paged.server.errors import ApiError, bad_field, logger, queue_full, too_long
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
@@ -249,12 +250,20 @@ class Generation:
         try:
             await asyncio.wait_for(self._news.wait(), None if end is None else max(end - time.monotonic(), 0))
         except TimeoutError:
-            raise ApiError(504, f"the request took longer than {self._timeout} s", code="timeout") from None
+            raise too_long(self._timeout) from None
 
     async def finish(self) -> None:
         """Waits for all texts."""
         async for _ in self.updates():
             pass
+
+    def on_done(self, listener: Callable[[], None]) -> None:
+        """`listener` is called once, on any thread, when nothing that was submitted runs any more."""
+        count, number = itertools.count(1), len(self._parts)
+        for part in self._parts:
+            part.request.on_done(lambda: listener() if next(count) == number else None)
+        if not number:
+            listener()
 
     def close(self) -> None:
         """Ends what still runs. Calling it again changes nothing."""

@@ -163,6 +163,7 @@ class Generation:
         self._parts: list[_Part] = []
         self._unlisten: list[Callable[[], None]] = []
         self._is_closed = False
+        self._is_late = False
         self.prompts = prompts
         self.texts: list[Text] = []
         self.arrival_time = time.monotonic()
@@ -233,11 +234,15 @@ class Generation:
         """
         for part in self._parts:
             self._unlisten.append(part.request.listen(partial(self._wakeups.wake, self._news)))
-        end = None if self._timeout is None else self.arrival_time + self._timeout
+        if self._timeout is not None:
+            left = self.arrival_time + self._timeout - time.monotonic()
+            self._unlisten.append(asyncio.get_running_loop().call_later(max(left, 0), self._expire).cancel)
         try:
             while not all(part.is_over for part in self._parts):
-                await self._wait(end)
+                await self._news.wait()
                 self._news.clear()
+                if self._is_late:
+                    raise too_long(self._timeout)
                 deltas = [delta for part in self._parts if not part.is_over for delta in self._read(part)]
                 if deltas:
                     if self.first_token_time is None:
@@ -246,11 +251,9 @@ class Generation:
         finally:
             self.close()
 
-    async def _wait(self, end: float | None) -> None:
-        try:
-            await asyncio.wait_for(self._news.wait(), None if end is None else max(end - time.monotonic(), 0))
-        except TimeoutError:
-            raise too_long(self._timeout) from None
+    def _expire(self) -> None:
+        self._is_late = True
+        self._news.set()
 
     async def finish(self) -> None:
         """Waits for all texts."""

@@ -26,12 +26,15 @@ from hf_paged.model.packed_forward import PackedForward
 from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.beams import BeamSettings
+from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, are_row_wise, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
 
 logger = logging.get_logger(__name__)
 
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
+# Of `_assisted_decoding` alone; prompt lookup has no use for them.
+ASSISTED_ARGUMENTS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 
 
 def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:
@@ -99,6 +102,7 @@ class LoopCall:
         criteria: Stopping criteria.
         generation_config: Prepared.
         others: The loop's other arguments, `past_key_values` among them.
+        is_assisted: It is the one that verifies candidates.
     """
 
     input_ids: Tensor
@@ -106,6 +110,7 @@ class LoopCall:
     criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     others: dict[str, Any]
+    is_assisted: bool = False
 
     @property
     def cache(self) -> PagedCache | None:
@@ -138,7 +143,11 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     """
     engine: Engine = model.paged
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
-    kwargs = call.others
+    kwargs, lookup = call.others, None
+    if call.is_assisted:
+        lookup = _lookup_settings(model, call)
+        if lookup is None:
+            return None
     if call.cache is None or not (
         engine.forwards.is_batched()
         and rows_may_leave(engine, call)
@@ -153,7 +162,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     if beams is None and (call.generation_config.num_beams or 1) > 1:
         return None
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
-    known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD}
+    known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD, *(ASSISTED_ARGUMENTS if call.is_assisted else ())}
     wrapper = engine.core.bound.wrapper
     is_plain = not any(is_given(value) for name, value in kwargs.items() if name not in known)
     if not is_plain and wrapper is None:
@@ -162,6 +171,8 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     if kwargs.get("streamer") is not None and rows > 1:
         return None  # a streamer is given the tokens of all rows step by step
     if wrapper is not None and not (is_plain and wrapper.is_causal):
+        if lookup is not None:
+            return None
         prompts = _given_prompts(model, call)
         return None if prompts is None else _sample_call(call, device, [0] * rows, prompts, beams)
     padding = [0] * rows
@@ -188,7 +199,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
     call.input_ids = input_ids
-    return _sample_call(call, device, padding, None, beams)
+    return _sample_call(call, device, padding, None, beams, lookup)
 
 
 def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
@@ -211,6 +222,7 @@ def _sample_call(
     padding: list[int],
     given: list[GivenPrompt] | None,
     beams: BeamSettings | None,
+    lookup: LookupSettings | None = None,
 ) -> SampleCall:
     """The call as the engine samples it."""
     generation_config, processors, criteria = call.generation_config, call.processors, call.criteria
@@ -231,6 +243,7 @@ def _sample_call(
         pad_token_id=0 if pad is None else int(pad),
         generator=generator,
         beams=beams,
+        lookup=lookup,
     )
 
 
@@ -238,6 +251,47 @@ def _fan_out(generation_config: GenerationConfig) -> int:
     """Rows of each prompt."""
     num_beams: int = generation_config.num_beams or 1
     return num_beams if num_beams > 1 else generation_config.num_return_sequences or 1
+
+
+def _lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
+    """How the engine is to look up drafts; `None`: they come from elsewhere, or transformers' loop has to.
+
+    Raises:
+        ValueError: A number of tokens below 1.
+    """
+    config, ends = call.generation_config, RowEnds.of(call.criteria)
+    if (
+        config.prompt_lookup_num_tokens is None
+        or config.assistant_early_exit is not None
+        or getattr(config, "assistant_ensemble_weight", None) is not None
+        or ends.max_length != config.max_length
+        # transformers looks at other criteria behind the tokens of a step only.
+        or (ends.others is not None and len(call.input_ids) == 1)
+        or model.paged.traits.states  # which don't go back
+    ):
+        return None
+    eos = config._eos_token_tensor
+    return LookupSettings(
+        num_tokens=config.prompt_lookup_num_tokens,
+        max_ngram=config.max_matching_ngram_size or 2,
+        max_length=config.max_length,
+        vocab_size=model.config.get_text_config().vocab_size,
+        eos=() if eos is None else tuple(eos.reshape(-1).tolist()),
+    )
+
+
+def can_do_without_drafts(call: LoopCall) -> bool:
+    """Makes a call with prompt lookup one without, if it can be: its tokens are the same. Says that it does."""
+    if call.generation_config.prompt_lookup_num_tokens is None or call.cache is None:
+        return False
+    logger.warning_once(
+        "hf_paged: prompt_lookup_num_tokens is left out of this call: with several prompts it is for plain rows, "
+        "without outputs of each step, processors and criteria of your own, hooks on inner modules"
+    )
+    call.is_assisted = False
+    for name in ASSISTED_ARGUMENTS:
+        call.others.pop(name, None)
+    return True
 
 
 def _beam_settings(call: LoopCall) -> BeamSettings | None:
@@ -274,6 +328,7 @@ def _is_plain(model: Any) -> bool:
         *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample"),
         *("_beam_search", "_get_top_k_continuations", "_get_running_beams_for_next_iteration"),
         *("_update_finished_beams", "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences"),
+        *("_assisted_decoding", "_get_candidate_generator"),
     )
     methods = (getattr(base_class(model), name, None) for name in names)
     return (

@@ -16,6 +16,7 @@ from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.room import Room
 from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCallback
+from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 
 
@@ -90,7 +91,8 @@ class Calls:
                 if call.beams is not None:
                     run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:
-                    run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
+                    kind = SampledRequest if call.lookup is None else SpeculativeRequest
+                    run = kind(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 core.runs.add(run)
             if not waits:
                 core.worker.resign()

@@ -419,7 +419,8 @@ def _check_logprobs(
 
 def _check_grammar(call: PreparedCall) -> None:
     """Raises `ValueError` where it isn't the engine's own sampling that chooses the tokens."""
-    if not isinstance(call.work, SampleCall) or call.work.beams is not None:
+    work = call.work
+    if not isinstance(work, SampleCall) or work.beams is not None or work.lookup is not None:
         raise ValueError(
             "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors of "
             "your own"

@@ -277,6 +277,8 @@ def _lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
         max_length=config.max_length,
         vocab_size=model.config.get_text_config().vocab_size,
         eos=() if eos is None else tuple(eos.reshape(-1).tolist()),
+        # Draws, and what a streamer is given at once, follow from how many drafts there are.
+        adapts=not config.do_sample and call.others.get("streamer") is None,
     )
 
 

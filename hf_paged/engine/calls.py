@@ -81,6 +81,7 @@ class Calls:
             assert run is not None
             core.runs.discard(run)
             core.num_generated_tokens += run.num_tokens
+            core.num_drafts = core.num_drafts[0] + run.num_drafts, core.num_drafts[1] + run.num_accepted
             if on_end is not None:
                 on_end(run)
 

@@ -141,7 +141,12 @@ class SampledRequest:
         rows: The rows of the result.
         error: Why it failed.
         scores: Of beams only: there are none here.
+        num_drafts: Drafts that were verified; none here.
+        num_accepted: Those of them that were right.
     """
+
+    num_drafts = 0
+    num_accepted = 0
 
     def __init__(
         self,

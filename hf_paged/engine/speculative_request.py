@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.core.batch import Batch
+from hf_paged.engine.draft_budget import RowBudget
 from hf_paged.engine.sampled_request import Row, SampledRequest
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.sampling.lookup import LookupRules, PromptLookup
@@ -23,12 +24,14 @@ class _Guess:
 
     Attributes:
         lookup: Where drafts come from.
+        budget: How many there may be; `None`: as many as are found, as in transformers' loop.
         drafts: Of the row's sequence, behind its last token.
         chosen: What the model chose behind that token and each draft, as far as it is known; whether that meets a
             criterion, and how likely it was.
     """
 
     lookup: PromptLookup
+    budget: RowBudget | None
     drafts: list[int] = field(default_factory=list)
     chosen: list[tuple[int, bool, TokenLogprobs | None]] = field(default_factory=list)
 
@@ -39,6 +42,10 @@ class SpeculativeRequest(SampledRequest):
     A token is chosen behind each of them as if they were right. Those up to the first that was not are the row's, and
     the one chosen in its place; what lies behind is cut. So tokens are what they would be without drafts. Where they
     are drawn, and it is one row, drafts and draws are those of transformers' loop.
+
+    Attributes:
+        num_drafts: Drafts that were verified.
+        num_accepted: Those of them that were right.
     """
 
     def _new_noise(self, generator: torch.Generator, num_rows: int) -> DraftNoise:
@@ -48,7 +55,14 @@ class SpeculativeRequest(SampledRequest):
         call = self._call
         assert call.lookup is not None
         rules = None if call.generator is None else LookupRules(call.lookup, call.processors, call.device)
-        self._guesses = [_Guess(PromptLookup(call.lookup, ids, rules)) for ids in call.input_ids.tolist()]
+        self.num_drafts = self.num_accepted = 0
+        self._costs = self._worker.costs()
+        self._guesses = [
+            _Guess(
+                PromptLookup(call.lookup, ids, rules), RowBudget(call.lookup.num_tokens) if call.lookup.adapts else None
+            )
+            for ids in call.input_ids.tolist()
+        ]
         for index in range(len(self.rows)):
             self._add_drafts(index)
 
@@ -110,6 +124,11 @@ class SpeculativeRequest(SampledRequest):
             num_new += 1
             if reason is not None or guess.drafts[num_new - 1 : num_new] != [token]:
                 break
+        num_right = num_new - 1
+        self.num_drafts += len(guess.drafts)
+        self.num_accepted += num_right
+        if guess.budget is not None:
+            guess.budget.note(len(guess.drafts), num_right, num_new)
         new = row.tokens[-num_new:]
         row.num_chosen = len(row.tokens)
         self._hand_out(index, row, new)
@@ -117,7 +136,7 @@ class SpeculativeRequest(SampledRequest):
         if reason is not None:
             self._end(row, reason)
             return
-        scheduler.settle_drafts(sequence, num_new - 1)
+        scheduler.settle_drafts(sequence, num_right)
         scheduler.add_placeholder(sequence, -1)  # it is known right away
         scheduler.resolve_token(sequence, new[-1])
         guess.lookup.append(new)
@@ -136,7 +155,8 @@ class SpeculativeRequest(SampledRequest):
         row, guess = self.rows[index], self._guesses[index]
         sequence = row.sequence
         assert sequence is not None
-        drafts = guess.lookup.drafts()
+        most = None if guess.budget is None else guess.budget.most(self._costs)
+        drafts = [] if most == 0 else guess.lookup.drafts()[:most]
         if isinstance(self._noise, DraftNoise):
             self._noise.expect(index, len(row.tokens), 1 + len(drafts))
         # No further than the row and the model's context go; its last token is chosen, and not given to the model.

@@ -24,6 +24,7 @@ class LookupSettings:
         max_length: Columns of the result at most.
         vocab_size: Of the logits.
         eos: Tokens that end a row: no draft is one.
+        adapts: There may be fewer, down to none, where more don't pay.
 
     Raises:
         ValueError: transformers', if one of the first two is below 1.
@@ -34,6 +35,7 @@ class LookupSettings:
     max_length: int
     vocab_size: int
     eos: tuple[int, ...]
+    adapts: bool = False
 
     def __post_init__(self) -> None:
         PromptLookupCandidateGenerator(num_output_tokens=self.num_tokens, max_matching_ngram_size=self.max_ngram)

@@ -59,7 +59,7 @@ def run_rows(
     if is_submitted:
         is_streamable = call.input_ids.shape[0] == 1
         raise CallPrepared(PreparedCall(call, call.input_ids, generation_config, is_streamable, DRAWS.entry))
-    calls, stream = engine.calls, None if streamer is None else _Stream(streamer, call.lookup is not None)
+    calls, stream = engine.calls, None if streamer is None else _Stream(streamer, call.has_drafts)
     with deferred_interrupt(), calls.leading():
         run = calls.start(call, None if stream is None else stream.put, on_end=None if stream is None else stream.close)
         if (shared := SHARED_CALL.get()) is not None:

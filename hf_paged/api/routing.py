@@ -15,6 +15,8 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
+from hf_paged.engine.decoding_loop import CACHE_SALT, salted
+from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import WANTS_LOGPROBS
 from hf_paged.engine.sampled_request import SampleCall
@@ -143,10 +145,10 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     """
     engine: Engine = model.paged
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
-    kwargs, lookup = call.others, None
+    kwargs, lookup, draft_model = call.others, None, None
     if call.is_assisted:
-        lookup = _lookup_settings(model, call)
-        if lookup is None:
+        lookup, draft_model = _lookup_settings(model, call), _draft_model(model, call)
+        if lookup is None and draft_model is None:
             return None
     if call.cache is None or not (
         engine.forwards.is_batched()
@@ -171,7 +173,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     if kwargs.get("streamer") is not None and rows > 1:
         return None  # a streamer is given the tokens of all rows step by step
     if wrapper is not None and not (is_plain and wrapper.is_causal):
-        if lookup is not None:
+        if call.is_assisted:
             return None
         prompts = _given_prompts(model, call)
         return None if prompts is None else _sample_call(call, device, [0] * rows, prompts, beams)
@@ -199,7 +201,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
     call.input_ids = input_ids
-    return _sample_call(call, device, padding, None, beams, lookup)
+    return _sample_call(call, device, padding, None, beams, lookup, draft_model)
 
 
 def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
@@ -223,6 +225,7 @@ def _sample_call(
     given: list[GivenPrompt] | None,
     beams: BeamSettings | None,
     lookup: LookupSettings | None = None,
+    draft_model: DraftModel | None = None,
 ) -> SampleCall:
     """The call as the engine samples it."""
     generation_config, processors, criteria = call.generation_config, call.processors, call.criteria
@@ -244,6 +247,7 @@ def _sample_call(
         generator=generator,
         beams=beams,
         lookup=lookup,
+        draft_model=draft_model,
     )
 
 
@@ -280,6 +284,61 @@ def _lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
         # Draws, and what a streamer is given at once, follow from how many drafts there are.
         adapts=not config.do_sample and call.others.get("streamer") is None,
     )
+
+
+def _draft_model(model: Any, call: LoopCall) -> DraftModel | None:
+    """What another patched model guesses for several prompts; `None`: for one, or drafts are not such a model's.
+
+    Raises:
+        UnsupportedCallError: That model is assisted itself: two loops could wait for each other's steps.
+    """
+    config, assistant = call.generation_config, call.others.get("assistant_model")
+    if assistant is None or ENGINE not in vars(assistant):
+        return None
+    own: Engine = model.paged
+    engine: Engine = assistant.paged
+    if (
+        engine is own
+        or len(call.input_ids) == 1
+        or config.prompt_lookup_num_tokens is not None
+        or config.assistant_early_exit is not None
+        or getattr(config, "assistant_ensemble_weight", None) is not None
+        or getattr(config, "speculation_type", None) is not None
+        or getattr(config, "use_mtp", None)
+        or RowEnds.of(call.criteria).max_length != config.max_length
+        or call.others.get("assistant_tokenizer") is not None
+        or model.config.get_text_config().vocab_size != assistant.config.get_text_config().vocab_size
+        or not engine.forwards.is_batched()
+        or engine.core.bound.wrapper is not None
+        or own.traits.states
+        or engine.ranks is not None
+        or own.ranks is not None
+    ):
+        return None
+    if any(run.is_assisted for run in list(engine.core.runs)):
+        raise UnsupportedCallError(
+            "the assistant model is itself assisted by another model at the moment: wait for that call to end, or "
+            "leave assistant_model out"
+        )
+    calls, device, salt = engine.calls, assistant.device, CACHE_SALT.get()
+
+    def generate(
+        ids: Tensor, padding: list[int], processors: LogitsProcessorList, criteria: StoppingCriteriaList
+    ) -> list[list[int]]:
+        rows = SampleCall(ids, padding, 1, processors, criteria, device, do_sample=False, pad_token_id=0)
+        with salted(salt), calls.leading():
+            run = calls.start(rows)
+            try:
+                run.wait()
+            except BaseException:
+                calls.cancel(run)
+                calls.wake()
+                raise
+        if run.error is not None:
+            raise run.error
+        return [row.tokens for row in run.rows]
+
+    return DraftModel(generate, assistant.generation_config.num_assistant_tokens or 20, adapts=not config.do_sample)
 
 
 def can_do_without_drafts(call: LoopCall) -> bool:

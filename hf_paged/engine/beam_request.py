@@ -74,10 +74,12 @@ class BeamRequest:
         error: Why it failed.
         num_drafts: None here, as of
         num_accepted: those that were right.
+        is_assisted: Never.
     """
 
     num_drafts = 0
     num_accepted = 0
+    is_assisted = False
 
     def __init__(
         self,

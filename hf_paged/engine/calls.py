@@ -92,7 +92,7 @@ class Calls:
                 if call.beams is not None:
                     run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:
-                    kind = SampledRequest if call.lookup is None else SpeculativeRequest
+                    kind = SpeculativeRequest if call.has_drafts else SampledRequest
                     run = kind(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 core.runs.add(run)
             if not waits:

@@ -71,8 +71,13 @@ class RowBudget:
     next_pause: int = LEAST_PAUSE
     is_due: bool = False
 
-    def most(self, costs: StepCosts) -> int:
-        """How many drafts promise most tokens a second, were all rows of the step to have so many."""
+    def most(self, costs: StepCosts, draft_seconds: float = 0.0) -> int:
+        """How many drafts promise most tokens a second, were all rows of the step to have so many.
+
+        Args:
+            costs: Of steps.
+            draft_seconds: That it takes to get one more for all of them.
+        """
         if self.pause:
             return 0
         right = self.num_right / (self.num_right + self.num_wrong)
@@ -81,7 +86,7 @@ class RowBudget:
         for count in range(1, self.limit + 1):
             likely *= right
             expected += likely
-            rate = expected / costs.seconds(rows * (1 + count))
+            rate = expected / (costs.seconds(rows * (1 + count)) + count * draft_seconds)
             if rate > best_rate:
                 best, best_rate = count, rate
         if best == 0 and not self.is_due:

@@ -115,6 +115,7 @@ class StepExecutor:
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
         is_handing_out: The tokens of a step are on their way to their requests.
         costs: What steps have cost, if there is a use for that.
+        deferred: What is to be done when they are, with the step lock held and not the pool's.
         step_listeners: Called when all of them are there, with the step lock held: they must only hand that on.
     """
 
@@ -131,6 +132,7 @@ class StepExecutor:
         self.num_prefill_tokens = 0
         self.is_handing_out = False
         self.costs: StepCosts | None = None
+        self.deferred: deque[Callable[[], None]] = deque()
         self.step_listeners: list[Callable[[], None]] = []
 
     @property
@@ -240,6 +242,8 @@ class StepExecutor:
                 self._pool.cost.note_prefill(num_tokens, seconds)
             elif done.is_decode and self.costs is not None:
                 self.costs.note(num_rows, num_tokens, seconds)
+        while self.deferred:
+            self.deferred.popleft()()
         for listener in self.step_listeners:
             listener()
 

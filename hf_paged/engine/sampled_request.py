@@ -17,6 +17,7 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenPrompt, Sequence
 from hf_paged.engine.decoding_loop import CACHE_SALT
+from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
@@ -54,7 +55,8 @@ class SampleCall:
         logprobs: What is to be said of each token.
         grammar: What each row is to follow.
         beams: How they are searched, if a prompt's rows are beams.
-        lookup: How drafts of its rows are looked up, if there are to be any.
+        lookup: How drafts of its rows are looked up, if that is where they come from.
+        draft_model: The same, if they come from another model.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
         ends: What ends a row.
@@ -76,9 +78,15 @@ class SampleCall:
     grammar: Grammar | None = None
     beams: BeamSettings | None = None
     lookup: LookupSettings | None = None
+    draft_model: DraftModel | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
     ends: RowEnds = field(init=False)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether its rows' tokens are guessed before they are chosen."""
+        return self.lookup is not None or self.draft_model is not None
 
     def __post_init__(self) -> None:
         self.prompts = [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
@@ -222,6 +230,11 @@ class SampledRequest:
     def is_done(self) -> bool:
         """Whether all rows have ended, or the run has failed."""
         return self._done.is_set()
+
+    @property
+    def is_assisted(self) -> bool:
+        """Whether another model guesses its tokens."""
+        return self._call.draft_model is not None
 
     @property
     def num_new_columns(self) -> int:

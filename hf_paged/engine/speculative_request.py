@@ -23,14 +23,14 @@ class _Guess:
     """What a row may go on with.
 
     Attributes:
-        lookup: Where drafts come from.
+        lookup: Where drafts come from; `None`: from a draft model.
         budget: How many there may be; `None`: as many as are found, as in transformers' loop.
         drafts: Of the row's sequence, behind its last token.
         chosen: What the model chose behind that token and each draft, as far as it is known; whether that meets a
             criterion, and how likely it was.
     """
 
-    lookup: PromptLookup
+    lookup: PromptLookup | None
     budget: RowBudget | None
     drafts: list[int] = field(default_factory=list)
     chosen: list[tuple[int, bool, TokenLogprobs | None]] = field(default_factory=list)
@@ -52,19 +52,24 @@ class SpeculativeRequest(SampledRequest):
         return DraftNoise(generator, num_rows)
 
     def _begin(self) -> None:
-        call = self._call
-        assert call.lookup is not None
-        rules = None if call.generator is None else LookupRules(call.lookup, call.processors, call.device)
+        call, lookups = self._call, []
         self.num_drafts = self.num_accepted = 0
         self._costs = self._worker.costs()
+        self._waiting: list[tuple[int, int]] = []  # rows that a draft model is to guess on, and how far
+        if call.lookup is not None:
+            rules = None if call.generator is None else LookupRules(call.lookup, call.processors, call.device)
+            lookups = [PromptLookup(call.lookup, ids, rules) for ids in call.input_ids.tolist()]
+        source = call.lookup or call.draft_model
+        assert source is not None
         self._guesses = [
-            _Guess(
-                PromptLookup(call.lookup, ids, rules), RowBudget(call.lookup.num_tokens) if call.lookup.adapts else None
-            )
-            for ids in call.input_ids.tolist()
+            _Guess(lookups[index] if lookups else None, RowBudget(source.num_tokens) if source.adapts else None)
+            for index in range(len(self.rows))
         ]
-        for index in range(len(self.rows)):
-            self._add_drafts(index)
+        for index, guess in enumerate(self._guesses):
+            if guess.lookup is not None:
+                self._add_drafts(index, guess.lookup.drafts()[: self._most(index)])
+            else:
+                self._add_drafts(index, [])
 
     # LogitsConsumer
 
@@ -139,9 +144,52 @@ class SpeculativeRequest(SampledRequest):
         scheduler.settle_drafts(sequence, num_right)
         scheduler.add_placeholder(sequence, -1)  # it is known right away
         scheduler.resolve_token(sequence, new[-1])
-        guess.lookup.append(new)
-        self._add_drafts(index)
+        most = self._most(index)
+        if guess.lookup is not None:
+            guess.lookup.append(new)
+            self._add_drafts(index, guess.lookup.drafts()[:most] if most else [])
+        elif most:
+            if not self._waiting:
+                self._worker.defer(self._draft)
+            self._waiting.append((index, most))
+            return
+        else:
+            self._add_drafts(index, [])
         self._worker.add(self, [(index, sequence)])
+
+    def _most(self, index: int) -> int:
+        """How many drafts a row may have."""
+        call, budget, row = self._call, self._guesses[index].budget, self.rows[index]
+        source = call.lookup or call.draft_model
+        assert source is not None
+        most = source.num_tokens
+        if budget is not None:
+            most = budget.most(self._costs, 0.0 if call.draft_model is None else call.draft_model.seconds)
+        # A draft model is not asked about tokens that the row has no room for.
+        return most if call.draft_model is None else int(min(most, max(0, self._limit - len(row.tokens) - 1)))
+
+    def _draft(self) -> None:
+        """Has the draft model guess on all rows that wait for it. The step lock is held."""
+        model, lock = self._call.draft_model, self._pool.lock
+        assert model is not None
+        with lock:
+            waiting = [(index, most) for index, most in self._waiting if self.rows[index].finish_reason is None]
+            self._waiting = []
+            known = [self._call.prompts[index] + self.rows[index].tokens for index, _ in waiting]
+        if not waiting:
+            return
+        try:
+            found = model.drafts(known, [most for _, most in waiting])
+        except BaseException as error:  # Ctrl-C too, which is its caller's
+            with lock:
+                self.fail(error)
+            return
+        with lock:
+            for (index, _), drafts in zip(waiting, found, strict=True):
+                sequence = self.rows[index].sequence
+                if sequence is not None:
+                    self._add_drafts(index, drafts)
+                    self._worker.add(self, [(index, sequence)])
 
     def _hand_out(self, index: int, row: Row, tokens: list[int]) -> None:
         if self._on_token is None:
@@ -150,13 +198,11 @@ class SpeculativeRequest(SampledRequest):
         for place, (token, logprobs) in enumerate(zip(tokens, said, strict=True), 1):
             self._on_token(index, token, logprobs, place == len(tokens))
 
-    def _add_drafts(self, index: int) -> None:
-        """Guesses what a row goes on with, and puts that behind its sequence's tokens."""
+    def _add_drafts(self, index: int, drafts: list[int]) -> None:
+        """Puts what a row may go on with behind its sequence's tokens."""
         row, guess = self.rows[index], self._guesses[index]
         sequence = row.sequence
         assert sequence is not None
-        most = None if guess.budget is None else guess.budget.most(self._costs)
-        drafts = [] if most == 0 else guess.lookup.drafts()[:most]
         if isinstance(self._noise, DraftNoise):
             self._noise.expect(index, len(row.tokens), 1 + len(drafts))
         # No further than the row and the model's context go; its last token is chosen, and not given to the model.

@@ -67,6 +67,10 @@ class StepWorker:
             self._executor.costs = StepCosts()
         return self._executor.costs
 
+    def defer(self, action: Callable[[], None]) -> None:
+        """Has something done behind the step whose tokens are being handed out. The pool's lock is held."""
+        self._executor.deferred.append(action)
+
     def notify(self) -> None:
         """Wakes the thread that runs the steps, or starts the worker's if there is none. The pool's lock is held."""
         if self._leader == threading.get_ident():

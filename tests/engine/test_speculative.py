@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, Pair, logged_messages
-from models import PAD, VOCAB, name_of, ragged_batch, random_ids
+from conftest import PATIENCE, Pair, join, logged_messages
+from models import PAD, VOCAB, build, name_of, ragged_batch, random_ids
 from test_engine import settle
 from torch import Tensor
-from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteriaList,
+    TopPLogitsWarper,
+)
 from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+import hf_paged
+from hf_paged.api.routing import LoopCall, _draft_model
+from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.draft_budget import RowBudget, StepCosts
 from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
@@ -226,6 +237,80 @@ def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
             pair.paged.generate(random_ids(rows, 5), max_new_tokens=5, **arguments)
     with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
         pair.paged.generate(random_ids(1, 5), do_sample=True, num_return_sequences=2, max_new_tokens=5, **LOOKUP)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["the_same", "another", "one_that_fails"])
+def test_a_draft_model(make_pair: MakePair, speculated: list[SpeculativeRequest], kind: str) -> None:
+    """Would break: drafts of one row for another, a draft model's error that hangs its caller, blocks left in pools."""
+    pair = make_pair()
+    model = copy.deepcopy(pair.stock) if kind == "the_same" else build("llama", layers=1, seed=9)
+    draft = hf_paged.patch(model, block_size=2, num_blocks=200)
+    draft.generation_config.num_assistant_tokens = 4
+    given = ragged_batch((21, 14, 9, 2)) | {"max_new_tokens": 30, "pad_token_id": PAD, "eos_token_id": SOME_EOS}
+    given["min_new_tokens"] = 9
+    expected = pair.stock.generate(**given)
+    if kind == "one_that_fails":
+
+        def boom(*_: Any) -> None:
+            raise OSError("boom")
+
+        draft.model.layers[0].register_forward_pre_hook(hf_paged.packed_hook(boom))
+        with pytest.raises(OSError, match="boom"):
+            pair.paged.generate(**given, assistant_model=draft)
+    else:
+        assert torch.equal(pair.paged.generate(**given, assistant_model=draft), expected)
+        stats = pair.engine.stats()
+        assert stats.num_draft_tokens > 0
+        if kind == "the_same":
+            assert stats.num_accepted_tokens >= 0.8 * stats.num_draft_tokens
+    assert torch.equal(pair.paged.generate(**given), expected)
+    assert len(speculated) == 1
+    settle(pair)
+    assert draft.paged.stats().num_running == 0
+
+
+def test_draft_models_of_two_models(make_pair: MakePair) -> None:
+    """Would break: callers whose steps wait for a draft model that other callers are busy with."""
+    pair = make_pair()
+    draft = hf_paged.patch(build("llama", layers=1, seed=9), block_size=2)
+    given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 12, "pad_token_id": PAD}
+    expected = [model.generate(**given).tolist() for model in (pair.stock, draft)]
+    found: list[tuple[int, Any]] = []
+
+    def work(index: int) -> None:
+        more = {"assistant_model": draft} if index % 2 == 0 else {}
+        model = draft if index % 2 else pair.paged
+        found.append((index % 2, model.generate(**given, **more).tolist()))
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    join(*threads, seconds=3 * PATIENCE)
+    assert len(found) == 6 and all(tokens == expected[index] for index, tokens in found)
+
+
+def test_models_that_assist_each_other(pair: Pair) -> None:
+    """Would break: two loops each of which waits for the other's steps."""
+    other = hf_paged.patch(build("llama", layers=1, seed=9), block_size=2)
+    given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 200, "pad_token_id": PAD, "eos_token_id": None}
+    errors: list[Exception] = []
+
+    @hf_paged.packed_hook
+    def ask(*_: Any) -> None:
+        if not errors:
+            try:
+                _draft_model(other, call)
+            except UnsupportedCallError as error:
+                errors.append(error)
+
+    config = copy.deepcopy(other.generation_config)
+    config.update(max_length=99, prompt_lookup_num_tokens=None)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
+    call = LoopCall(given["input_ids"], LogitsProcessorList(), criteria, config, {"assistant_model": pair.paged}, True)
+    other.model.layers[0].register_forward_pre_hook(ask)
+    pair.paged.generate(**given | {"max_new_tokens": 6}, assistant_model=other)
+    assert errors and "is itself assisted" in str(errors[0])
 
 
 def simulate(budget: RowBudget, costs: StepCosts, seconds: Callable[[int], float], right: float, rows: int) -> float:

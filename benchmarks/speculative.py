@@ -110,7 +110,7 @@ def main() -> None:
     given = arguments.parse_args()
     quiet()
     if given.fixed:
-        RowBudget.most = lambda self, costs: self.limit  # type: ignore[method-assign]
+        RowBudget.most = lambda self, *_: self.limit  # type: ignore[method-assign]
     tokenizer, stock = embedded_model()
     paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=4096)
     sets = {path.stem: read_prompts(path) for path in [ASSETS / "prompts.jsonl", *given.prompts]}

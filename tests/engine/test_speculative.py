@@ -66,7 +66,7 @@ def speculated(monkeypatch: pytest.MonkeyPatch) -> list[SpeculativeRequest]:
 def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have now more and now fewer drafts, whatever pays."""
     rng = random.Random(1)
-    monkeypatch.setattr(RowBudget, "most", lambda self, costs: rng.randint(0, self.limit))
+    monkeypatch.setattr(RowBudget, "most", lambda self, *_: rng.randint(0, self.limit))
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:

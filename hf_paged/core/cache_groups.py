@@ -72,7 +72,8 @@ class CacheGroups:
     def of(cls, layers: Sequence[LayerKind | None]) -> CacheGroups:
         """The fewest groups with at most `MAX_PADDING` of empty places; layers that are all alike are one group.
 
-        Where some layers have windows, up to `MANY_GROUPS` that leave little empty in those that have none. Where the kinds' sizes have no page in common that keeps to that, the one that leaves least empty.
+        Where some layers have windows, up to `MANY_GROUPS` that leave little empty in those that have none. Where the
+        kinds' sizes have no page in common that keeps to that, the one that leaves least empty.
 
         Args:
             layers: Of each layer, in the model's order; `None`: it stores nothing. If none does, there are no groups.

@@ -17,6 +17,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.sharding import local_layers, ranks_of, why_not_whole
+from hf_paged.model.spread import is_hooked, is_its_own, offloading
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.wrapper import inner_path
 
@@ -175,13 +176,30 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     share = why_not_whole(model)
     if share is not None:
         reasons.append(share)
-    if "forward" in vars(model):
-        reasons.append("its forward was replaced on the instance (accelerate hooks, a wrapper): patch it before that")
+    if "forward" in vars(model) and not is_hooked(model) and not is_its_own(model):
+        reasons.append("its forward was replaced on the instance (by a wrapper): patch it before that")
+    if is_hooked(model):
+        reason = _why_not_spread(model)
+        return [*reasons, reason] if reason is not None else reasons
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        reasons.append("its weights lie on several devices, the pool on one")
+        reasons.append("its weights lie on several devices, and nothing moves its inputs there: load it by device_map")
     elif any(parameter.device.type == "meta" for parameter in model.parameters()):
         reasons.append("its weights are on the meta device: load them first")
     return reasons
+
+
+def _why_not_spread(model: PreTrainedModel) -> str | None:
+    """Why a model that accelerate has spread can't be served, or `None`."""
+    if ranks_of(model) is not None:
+        return "it is shared out between processes (tp_plan) and spread by accelerate: one of the two is taken"
+    if inner_path(model) not in (None, ""):
+        return "it is multimodal, and accelerate has spread its weights (device_map, offloading): load it on one device"
+    if offloading(model):
+        return "accelerate offloads weights of the whole model, not of modules: leave out preload_module_classes"
+    kept = {id(t) for module in model.modules() if offloading(module) for t in module.parameters()}
+    if any(parameter.device.type == "meta" and id(parameter) not in kept for parameter in model.parameters()):
+        return "some of its weights are on the meta device, and nothing fetches them: load them first"
+    return None
 
 
 def _architecture_reasons(model: PreTrainedModel) -> list[str]:

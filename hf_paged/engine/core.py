@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -153,6 +153,12 @@ class EngineCore:
             yield
         finally:
             _CURRENT.reset(token)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Around a forward that no step is: of weights that are there only while their module computes, no step runs
+        beside it, whose modules would take them away.
+        """
+        return self.worker.loop.exclusive() if self.bound.is_offloaded else nullcontext()
 
     # Tables
 

@@ -130,7 +130,7 @@ class KVPool:
     @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
-        return self._placement()[1] if self._attention is None else self._attention.kv_cache.tensor.device
+        return self._placement()[1] if self._attention is None else self._attention.kv_cache.device
 
     @property
     def bytes_per_block(self) -> int:
@@ -231,7 +231,7 @@ class KVPool:
         elif self.tell is not None and self._pending:
             self.tell(list(self._pending))
         if self._pending:
-            with on_steps_stream(attention.kv_cache.tensor.device):
+            with on_steps_stream(attention.kv_cache.device):
                 while self._pending:
                     self._copy(attention, *self._pending[0])
                     self._pending.popleft()
@@ -268,7 +268,7 @@ class KVPool:
         """
         dtype, device = self._placement()
         held = self._attention
-        if held is not None and held.kv_cache.compute_dtype is dtype and held.kv_cache.tensor.device == device:
+        if held is not None and held.kv_cache.compute_dtype is dtype and held.kv_cache.device == device:
             return held
         with self.lock:
             if self._attention is not held:

@@ -70,7 +70,7 @@ class PackedRunner:
             attention: Over the pool.
             lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
         """
-        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
+        kv_cache, device = attention.kv_cache, attention.kv_cache.device
         query_lens, seq_lens = np.array(lens, dtype=np.int64).T
         num_blocks = -(-seq_lens // kv_cache.block_size)
         blocks = np.full(num_blocks.sum(), kv_cache.null_block)

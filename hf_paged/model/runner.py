@@ -70,7 +70,7 @@ class ModelRunner:
             return self._run(batch, attention, embeddings, chosen)
 
     def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
-        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
+        kv_cache, device = attention.kv_cache, attention.kv_cache.device
         tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
         starts, query_lens = np.frombuffer(batch.starts, np.int64), np.frombuffer(batch.query_lens, np.int64)
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
@@ -98,7 +98,7 @@ class ModelRunner:
         logit_rows: np.ndarray,
     ) -> Tensor:
         """A step some of whose tokens see others behind them: their rows by the model's own attention, under masks."""
-        device, lens = attention.kv_cache.tensor.device, metadata[0].host_query_lens
+        device, lens = attention.kv_cache.device, metadata[0].host_query_lens
         token_rows = np.repeat(np.arange(len(lens)), lens)
         has_spans = np.isin(np.arange(len(lens)), [row for row, _, _ in spans])
         logits: list[tuple[np.ndarray, Tensor]] = []

@@ -194,9 +194,8 @@ def run_loop(
     if not is_submitted:
         return run()
 
-    queued = Handover(
-        engine.core.bound.placement[1]
-    )  # a tensor that the caller had on a stream of its own, weights just loaded
+    # A tensor that the caller had on a stream of its own, weights just loaded.
+    queued = Handover(engine.core.bound.placement[1])
 
     def run_later(streamer: Any) -> LoopResult:
         queued.follow()

@@ -94,10 +94,10 @@ class PaddedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores `[B, num_kv_heads, Q, width]` keys and values; returns `[B, num_kv_heads, W, width]`."""
-        new = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        key, value = (
-            new if self.real is None else (states.index_select(0, self.real.to(states.device)) for states in new)
-        )
+        key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        if self.real is not None:
+            real = self.real.to(key.device)
+            key, value = key.index_select(0, real), value.index_select(0, real)
         self._step.write(key, value, layer_idx)
         self._lengths[layer_idx] = self._layout.width
         pool, index, key_dim = self._kv_cache.at(layer_idx)

@@ -68,6 +68,6 @@ class Placement:
         hook = None if model is None else model.__dict__.get("_hf_hook")
         if hook is not self._hook:
             self._hook, self._layers = hook, None
-            is_spread = hook is not None and model is not None
-            self._main = main_device(model) if is_spread else None
-            self._is_offloaded = is_spread and is_offloaded(model)
+            self._main, self._is_offloaded = None, False
+            if hook is not None and model is not None:
+                self._main, self._is_offloaded = main_device(model), is_offloaded(model)

@@ -18,13 +18,13 @@ _HOOK, _FORWARD, _OLD_FORWARD = "_hf_hook", "forward", "_old_forward"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """accelerate's hooks on a module, in the order in which they come."""
+    """Those of accelerate on a module, in the order in which they come."""
     hook: Any = module.__dict__.get(_HOOK)
     return [] if hook is None else list(getattr(hook, "hooks", (hook,)))
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether the forward on a module's instance is accelerate's, and does nothing but what accelerate's own hooks do."""
+    """Whether the forward on a module's instance is accelerate's, and its hooks are no user's."""
     function = getattr(module.__dict__.get(_FORWARD), "func", None)
     return str(getattr(function, "__module__", "")).startswith(_LIBRARY) and all(
         type(hook).__module__.startswith(_LIBRARY) for hook in hooks_of(module)
@@ -61,15 +61,10 @@ def stored(hook: Any, module: nn.Module) -> Iterator[Tensor]:
     if hasattr(source, "dataset"):
         source, prefix = source.dataset, source.prefix
     held = getattr(source, "state_dict", source)
-    names = [name for name, _ in (module.named_parameters if hook.place_submodules else _own_parameters)(module)]
-    for name in names:
+    for name in [name for name, _ in module.named_parameters()] if hook.place_submodules else list(module._parameters):
         tensor = held.get(prefix + name)
         if tensor is not None:
             yield tensor
-
-
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return iter(list(module._parameters.items()))
 
 
 def main_device(model: nn.Module) -> torch.device | None:

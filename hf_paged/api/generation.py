@@ -146,7 +146,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         if not is_submitted:
             self.paged.core.check_outside()
         device = self.paged.core.bound.placement[1]
-        devices = {torch.device("cpu"), device}
+        devices = {torch.device("cpu")} | self.paged.core.bound.devices
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
         with deferred_interrupt(), entering, allowed_interrupt():

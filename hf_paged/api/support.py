@@ -16,8 +16,9 @@ from hf_paged.api.stored_layers import as_their_modules_say, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
+from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import local_layers, ranks_of, why_not_whole
-from hf_paged.model.spread import is_hooked, is_its_own, offloading
+from hf_paged.model.spread import is_hooked, is_wrapped, offloading
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.wrapper import inner_path
 
@@ -123,6 +124,9 @@ def is_supported(model: Any) -> SupportReport:
             if reason is not None:
                 return SupportReport(False, (reason,))
             layers = local_layers(layers, model)
+        reason = _why_not_on_devices(report.traits, model)
+        if reason is not None:
+            return SupportReport(False, (reason,))
         return replace(report, traits=replace(report.traits, layers=layers))
     except Exception as error:  # half constructed, or with a config that raises where it is read
         return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
@@ -138,6 +142,21 @@ def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several processes (tp_plan): load it on one" if found else None
+
+
+def _why_not_on_devices(traits: ModelTraits, model: PreTrainedModel) -> str | None:
+    """Why a model of these traits can't be served on the devices that its layers run on, or `None`."""
+    if not is_hooked(model) or Placement(model).layers(traits.num_layers) is None:
+        return None
+    kinds = {
+        "its layers keep a state": bool(traits.states),
+        "its layers have indexers": bool(traits.indexers),
+        "some of its layers attend to others' keys": None in traits.layers or traits.shares_attention,
+        "its layers are told positions": traits.tells_positions,
+        "its rows depend on each other": not traits.is_batched,
+    }
+    found = [kind for kind, is_so in kinds.items() if is_so]
+    return f"{found[0]}, which is not taken over several devices: load it on one (device_map=0)" if found else None
 
 
 def is_architecture_supported(base: type[PreTrainedModel], config: PreTrainedConfig) -> SupportReport:
@@ -176,7 +195,7 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     share = why_not_whole(model)
     if share is not None:
         reasons.append(share)
-    if "forward" in vars(model) and not is_hooked(model) and not is_its_own(model):
+    if "forward" in vars(model) and not is_wrapped(model):
         reasons.append("its forward was replaced on the instance (by a wrapper): patch it before that")
     if is_hooked(model):
         reason = _why_not_spread(model)

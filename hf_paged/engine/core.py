@@ -98,6 +98,7 @@ class EngineCore:
             lambda: bound.placement,
             lambda: find_size(config, groups, bound, StepMemory(bound, config)),
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
+            lambda: bound.layer_devices,
         )
         self.executor = StepExecutor(self.pool, bound, self.runner)
         self.ranks: Leader | Follower | None = None

@@ -103,6 +103,12 @@ class BoundModel:
         return self._placement() or (self.model.dtype, self.model.device)
 
     @property
+    def devices(self) -> set[torch.device]:
+        """Where it takes inputs, and where its layers run."""
+        main = self.placement[1]
+        return {main} | {device or main for device in self.layer_devices or ()}
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether some weights are there only while their module computes."""
         return self._placement.is_offloaded

@@ -13,7 +13,6 @@ from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
 from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
 
 from hf_paged.kernels.layers import InputError
-from hf_paged.model.spread import is_hooked, is_its_own
 
 # Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
 CALL = "_compiled_call_impl"
@@ -132,10 +131,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_library_code(module: nn.Module) -> bool:
-    """Whether its forward is torch's or transformers', maybe within accelerate's hooks: it does nothing but compute."""
-    kind = type(module)
-    is_own = "forward" not in vars(module) or is_hooked(module) or is_its_own(module)
-    return is_own and all(
+    """Whether its forward is torch's or transformers': to be called for a trial, it does nothing but compute."""
+    return "forward" not in vars(module) and is_of_library(type(module))
+
+
+def is_of_library(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is torch's or transformers'."""
+    return all(
         name.partition(".")[0] in ("torch", "transformers")
         for name in (kind.__module__, getattr(kind.forward, "__module__", ""))
     )

@@ -16,7 +16,7 @@ from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.graph_runner import GraphRunner
 from hf_paged.model.mixers import StateStep
-from hf_paged.model.packed_runner import PackedRunner
+from hf_paged.model.packed_runner import PackedRunner, rows_of
 from hf_paged.model.padded_runner import PaddedRunner
 from hf_paged.model.token_inputs import TokenInputs
 
@@ -87,7 +87,7 @@ class ModelRunner:
         if batch.spans:
             return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
         states = StateStep.of(batch, self._model.traits, kv_cache)
-        return self.packed.run(tokens, metadata, attention, to_device(logit_rows, device), states)
+        return self.packed.run(tokens, metadata, attention, rows_of(logit_rows, attention), states)
 
     def _run_apart(
         self,
@@ -117,7 +117,7 @@ class ModelRunner:
                 own_spans = [(renamed[row], *span) for row, *span in spans]
                 found = self.padded.run(own_tokens, own_metadata, attention, own_rows, own_spans)
             else:
-                found = self.packed.run(own_tokens, own_metadata, attention, to_device(own_rows, device))
+                found = self.packed.run(own_tokens, own_metadata, attention, rows_of(own_rows, attention))
             if len(wanted):
                 logits.append((wanted, found))
         if len(logits) == 1:

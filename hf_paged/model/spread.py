@@ -37,6 +37,11 @@ def is_its_own(module: nn.Module) -> bool:
     return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, type(module).forward)
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether the forward on a module's instance calls its class's, and does nothing else but move and fetch."""
+    return is_hooked(module) or is_its_own(module)
+
+
 def rebind(model: nn.Module, forward: Any) -> None:
     """Has what wraps the forward on a model's instance call this function of its class, after that has changed."""
     for name in (_OLD_FORWARD, _FORWARD):

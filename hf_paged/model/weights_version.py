@@ -18,11 +18,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules
-from hf_paged.model.module_overrides import CALL, is_library_code
+from hf_paged.model.module_overrides import CALL, is_library_code, is_of_library
 from hf_paged.model.packed_linears import PackedLinears
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of, why_not_whole
-from hf_paged.model.spread import offloading, stored
+from hf_paged.model.spread import is_wrapped, offloading, stored
 
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
@@ -138,7 +138,8 @@ class WeightsVersion:
             self._kinds = kinds
             # Weak: a closure usually leads to the model. By reference: a new one may lie where an old one was.
             self._forwards = [None if forward is None else _reference(forward) for forward in forwards]
-            self._is_library = all(map(is_library_code, modules))
+            # Within accelerate's hooks, which move and fetch, it is the class's forward that computes.
+            self._is_library = all(is_library_code(m) or (is_wrapped(m) and is_of_library(type(m))) for m in modules)
             self._fetched = {index: hooks for index, module in enumerate(modules) if (hooks := offloading(module))}
             self._tuners = [index for index, module in enumerate(modules) if _is_tuner(module)]
             self._sizes = []

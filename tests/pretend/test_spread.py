@@ -137,10 +137,12 @@ def test_kept_cache() -> None:
 
 def test_no_graphs_and_what_is_refused() -> None:
     _, paged = spread("llama", "alternating", cuda_graphs=True)
+    core = paged.paged.core
     with pytest.raises(ValueError, match="spread over several"):
-        paged.paged.warm_up()
+        core.runner.graphs.record(core.pool.attention)
     _, paged = spread("llama", "alternating")
-    assert "several" in str(paged.paged.warm_up().no_graphs)
+    core = paged.paged.core
+    assert "several" in str(core.runner.graphs.record(core.pool.attention))
     sharing = alternating(copy.deepcopy(build("gemma3n")).to("cuda"))
     assert "not taken over several devices" in hf_paged.is_supported(sharing).reasons[0]
 

@@ -6,8 +6,8 @@
 
 Requests come in rounds. Each is drawn from its number, so it is the same on every rank: greedy, several rows, beams,
 penalties, a processor of the caller's own, prompt lookup, a forward that is no step, `submit` with a seed, a request
-that is read token by token. A round's calls run first on the model as it is, one after the other; then on a patched copy, a
-thread for each, begun in another order and after other delays on each rank, over a pool that preempts.
+that is read token by token. A round's calls run first on the model as it is, one after the other; then on a patched
+copy, a thread for each, begun in another order and after other delays on each rank, over a pool that preempts.
 
 A violation (exit code 1): another result than stock's on any rank, a call that has not ended in `--patience` seconds, a
 broken invariant. A line a round says how far it is.

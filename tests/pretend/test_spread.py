@@ -92,7 +92,7 @@ def test_mode(way: str, mode: str) -> None:
     paged.paged.check_invariants()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "bloom"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "bloom", "deepseek_v3"])
 def test_model(name: str) -> None:
     """Would break: groups of layers with windows, which differ from device to device; the padded layout."""
     stock, paged = spread(name, "alternating", block_size=3)

@@ -124,7 +124,8 @@ class PagedGenerationMixin(PagedBatchMixin):
         if generation_config.stop_strings is not None and not any(
             type(item) is StopStringCriteria for item in stopping_criteria or ()
         ):
-            own = self.paged.core.stop_strings.criterion(tokenizer, generation_config.stop_strings, self.device)
+            device = _CPU if hides_device() else self.paged.core.bound.placement[1]
+            own = self.paged.core.stop_strings.criterion(tokenizer, generation_config.stop_strings, device)
         if own is None:
             return stock(generation_config, stopping_criteria, tokenizer, **kwargs)
         generation_config = copy.copy(generation_config)
@@ -145,8 +146,8 @@ class PagedGenerationMixin(PagedBatchMixin):
         is_submitted = PREPARES_ONLY.get()  # its prompt is on the CPU
         if not is_submitted:
             self.paged.core.check_outside()
-        device = self.device
-        devices = {torch.device("cpu"), device}
+        device = self.paged.core.bound.placement[1]
+        devices = {torch.device("cpu")} | self.paged.core.bound.devices
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
         with deferred_interrupt(), entering, allowed_interrupt():

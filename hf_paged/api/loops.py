@@ -199,7 +199,8 @@ def run_loop(
     if not is_submitted:
         return run()
 
-    queued = Handover(model.device)  # a tensor that the caller had on a stream of its own, weights just loaded
+    # A tensor that the caller had on a stream of its own, weights just loaded.
+    queued = Handover(engine.core.bound.placement[1])
 
     def run_later(streamer: Any) -> LoopResult:
         queued.follow()

@@ -25,6 +25,7 @@ from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.packed_forward import PackedForward
+from hf_paged.model.spread import is_wrapped
 from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.beams import BeamSettings
@@ -395,7 +396,7 @@ def _is_plain(model: Any) -> bool:
     return (
         not model._forward_hooks
         and not model._forward_pre_hooks
-        and "forward" not in own
+        and ("forward" not in own or is_wrapped(model))
         and not any(name in own for name in names)
         and all(method is None or method.__module__.startswith("transformers.") for method in methods)
     )

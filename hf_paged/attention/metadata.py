@@ -103,6 +103,17 @@ class AttentionMetadata:
         other._use(tables)
         return other
 
+    def on(self, device: torch.device) -> AttentionMetadata:
+        """The same step for layers on another device."""
+        if device == self._device:
+            return self
+        other = copy.copy(self)
+        for own in ("block_tables", "groups", "prefill_groups", "seq_lens", "query_start_loc"):
+            vars(other).pop(own, None)
+        other._device, other._same_lens, other._query_tiles, other._decode_work = device, None, {}, {}
+        other._use(self.host_tables)
+        return other
+
     def in_chunks(self, tables: np.ndarray, chunk: int) -> AttentionMetadata:
         """The same step for layers of another group, which cut sequences into chunks: a sequence for each chunk.
 

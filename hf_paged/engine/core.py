@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -101,6 +101,7 @@ class EngineCore:
             lambda: bound.placement,
             lambda: find_size(config, groups, bound, StepMemory(bound, config)),
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
+            lambda: bound.layer_devices,
         )
         self.executor = StepExecutor(self.pool, bound, self.runner)
         self.ranks: Leader | Follower | None = None
@@ -157,6 +158,12 @@ class EngineCore:
             yield
         finally:
             _CURRENT.reset(token)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Around a forward that no step is: of weights that are there only while their module computes, no step runs
+        beside it, whose modules would take them away.
+        """
+        return self.worker.loop.exclusive() if self.bound.is_offloaded else nullcontext()
 
     # Tables
 

@@ -66,10 +66,17 @@ def eventually(is_true: Callable[[], bool], what: str, seconds: float = PATIENCE
 
 
 @contextmanager
-def serving(settings: ServerSettings | None = None, model: Any = None, **patched: Any) -> Iterator[Served]:
+def serving(
+    settings: ServerSettings | None = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    processor: Any = None,
+    **patched: Any,
+) -> Iterator[Served]:
     """Runs a server meanwhile."""
     model = hf_paged.patch(tiny_lm() if model is None else model, **{"num_blocks": 512, **patched})
-    server = make_server(model, tiny_tokenizer(), settings or ServerSettings(), "127.0.0.1", 0, 60)
+    settings = settings or ServerSettings()
+    server = make_server(model, tokenizer or tiny_tokenizer(), settings, "127.0.0.1", 0, 60, processor)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     eventually(lambda: server.started, "the server does not start")

@@ -62,7 +62,8 @@ class BatchFeeder:
         with self._news:
             if limit and not self._news.wait_for(lambda: len(self._pending) < limit, _QUEUE_SECONDS):
                 raise Full
-            if request.request_id in self._live:
+            before = self._live.get(request.request_id)
+            if before is not None and not before.is_over:
                 raise ValueError(f"request_id {request.request_id!r} is running already")
             self._live[request.request_id] = request
             self._pending.append(request)
@@ -160,14 +161,15 @@ class BatchFeeder:
     def _finish(self, request: BatchRequest, error: BaseException | None) -> None:
         handle, request.handle = request.handle, None
         with self._news:
-            is_wanted = self._live.get(request.request_id) is request
-            if is_wanted:
-                del self._live[request.request_id]
-            self._num_running -= 1
+            is_wanted = self._live.get(request.request_id) is request and not request.is_over
+            request.is_over = True
         if is_wanted:
             for output in self._outputs(request, handle, error):
                 self._results.deliver(output)
-        with self._news:
+        with self._news:  # not before its outputs are there: until then they are waited for
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
+            self._num_running -= 1
             self._news.notify_all()
         self._results.wake()
 
@@ -185,10 +187,11 @@ class BatchFeeder:
         return request.outputs(output)
 
     def _end_all(self, error: str) -> None:
-        """Fails what has not ended."""
+        """Fails what has not ended; returns when none of it is in the engine any more."""
         with self._news:
-            left = list(self._live.values())
-            self._live.clear()
+            left = [request for request in self._live.values() if not request.is_over]
+            for request in left:
+                request.is_over = True
             self._pending.clear()
         for request in left:
             handle = request.handle
@@ -196,3 +199,8 @@ class BatchFeeder:
                 self._results.deliver(output)
             if handle is not None:
                 handle.cancel()
+        with self._news:
+            self._news.wait_for(lambda: not self._num_running)
+            for request in left:
+                if self._live.get(request.request_id) is request:
+                    del self._live[request.request_id]

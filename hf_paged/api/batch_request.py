@@ -63,6 +63,7 @@ class BatchRequest:
         start_time: When it was handed to the engine; below 0 before.
         handle: In the engine.
         is_dropped: Its caller wants no output any more.
+        is_over: Its last output is there, or about to be.
         num_events: Tokens that have come.
     """
 
@@ -76,6 +77,7 @@ class BatchRequest:
     start_time: float = -1
     handle: Request | None = None
     is_dropped: bool = False
+    is_over: bool = False
     num_events: int = 0
     _tokens: list[list[int]] = field(init=False)
     _times: list[list[float]] = field(init=False)

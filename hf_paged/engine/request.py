@@ -215,6 +215,11 @@ class Request:
         return self._state.prompt_token_ids
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """As in `RequestOutput`, known before its first token comes."""
+        return self._state.prompt_logprobs
+
+    @property
     def is_done(self) -> bool:
         """Whether `result()` returns (or raises) at once."""
         return self._state.is_done

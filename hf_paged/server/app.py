@@ -26,13 +26,16 @@ logger = logging.getLogger("hf_paged.server")
 Handler = Callable[[Serving, Request], Awaitable[Any]]
 
 
-def create_app(model: Any, tokenizer: Any, settings: ServerSettings | None = None, **more: Any) -> FastAPI:
+def create_app(
+    model: Any, tokenizer: Any, settings: ServerSettings | None = None, *, processor: Any = None, **more: Any
+) -> FastAPI:
     """An app that speaks OpenAI's interface, to be run by uvicorn or mounted in another app.
 
     Args:
         model: A patched model, or one that is to be patched.
         tokenizer: Its tokenizer.
         settings: How it is run; `None`: as `ServerSettings()`.
+        processor: What prepares pictures for the model; `None`: it is asked nothing about pictures.
         **more: Fields of `ServerSettings`, beside `settings`.
 
     Raises:
@@ -42,7 +45,7 @@ def create_app(model: Any, tokenizer: Any, settings: ServerSettings | None = Non
     settings = replace(settings or ServerSettings(), **more)
     if not isinstance(getattr(model, "paged", None), Engine):
         patch(model)
-    serving = Serving(model, tokenizer, settings)
+    serving = Serving(model, tokenizer, settings, processor)
     if not serving.prompts.has_template:
         logger.warning("%s has no chat template: chats are written line by line, role: content", serving.model_name)
 
@@ -112,7 +115,8 @@ async def _tokenize(serving: Serving, request: Request) -> Any:
     body = await serving.body(request, TokenizeRequest)
     prompts = serving.prompts
     if body.messages is not None:
-        tokens = await serving.in_thread(prompts.of_chat, body.messages, body.add_generation_prompt)
+        chat = await serving.in_thread(prompts.of_chat, body.messages, body.add_generation_prompt)
+        tokens = chat.token_ids
     elif body.prompt:
         tokens = await serving.in_thread(prompts.of_text, body.prompt, "prompt", body.add_special_tokens)
     else:

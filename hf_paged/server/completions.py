@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import Request
 
+from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.generation import Delta, Generation, Text
 from hf_paged.server.replies import DONE, EventStream, event
 from hf_paged.server.schemas import CompletionRequest
@@ -43,35 +44,48 @@ class _Answer:
 
     def whole(self) -> dict[str, Any]:
         """All at once."""
-        choices = [
-            self._choice(index, self._echo(index) + text.text, text.logprobs, 0, text.finish_reason)
-            for index, text in enumerate(self._best())
-        ]
+        choices = []
+        for index, text in enumerate(self._best()):
+            echo, said = self._echo(index), self._said_of_prompt(index)
+            own = self._said(text.logprobs, len(echo))
+            if said is not None and own is not None:
+                own = {name: said[name] + own[name] for name in own}
+            choices.append(self._choice(index, echo + text.text, own, text.finish_reason))
         return self._head | {"choices": choices, "usage": self._generation.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Piece by piece."""
         body, generation = self._body, self._generation
-        lengths = [0] * len(generation.texts)
-        for text in generation.texts if body.echo else ():
-            yield event(self._head | {"choices": [self._choice(text.index, self._echo(text.index), [], 0, None)]})
+        lengths: dict[int, int] = {}  # of each text that has begun
         async for deltas in generation.updates():
-            yield b"".join(self._chunk(delta, lengths) for delta in deltas)
+            yield b"".join(chunk for delta in deltas for chunk in self._chunks(delta, lengths))
         self._serving.note_end("/v1/completions", body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})
         yield DONE
 
-    def _chunk(self, delta: Delta, lengths: list[int]) -> bytes:
-        choice = self._choice(delta.index, delta.text, delta.logprobs, lengths[delta.index], delta.finish_reason)
-        lengths[delta.index] += len(delta.text)
-        return event(self._head | {"choices": [choice]})
+    def _chunks(self, delta: Delta, lengths: dict[int, int]) -> Iterator[bytes]:
+        index = delta.index
+        if index not in lengths:
+            echo = self._echo(index)
+            lengths[index] = len(echo)
+            if self._body.echo:
+                yield event(self._head | {"choices": [self._choice(index, echo, self._said_of_prompt(index), None)]})
+        said = self._said(delta.logprobs, lengths[index])
+        lengths[index] += len(delta.text)
+        yield event(self._head | {"choices": [self._choice(index, delta.text, said, delta.finish_reason)]})
 
-    def _choice(self, index: int, text: str, logprobs: Any, offset: int, reason: str | None) -> dict[str, Any]:
-        said = None
-        if self._body.logprobs is not None:
-            said = self._serving.names.completion(logprobs, offset)
+    def _choice(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
+
+    def _said(self, logprobs: list[TokenLogprobs], offset: int) -> dict[str, Any] | None:
+        return None if self._body.logprobs is None else self._serving.names.completion(logprobs, offset)
+
+    def _said_of_prompt(self, index: int) -> dict[str, Any] | None:
+        if not self._body.scores_prompt:
+            return None
+        number, generation = index // self._body.n, self._generation
+        return self._serving.names.echoed(generation.prompts[number].token_ids, generation.prompt_logprobs(number))
 
     def _best(self) -> list[Text]:
         """The texts that are returned: all, or the likeliest of each prompt's."""

@@ -15,6 +15,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestOutput
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.errors import ApiError, bad_field, logger, queue_full
+from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
 from hf_paged.server.wakeups import Wakeups
@@ -124,7 +125,7 @@ class Generation:
     """What one HTTP request has the engine generate.
 
     Attributes:
-        prompts: Token ids.
+        prompts: What it follows.
         texts: In order of prompts, and of a prompt's samples.
         arrival_time: Of `time.monotonic`.
         first_token_time: When the first text came.
@@ -134,7 +135,7 @@ class Generation:
         self,
         engine: Engine,
         tokenizer: Any,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         body: SamplingBody,
         arguments: Callable[[int], dict[str, Any]],
         wakeups: Wakeups,
@@ -145,7 +146,7 @@ class Generation:
         Args:
             engine: Where it runs.
             tokenizer: Of the model.
-            prompts: Token ids.
+            prompts: What it follows.
             body: How to sample.
             arguments: Of `submit`, for a prompt of so many tokens.
             wakeups: Of the event loop that this runs in.
@@ -169,12 +170,16 @@ class Generation:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(len(prompt) for prompt in self.prompts)
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all texts."""
         return sum(text.num_tokens for text in self.texts)
+
+    def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
+        """Of the tokens of one of the prompts, if that was asked for; known when its first text begins."""
+        return self._parts[number].request.prompt_logprobs or []
 
     @property
     def usage(self) -> dict[str, int]:
@@ -197,13 +202,13 @@ class Generation:
         if self._is_closed:  # meanwhile
             self.close()
 
-    def _submit(self, prompt: list[int]) -> None:
+    def _submit(self, prompt: Prompt) -> None:
         body = self._body
-        arguments = self._arguments(len(prompt))
+        arguments = self._arguments(len(prompt.token_ids)) | prompt.inputs
         seed = secrets.randbits(62) if body.seed is None else body.seed
         try:
             request = self._engine.submit(
-                prompt, **arguments, seed=seed, priority=body.priority, cache_salt=body.cache_salt
+                prompt.token_ids, **arguments, seed=seed, priority=body.priority, cache_salt=body.cache_salt
             )
         except QueueFullError as error:
             raise queue_full(str(error)) from None
@@ -213,7 +218,7 @@ class Generation:
         num_sequences = arguments.get("num_return_sequences", 1)
         texts: list[list[Text]] = [[] for _ in range(num_sequences)]
         for number in range(body.num_samples):
-            detokenizer = Detokenizer(self._tokenizer, prompt, body.skip_special_tokens)
+            detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, body.skip_special_tokens)
             text = Text(len(self.texts), detokenizer, StopStrings(body.stops) if body.stops else None)
             self.texts.append(text)
             texts[number % num_sequences].append(text)
@@ -316,7 +321,7 @@ def submit_arguments(
         ApiError: Something in the body can't be.
     """
     left = room - num_prompt_tokens
-    if left < 1:
+    if left < (body.limit != 0):
         raise ApiError(
             400, f"the prompt has {num_prompt_tokens} tokens, and {room} is all that there is room for with the text",
             code="context_length_exceeded",
@@ -327,8 +332,11 @@ def submit_arguments(
             code="context_length_exceeded",
         )  # fmt: skip
     limit = left if body.limit is None else body.limit
+    of_prompt = {"prompt_logprobs": body.wanted_logprobs} if body.scores_prompt else {}
     if body.min_tokens > limit:
         raise bad_field("min_tokens", f"{body.min_tokens} are above the limit of {limit} tokens")
+    if limit == 0:
+        return {"max_new_tokens": 0} | of_prompt
     for token_id in body.stop_token_ids:
         if token_id >= vocab_size:
             raise bad_field("stop_token_ids", f"{token_id} is no token id below {vocab_size}")
@@ -344,6 +352,7 @@ def submit_arguments(
         "logit_bias": _bias(body),
         "do_sample": False,
         "num_beams": body.num_beams,
+        **of_prompt,
     }
     if body.min_tokens:
         arguments["min_new_tokens"] = body.min_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from hf_paged.sampling.logprobs import TokenLogprobs
@@ -34,22 +35,28 @@ class TokenNames:
     def completion(self, said: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
         """Of `/v1/completions`, for tokens whose text begins at a character of it."""
         tokens = [self.text(each.token_id) for each in said]
-        offsets = [offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
-        top = [
-            {
-                self.text(token_id): max(logprob, LEAST)
-                for token_id, logprob in [*each.top, (each.token_id, each.logprob)]
-            }
-            for each in said
-        ]
         return {
             "tokens": tokens,
             "token_logprobs": [max(each.logprob, LEAST) for each in said],
-            "top_logprobs": top,
-            "text_offset": offsets[:-1],
+            "top_logprobs": [self._top(each) for each in said],
+            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
         }
+
+    def echoed(self, token_ids: Sequence[int], said: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """The same of a prompt that is shown without its special tokens: nothing is said of its first token."""
+        tokens = [self.text(token_id) for token_id in token_ids]
+        hidden = set(getattr(self._tokenizer, "all_special_ids", ()))
+        lengths = [0 if token_id in hidden else len(token) for token_id, token in zip(token_ids, tokens, strict=True)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if each is None else max(each.logprob, LEAST) for each in said],
+            "top_logprobs": [None if each is None else self._top(each) for each in said],
+            "text_offset": list(accumulate(lengths, initial=0))[:-1],
+        }
+
+    def _top(self, said: TokenLogprobs) -> dict[str, float]:
+        found = [*said.top, (said.token_id, said.logprob)]
+        return {self.text(token_id): max(logprob, LEAST) for token_id, logprob in found}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self.text(token_id)

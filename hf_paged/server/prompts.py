@@ -4,35 +4,60 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_paged.server.errors import ApiError, bad_field
-from hf_paged.server.schemas import CompletionRequest, Message
+from hf_paged.server.pictures import Pictures
+from hf_paged.server.schemas import CompletionRequest, ContentPart, Message
 
 # For models without a template of their own: what was said, line by line.
 PLAIN_TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        token_ids: Its tokens.
+        inputs: What `submit` takes beside them, of pictures.
+    """
+
+    token_ids: list[int]
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+
 class Prompts:
     """What turns texts and chats into token ids. Slow enough to be done on another thread than the event loop's."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, chat_template: str | None) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, chat_template: str | None, processor: Any = None, model: Any = None
+    ) -> None:
         """Of one model.
 
         Args:
             tokenizer: Its tokenizer.
             vocab_size: Its token ids are below it.
-            chat_template: In place of the tokenizer's own.
+            chat_template: In place of the tokenizer's or processor's own.
+            processor: What prepares pictures for the model, if it takes any.
+            model: The model, where it takes pictures.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        own = getattr(tokenizer, "chat_template", None)
+        own = getattr(processor, "chat_template", None)
+        sees = processor is not None and (chat_template is not None or own is not None)
+        self._pictures = Pictures(processor, model) if sees else None
+        own = own if sees else getattr(tokenizer, "chat_template", None)
         self.has_template = chat_template is not None or own is not None
         self._template = chat_template or (None if own is not None else PLAIN_TEMPLATE)
 
-    def of_completion(self, body: CompletionRequest) -> list[list[int]]:
+    def of_completion(self, body: CompletionRequest) -> list[Prompt]:
         """The prompts of a completion: one, or several."""
+        return [Prompt(token_ids) for token_ids in self._ids_of_completion(body)]
+
+    def _ids_of_completion(self, body: CompletionRequest) -> list[list[int]]:
         prompt = body.prompt
         if isinstance(prompt, str):
             return [self.of_text(prompt, "prompt")]
@@ -51,20 +76,20 @@ class Prompts:
 
     def of_chat(
         self, messages: list[Message], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
-        """A chat's tokens, through the template."""
-        chat = [self._plain(message, number) for number, message in enumerate(messages)]
+    ) -> Prompt:
+        """A chat's tokens, through the template, and its pictures."""
+        chat = [self._plain(message, f"messages.{number}") for number, message in enumerate(messages)]
+        given = {"tools": tools, "chat_template": self._template, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._tokenizer.apply_chat_template(
-                chat,
-                tools=tools,
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # whatever the template's author had in mind
+            if self._pictures is not None:
+                token_ids, inputs = self._pictures.chat(chat, **given)
+                return Prompt(self._checked(token_ids, "messages"), inputs)
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False, **given)
+        except ApiError:
+            raise
+        except Exception as error:  # whatever the template's author had in mind, a mark of a picture in what was said
             raise bad_field("messages", f"the model's chat template does not take them: {error}") from error
-        return self.of_text(text, "messages", add_special_tokens=False)
+        return Prompt(self.of_text(text, "messages", add_special_tokens=False))
 
     def text_of(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens."""
@@ -73,18 +98,26 @@ class Prompts:
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def _plain(self, message: Message, number: int) -> dict[str, Any]:
+    def _plain(self, message: Message, field: str) -> dict[str, Any]:
+        """A message as templates take it."""
         plain: dict[str, Any] = message.model_dump(exclude_none=True)
-        if isinstance(message.content, list):
-            for place, part in enumerate(message.content):
-                if part.type == "image_url":
-                    where = f"messages.{number}.content.{place}.image_url"
-                    raise bad_field(where, "this model takes no pictures here")
-            plain["content"] = "".join(part.text or "" for part in message.content)
+        content = message.content
+        if content is not None:
+            parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
+            said = [self._part(part, f"{field}.content.{place}") for place, part in enumerate(parts)]
+            # Templates of models that see take a list of parts, others a text.
+            plain["content"] = "".join(part["text"] for part in said) if self._pictures is None else said
         for call in plain.get("tool_calls", ()):
             with suppress(ValueError):  # templates take them as what the JSON says
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return plain
+
+    def _part(self, part: ContentPart, field: str) -> dict[str, Any]:
+        if part.picture is None:
+            return {"type": "text", "text": part.text}
+        if self._pictures is None:
+            raise bad_field(f"{field}.image_url", "this server has no processor of pictures with a chat template")
+        return {"type": "image", "image": self._pictures.read(part.picture, f"{field}.image_url")}
 
     def _checked(self, token_ids: list[int], field: str, may_be_empty: bool = False) -> list[int]:
         if not token_ids and not may_be_empty:

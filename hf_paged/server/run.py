@@ -26,21 +26,35 @@ class DrainingServer(uvicorn.Server):
 
 
 def make_server(
-    model: Any, tokenizer: Any, settings: ServerSettings, host: str, port: int, drain_seconds: int
+    model: Any,
+    tokenizer: Any,
+    settings: ServerSettings,
+    host: str,
+    port: int,
+    drain_seconds: int,
+    processor: Any = None,
 ) -> DrainingServer:
     """A server that isn't running yet; `run()` runs it until a signal comes, or `should_exit` is set."""
-    app = create_app(model, tokenizer, settings)
+    app = create_app(model, tokenizer, settings, processor=processor)
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds
     )
     return DrainingServer(config, app.state.serving)
 
 
-def run_server(model: Any, tokenizer: Any, settings: ServerSettings, host: str, port: int, drain_seconds: int) -> None:
+def run_server(
+    model: Any,
+    tokenizer: Any,
+    settings: ServerSettings,
+    host: str,
+    port: int,
+    drain_seconds: int,
+    processor: Any = None,
+) -> None:
     """Serves until a signal comes. Requests are logged to stderr, a line of JSON each."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("hf_paged.server").setLevel(logging.INFO)
-    server = make_server(model, tokenizer, settings, host, port, drain_seconds)
+    server = make_server(model, tokenizer, settings, host, port, drain_seconds, processor)
     where = f"http://{host}:{port}" if port else f"{host}, a free port"
     logging.getLogger("hf_paged.server").info("serving %s on %s", settings.model_name, where)
     server.run()

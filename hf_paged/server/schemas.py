@@ -141,6 +141,11 @@ class SamplingBody(Body):
         return None
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the same is wanted of the prompt's tokens."""
+        return False
+
+    @property
     def num_samples(self) -> int:
         """Texts to be generated for each prompt."""
         return self.n
@@ -173,11 +178,12 @@ class CompletionRequest(SamplingBody):
     """Of `/v1/completions`.
 
     Attributes:
+        max_tokens: 0 only to have an echoed prompt's log-probabilities.
         best_of: Generate so many texts, and return the `n` likeliest by mean log-probability of their tokens.
     """
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -189,6 +195,10 @@ class CompletionRequest(SamplingBody):
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo and self.logprobs is not None
 
     @property
     def num_samples(self) -> int:
@@ -203,8 +213,8 @@ class CompletionRequest(SamplingBody):
                 raise ValueError("best_of: which texts are the best is known at the end only, so not with stream=true")
             if self.num_beams > 1:
                 raise ValueError("best_of: not beside num_beams, which chooses the best itself")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs: not of an echoed prompt; ask for one of echo and logprobs")
+        if self.max_tokens == 0 and not self.scores_prompt:
+            raise ValueError("max_tokens: 0 only with echo and logprobs, which are then the prompt's")
         return self
 
 
@@ -216,17 +226,33 @@ class ImageUrl(Body):
 
 
 class ContentPart(Body):
-    """A part of a message: text, or a picture."""
+    """A part of a message: text, or a picture.
 
-    type: Literal["text", "input_text", "output_text", "image_url"]
+    Attributes:
+        image_url: A picture; in `/v1/responses` (`input_image`) its URL alone, and
+        detail: beside it how closely to look.
+    """
+
+    type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
     text: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: ImageUrl | str | None = None
+    detail: Literal["auto"] | None = None
+
+    @property
+    def picture(self) -> str | None:
+        """A picture's URL, if it is one."""
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
     @model_validator(mode="after")
     def _check(self) -> ContentPart:
-        wanted, other = ("image_url", "text") if self.type == "image_url" else ("text", "image_url")
+        is_picture = self.type in ("image_url", "input_image")
+        wanted, other = ("image_url", "text") if is_picture else ("text", "image_url")
         if getattr(self, wanted) is None or getattr(self, other) is not None:
             raise ValueError(f"a part of type {self.type} has a field {wanted} and no {other}")
+        if is_picture and isinstance(self.image_url, str) != (self.type == "input_image"):
+            raise ValueError("image_url: an object with a url; with type input_image the URL itself")
+        if self.detail is not None and self.type != "input_image":
+            raise ValueError("detail: of a part of type input_image; else it is in image_url")
         return self
 
 

@@ -21,7 +21,7 @@ from hf_paged.server.generation import Generation, submit_arguments
 from hf_paged.server.limits import B, check_key, read_body
 from hf_paged.server.logprobs import TokenNames
 from hf_paged.server.metrics import Metrics
-from hf_paged.server.prompts import Prompts
+from hf_paged.server.prompts import Prompt, Prompts
 from hf_paged.server.replies import ClientGoneError, unless_gone
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.settings import ServerSettings
@@ -45,8 +45,8 @@ class Serving:
         is_draining: It takes no requests any more, and ends those that it has.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, settings: ServerSettings) -> None:
-        """Behind a patched model."""
+    def __init__(self, model: Any, tokenizer: Any, settings: ServerSettings, processor: Any = None) -> None:
+        """Behind a patched model; see `create_app`."""
         self._model = model
         self.tokenizer = tokenizer
         self.engine: Engine = model.paged
@@ -54,7 +54,7 @@ class Serving:
         self.model_name = settings.model_name or getattr(model.config, "name_or_path", "") or type(model).__name__
         self.created = int(time.time())
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.prompts = Prompts(tokenizer, self.vocab_size, settings.chat_template)
+        self.prompts = Prompts(tokenizer, self.vocab_size, settings.chat_template, processor, model)
         self.names = TokenNames(tokenizer)
         self.metrics = Metrics(self.engine, self.model_name)
         self.is_draining = False
@@ -93,12 +93,12 @@ class Serving:
         """What `work` returns, done on another thread than the event loop's."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def start(self, body: SamplingBody, prompts: Callable[[], list[list[int]]]) -> Generation:
+    async def start(self, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         """Queues what a request asks for.
 
         Args:
             body: The request's.
-            prompts: Makes its prompts' token ids; called on another thread.
+            prompts: Makes its prompts; called on another thread.
 
         Raises:
             ApiError: It can't be served, or the queue is full.
@@ -133,8 +133,8 @@ class Serving:
         finally:
             self._num_starting -= 1
 
-    def _check(self, prompts: list[list[int]]) -> None:
-        most, longest = self.settings.max_prompt_tokens, max(map(len, prompts))
+    def _check(self, prompts: list[Prompt]) -> None:
+        most, longest = self.settings.max_prompt_tokens, max(len(prompt.token_ids) for prompt in prompts)
         if most is not None and longest > most:
             message = f"the prompt has {longest} tokens, and this server takes {most}"
             raise ApiError(400, message, code="context_length_exceeded")

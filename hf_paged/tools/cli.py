@@ -17,7 +17,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    TextStreamer,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
@@ -387,10 +394,12 @@ def serve(
             chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
             cors_origins=tuple(cors_origin or ()),
         )
-        tokenizer, loaded = _load(model, dtype, _device(device))
+        kind = AutoModelForImageTextToText if _sees(model) else AutoModelForCausalLM
+        tokenizer, loaded = _load(model, dtype, _device(device), kind)
+        processor = AutoProcessor.from_pretrained(model) if kind is AutoModelForImageTextToText else None
         patch(loaded, **{name: value for name, value in given.items() if value is not None})
-        run_server(loaded, tokenizer, settings, host, port, drain_seconds)
-    except (ValueError, OSError) as error:
+        run_server(loaded, tokenizer, settings, host, port, drain_seconds, processor)
+    except (ValueError, OSError, ImportError) as error:
         _fail(error)
 
 
@@ -442,7 +451,15 @@ def _prompt_room(model: Any, max_new_tokens: int) -> int:
     return positions - max_new_tokens
 
 
-def _load(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+def _sees(name: str) -> bool:
+    """Whether it is a model that takes pictures."""
+    try:
+        return type(AutoConfig.from_pretrained(name)) in AutoModelForImageTextToText._model_mapping
+    except (OSError, ValueError):  # which `_load` says
+        return False
+
+
+def _load(name: str, dtype: str, device: torch.device, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
     """Tokenizer (set up for batches) and model."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -454,7 +471,7 @@ def _load(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     source = str(folder) if folder.is_dir() else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", truncation_side="left")
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).to(device).eval()
+        model = kind.from_pretrained(source, dtype=DTYPES[dtype]).to(device).eval()
     except (OSError, ValueError, ImportError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"cannot load the model {name!r}: {reason}") from None

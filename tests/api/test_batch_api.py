@@ -6,6 +6,7 @@ import asyncio
 import copy
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from queue import Full
@@ -19,6 +20,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 
 import hf_paged
+from hf_paged.api.batch_results import BatchResults
 
 MakePair = Callable[..., Pair]
 
@@ -361,6 +363,24 @@ def test_handlers_in_an_event_loop(pair: Pair) -> None:
     with pair.paged.continuous_batching_context_manager(config()) as manager:
         assert asyncio.run(all_of(manager)) == expected
     assert threads == {threading.get_ident()}
+
+
+def test_a_result_on_its_way(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: no result, for who asks while it is handed over; a stop that does not wait for it."""
+    deliver, has_begun = BatchResults.deliver, threading.Event()
+
+    def slowly(*given: Any) -> None:
+        has_begun.set()
+        time.sleep(0.1)
+        deliver(*given)
+
+    monkeypatch.setattr(BatchResults, "deliver", slowly)
+    with pair.paged.continuous_batching_context_manager(config()) as manager:
+        asked = manager.add_request(PROMPTS[0])
+        assert has_begun.wait(PATIENCE)
+        assert manager.get_result(asked, timeout=PATIENCE) is not None
+        left = manager.add_request(PROMPTS[1])
+    assert manager.get_result(left) is not None
 
 
 def test_many_threads(make_pair: MakePair) -> None:

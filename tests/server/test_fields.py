@@ -199,6 +199,36 @@ def test_logprobs(served: Served, is_chat: bool) -> None:
             assert again == (said[name] if name != "token_logprobs" else pytest.approx(said[name], abs=1e-3))
 
 
+@pytest.mark.parametrize("given", [{}, {"n": 2, "seed": 5}, {"max_tokens": 0}, {"num_beams": 2}], ids=str)
+def test_logprobs_of_an_echoed_prompt(served: Served, given: dict[str, Any]) -> None:
+    """Would break: the logits of the wrong place, another prompt's, offsets that are those of the text alone."""
+    tokenizer, model, prompts = tiny_tokenizer(), tiny_lm(), [PROMPT, "The sea is blue"]
+    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": NEW, "temperature": 0, "echo": True, "logprobs": 2}
+    asked |= given
+    reply = served.complete(**asked)
+    if "num_beams" not in given:
+        assert streamed(served, **asked)[0] == texts(reply)
+    for number, choice in enumerate(reply["choices"]):
+        prompt, said = prompts[number // asked.get("n", 1)], choice["logprobs"]
+        ids = tokenizer(prompt)["input_ids"]
+        rows = model(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
+        chosen = [float(row[token]) for row, token in zip(rows, ids[1:])]
+        assert said["token_logprobs"][0] is None is said["top_logprobs"][0]
+        assert said["token_logprobs"][1 : len(ids)] == pytest.approx(chosen, abs=1e-3)
+        assert len(said["tokens"]) == len(ids) + asked["max_tokens"]
+        for row, top in zip(rows, said["top_logprobs"][1 : len(ids)]):
+            assert {tokenizer.decode([token]) for token in row.topk(2).indices.tolist()} <= set(top)
+        assert choice["text"].startswith(prompt) and (choice["text"] == prompt) == (asked["max_tokens"] == 0)
+        for token, offset in list(zip(said["tokens"], said["text_offset"]))[len(ids) - 1 :]:
+            assert choice["text"][offset:].startswith(token)
+    if "num_beams" not in given:
+        pieces: dict[int, list[Any]] = {}
+        for event in streamed(served, **asked)[1]:
+            for choice in event["choices"]:
+                pieces.setdefault(choice["index"], []).extend(choice["logprobs"]["text_offset"])
+        assert [pieces[i] for i in sorted(pieces)] == [each["logprobs"]["text_offset"] for each in reply["choices"]]
+
+
 def test_a_chat(served: Served) -> None:
     ids = chat_ids()
     given: dict[str, Any] = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_completion_tokens": NEW}

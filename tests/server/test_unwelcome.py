@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"frequency_penalty": -3}, "frequency_penalty"),
     (COMPLETION, {"repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETION, {"logprobs": 21}, "logprobs"),
-    (COMPLETION, {"logprobs": 1, "echo": True}, "logprobs"),
+    (COMPLETION, {"max_tokens": 0, "echo": True}, "max_tokens"),
     (COMPLETION, {"num_beams": 2, "stream": True}, "stream"),
     (COMPLETION, {"num_beams": 2, "n": 3}, "n"),
     (COMPLETION, {"length_penalty": 1.0}, "length_penalty"),

@@ -1,0 +1,158 @@
+"""Chats with pictures, beside stock `generate()` with the same ones."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from models import tiny_tokenizer
+from PIL import Image
+from serving import Served, serving
+from wrappers import SIZE, WRAPPERS
+
+from hf_paged.server.settings import ServerSettings
+
+pytestmark = pytest.mark.timeout(120)
+
+CHAT = "/v1/chat/completions"
+NEW = 10
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@cache
+def processor() -> Any:
+    """Of a tiny model that sees, over the embedded model's tokenizer."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    side = {"height": SIZE, "width": SIZE}
+    return hf.LlavaProcessor(
+        hf.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=side),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+
+
+@cache
+def stock() -> Any:
+    config = WRAPPERS["llava"].config()
+    config.text_config.vocab_size = len(processor().tokenizer)
+    config.image_token_index = config.image_token_id = processor().image_token_id
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = hf.LlavaForConditionalGeneration(config).eval()
+        for parameter in model.parameters():
+            parameter.copy_(0.16 * torch.randn_like(parameter))
+    model.generation_config.update(eos_token_id=2, pad_token_id=0)
+    return model
+
+
+def picture(seed: int) -> Image.Image:
+    pixels = torch.randint(0, 256, (24, 18, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(pixels.numpy())
+
+
+def url_of(image: Image.Image, kind: str = "PNG") -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def part_of(seed: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(picture(seed))}}
+
+
+def expected(text: str, pictures: list[int], **arguments: Any) -> list[str]:
+    """Of stock, whose processor gets the same."""
+    given = processor()(text=[text], images=[picture(seed) for seed in pictures] or None, return_tensors="pt")
+    rows = stock().generate(**given, max_new_tokens=NEW, **{"do_sample": False} | arguments)
+    return processor().batch_decode(rows[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(
+        ServerSettings(model_name="tiny"), copy.deepcopy(stock()), processor().tokenizer, processor()
+    ) as running:
+        yield running
+        running.settle()
+
+
+def ask(served: Served, content: Any, **more: Any) -> list[str]:
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": NEW} | more
+    reply = served.post(CHAT, body)
+    assert reply.status_code == 200, reply.text
+    return [choice["message"]["content"] for choice in reply.json()["choices"]]
+
+
+def test_tokens_are_those_of_stock(served: Served) -> None:
+    """Would break: pictures of one request in another one's, their order, a text that is tokenised otherwise."""
+    found = []
+    for pictures in ([0], [1], [1, 0], []):
+        content = [{"type": "text", "text": "What"}, *map(part_of, pictures), {"type": "text", "text": " is it?"}]
+        text = f"user: What{'<image>' * len(pictures)} is it?\nassistant:"
+        found.append(ask(served, content))
+        assert found[-1] == expected(text, pictures)
+    assert len({text for texts in found for text in texts}) == 4, "the pictures change nothing"
+    assert ask(served, "What is it?") == found[-1]
+    beams = ask(served, [part_of(0)], num_beams=3, n=2)
+    assert beams == expected("user: <image>\nassistant:", [0], num_beams=3, num_return_sequences=2)
+
+
+def test_other_ways_to_ask(served: Served) -> None:
+    whole = ask(served, [{"type": "text", "text": "A"}, part_of(0)])
+    text = "user: A<image>\nassistant:"
+    assert whole == expected(text, [0])
+    part = {"type": "input_image", "image_url": url_of(picture(0)), "detail": "auto"}
+    content = [{"type": "input_text", "text": "A"}, part]
+    reply = served.client.responses.create(
+        model="tiny", input=[{"role": "user", "content": content}], temperature=0, max_output_tokens=NEW, store=False
+    )  # type: ignore[call-overload]
+    assert [reply.output_text] == whole
+    ids = processor()(text=[text], images=[picture(0)])["input_ids"][0]
+    assert reply.usage.input_tokens == len(ids)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "A"}, part_of(0)]}]
+    assert served.post("/tokenize", {"messages": messages}).json()["tokens"] == ids
+    jpeg = url_of(Image.new("L", (40, 20), 90), "JPEG")
+    assert len(ask(served, [{"type": "image_url", "image_url": {"url": jpeg, "detail": "auto"}}])) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("https://example.org/a.png", "not fetched"),
+        ("file:///etc/passwd", "not fetched"),
+        ("/etc/passwd", "not fetched"),
+        ("data:image/png;base64,%%%", "base64"),
+        ("data:image/png;base64,AAAA", "no picture"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "no picture"),
+        (url_of(picture(0))[:300], "base64|no picture"),
+        (url_of(Image.new("1", (6000, 6000))), "pixels"),
+    ],
+)
+def test_refused(served: Served, url: str, what: str) -> None:
+    """Would break: a server that fetches what it is told to, a picture that fills the memory, a 500."""
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+    error = served.post(CHAT, body).json()["error"]
+    assert error["param"] == "messages.0.content.0.image_url"
+    assert any(word in error["message"] for word in what.split("|")), error
+
+
+def test_marks_without_pictures(served: Served) -> None:
+    """Would break: a 500 for a text that holds the mark of a picture."""
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "<image><image>"}, part_of(0)]}]}
+    reply = served.post(CHAT, body | {"max_tokens": 2})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages", reply.text

@@ -184,6 +184,7 @@ def figure_19(results: dict[str, Any], path: Path) -> None:
         left, right = axes[0]
         lines(left, results["milliseconds"], colors)
         left.set_yscale("log")
+        left.minorticks_off()
         left.set_yticks([20, 40, 100, 200, 400], ["20", "40", "100", "200", "400"])
         left.set_ylabel("ms to bring 256 tokens back")
         left.legend()

@@ -151,10 +151,10 @@ format: $(VENV)/.installed-dev ## let ruff format the code and fix what it can
 	$(VENV)/bin/ruff check --fix-only --quiet $(SOURCES)
 	$(VENV)/bin/ruff format $(SOURCES)
 
-# train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration.
+# train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration. Ray is an extra.
 .PHONY: examples
 examples: $(VENV)/.installed-dev ## run every example
-	@for example in $(filter-out examples/train_tiny_lm.py,$(sort $(wildcard examples/*.py))); do \
+	@for example in $(filter-out examples/train_tiny_lm.py examples/ray_%.py,$(sort $(wildcard examples/*.py))); do \
 	    echo; echo "== $$example"; $(TEST_ENV) $(PY) $$example; done
 
 .PHONY: bench

@@ -96,7 +96,9 @@ def draw_sweeps(name: str, results: dict[str, Any], path: Path) -> None:
                 axis.set_ylabel("normalized latency, s/token")
             if index == 0:
                 handles = axis.get_legend_handles_labels()
-        axes[0][0].figure.legend(*handles, loc="upper center", ncols=min(len(handles[0]), 3 if len(panels) == 1 else 6))
+        axes[0][0].figure.legend(
+            *handles, loc="upper center", ncols=3 if len(handles[0]) > 4 and len(panels) == 1 else 6
+        )
 
 
 def bars(axis: Any, values: dict[str, float], number: str) -> None:
@@ -182,6 +184,7 @@ def figure_19(results: dict[str, Any], path: Path) -> None:
         left, right = axes[0]
         lines(left, results["milliseconds"], colors)
         left.set_yscale("log")
+        left.minorticks_off()
         left.set_yticks([20, 40, 100, 200, 400], ["20", "40", "100", "200", "400"])
         left.set_ylabel("ms to bring 256 tokens back")
         left.legend()

@@ -187,7 +187,8 @@ def test_a_figure_is_made_drawn_and_resumed(
 ) -> None:
     pytest.importorskip("matplotlib")
     curves = sweeps.Curve(policies.PAGED, 40.0), sweeps.Curve(policies.STATIC, 10.0, label="in batches", color="red")
-    few = sweeps.Sweep("few", "alpaca", curves, 400, 6.0, setup=SMALL)
+    few = sweeps.Sweep("few", "alpaca", curves, 400, 3.0, setup=SMALL)
+    monkeypatch.setattr(sweeps, "CEILING", 0.1)
     monkeypatch.setitem(sweeps.SWEEPS, "figure_12", (few,))
     quick = [name, "--times", "0.005", "--out", str(tmp_path)]
     program.main(quick)

@@ -70,7 +70,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    reads_empty_slots: ClassVar[bool] = True
+    reads_empty_slots: bool = True
     can_record: ClassVar[bool] = False
     most_one_by_one: ClassVar[int] = 1
 

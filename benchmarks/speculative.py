@@ -72,6 +72,7 @@ def measure(stock: Any, paged: Any, own: list[dict[str, Tensor]], given: dict[st
     for batch in own:
         results = {}
         for name, way in ways.items():
+            paged.paged.reset_prefix_cache()  # every way computes its prompts
             num_steps, started = paged.paged.stats().num_steps, time.perf_counter()
             results[name] = way(batch)
             seconds[name] += time.perf_counter() - started
@@ -82,7 +83,7 @@ def measure(stock: Any, paged: Any, own: list[dict[str, Tensor]], given: dict[st
     offered = after.num_draft_tokens - before.num_draft_tokens
     accepted = after.num_accepted_tokens - before.num_accepted_tokens
     rows = len(own[0]["input_ids"])
-    per_step = num_tokens / rows / steps["lookup"]  # of a row
+    per_step = num_tokens / (num_tokens - accepted)  # of a row that is in the step
     cost = (seconds["lookup"] / steps["lookup"]) / (seconds["plain"] / steps["plain"])
     speedup = seconds["plain"] / seconds["lookup"]
     return {
@@ -93,7 +94,7 @@ def measure(stock: Any, paged: Any, own: list[dict[str, Tensor]], given: dict[st
         "tokens_per_row_and_step": round(per_step, 3),
         "cost_of_a_step": round(cost, 3),
         "speedup": round(speedup, 3),
-        "of_ideal": round(speedup / ((per_step * steps["plain"] / (num_tokens / rows)) / cost), 3),
+        "of_ideal": round(speedup * cost / per_step, 3),
         "batches_with_other_tokens": num_other,
     }
 

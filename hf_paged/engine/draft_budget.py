@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
+from math import log2
 
-OLD = 0.9  # what an earlier step or draft counts beside the next
-OUTLIER = 4.0  # times what steps of a size took before: no more than that is believed of one
+OLD = 0.9  # what an earlier draft counts beside the next
+FASTER, SLOWER = 0.5, 0.1  # what a step counts that took less, or more, than those before: what else runs only adds
+FADES, REACH = 0.9995, 8  # what sizes within reach lose a step: one that seemed slow is tried again
 LEAST_PAUSE, MOST_PAUSE = 8, 64  # tokens of a row without drafts, after which one is tried again
 
 
 class StepCosts:
-    """Seconds of steps by their number of tokens, measured as they run: means of sizes that double.
+    """Seconds of steps by their number of tokens, measured as they run, for four sizes an octave.
 
     Attributes:
         num_rows: Of the last such step.
@@ -19,36 +23,33 @@ class StepCosts:
     def __init__(self) -> None:
         """Nothing is known: more tokens are taken to cost nothing."""
         self.num_rows = 1
-        self._sizes: dict[int, tuple[float, float]] = {}  # by exponent, mean tokens and mean seconds
+        self._sizes: dict[int, tuple[float, float]] = {}  # mean tokens and low seconds
+        self._tokens: list[float] = []  # the same in order, where
+        self._seconds: list[float] = []  # more tokens never take less
 
     def note(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step has run all of whose tokens' logits were wanted."""
         self.num_rows = num_rows
-        size = num_tokens.bit_length()
-        known = self._sizes.get(size)
-        if known is None:
-            self._sizes[size] = (num_tokens, seconds)
-        else:
-            seconds = min(seconds, OUTLIER * known[1])
-            self._sizes[size] = (
-                OLD * known[0] + (1 - OLD) * num_tokens,
-                OLD * known[1] + (1 - OLD) * seconds,
-            )
+        size = round(4 * log2(num_tokens))
+        tokens, known = self._sizes.get(size, (num_tokens, seconds))
+        for other, (mean, low) in self._sizes.items():
+            if num_rows <= mean <= REACH * num_rows:
+                self._sizes[other] = mean, low * FADES
+        weight = FASTER if seconds < known else SLOWER
+        self._sizes[size] = tokens + (num_tokens - tokens) / 8, known + weight * (seconds - known)
+        self._tokens, measured = map(list, zip(*(self._sizes[size] for size in sorted(self._sizes)), strict=True))
+        self._seconds = list(accumulate(reversed(measured), min))[::-1]
 
     def seconds(self, num_tokens: float) -> float:
         """What a step of so many tokens would take; between sizes that were measured, what lies between."""
-        below: tuple[float, float] | None = None
-        for size in sorted(self._sizes):
-            tokens, seconds = self._sizes[size]
-            if below is not None and seconds < below[1]:
-                seconds = below[1]  # more tokens never take less
-            if tokens >= num_tokens:
-                if below is None:  # to be tried
-                    return seconds * num_tokens / tokens
-                share = (num_tokens - below[0]) / (tokens - below[0])
-                return below[1] + share * (seconds - below[1])
-            below = tokens, seconds
-        return 1.0 if below is None else below[1]
+        place = bisect_left(self._tokens, num_tokens)
+        if place == len(self._tokens):
+            return self._seconds[-1] if self._seconds else 1.0
+        if place == 0:  # to be tried
+            return self._seconds[0] * num_tokens / self._tokens[0]
+        first, last = self._tokens[place - 1], self._tokens[place]
+        share = (num_tokens - first) / (last - first)
+        return self._seconds[place - 1] + share * (self._seconds[place] - self._seconds[place - 1])
 
 
 @dataclass(slots=True)
@@ -65,8 +66,8 @@ class RowBudget:
     """
 
     limit: int
-    num_right: float = 1.0
-    num_wrong: float = 0.5
+    num_right: float = 0.7
+    num_wrong: float = 0.7
     pause: int = 0
     next_pause: int = LEAST_PAUSE
     is_due: bool = False

@@ -55,6 +55,7 @@ class SpeculativeRequest(SampledRequest):
         call, lookups = self._call, []
         self.num_drafts = self.num_accepted = 0
         self._costs = self._worker.costs()
+        self._slowest = 0  # tokens of the open row that has fewest
         self._waiting: list[tuple[int, int]] = []  # rows that a draft model is to guess on, and how far
         if call.lookup is not None:
             rules = None if call.generator is None else LookupRules(call.lookup, call.processors, call.device)
@@ -74,6 +75,7 @@ class SpeculativeRequest(SampledRequest):
     # LogitsConsumer
 
     def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[DraftBatch]:  # type: ignore[override]
+        self._slowest = self._oldest_index()
         starts = batch.logit_starts
         owners: list[int] = []
         indices: list[int] = []
@@ -164,6 +166,8 @@ class SpeculativeRequest(SampledRequest):
         assert source is not None
         most = source.num_tokens
         if budget is not None:
+            if len(row.tokens) > self._slowest + most:
+                return 0  # the call waits for others
             most = budget.most(self._costs, 0.0 if call.draft_model is None else call.draft_model.seconds)
         # A draft model is not asked about tokens that the row has no room for.
         return most if call.draft_model is None else int(min(most, max(0, self._limit - len(row.tokens) - 1)))

@@ -38,6 +38,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 every_family = pytest.mark.parametrize("name", STATE_MODELS)
 every_kind = pytest.mark.parametrize("name", KINDS)
+every_family_kinds_quick = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.slow]) for name in STATE_MODELS]
+)
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_mode(make: MakePair, name: str, mode: str) -> None:
         assert prompts < 3 * 20, "a prompt was computed for every copy"
 
 
-@every_kind
+@every_family_kinds_quick
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_pool_too_small_for_the_batch(make: MakePair, name: str, preemption: str) -> None:
     """Would break: states that are lost when their sequence makes room, or computed again by another formula."""
@@ -135,18 +138,18 @@ def test_cache_kept_over_two_turns(make: MakePair, name: str) -> None:
     pair.engine.check_invariants()
 
 
-@every_kind
+@every_family_kinds_quick
 def test_threads_and_submitted_requests(make: MakePair, name: str) -> None:
     """Would break: rows of several callers in one step."""
     pair = make(name)
-    prompts = [random_ids(1, 3 + 2 * index, seed=index) for index in range(8)]
+    prompts = [random_ids(1, 3 + index, seed=index) for index in range(16)]
     expected = [pair.stock.generate(ids, max_new_tokens=NEW, do_sample=False) for ids in prompts]
     found: dict[int, Tensor] = {}
 
     def call(index: int) -> None:
         found[index] = pair.paged.generate(prompts[index], max_new_tokens=NEW, do_sample=False)
 
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(8)]
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(16)]
     requests = [pair.engine.submit(ids, max_new_tokens=NEW, do_sample=False) for ids in prompts]
     for thread in threads:
         thread.start()

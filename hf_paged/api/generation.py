@@ -28,6 +28,7 @@ from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_row
 from hf_paged.api.routing import (
     ENGINE,
     LoopCall,
+    can_do_without_drafts,
     engine_call,
     fall_back,
     rows_may_leave,
@@ -245,8 +246,16 @@ class PagedGenerationMixin(PagedBatchMixin):
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
-        preparation, loop = end_of_preparation(), super()._assisted_decoding  # type: ignore[misc]
-        run = functools.partial(run_loop, self, preparation, loop, call, spare_tokens=2)
+        call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, is_assisted=True)
+        loop, preparation = super()._assisted_decoding, end_of_preparation()  # type: ignore[misc]
+        run = functools.partial(self._run_assisted, call, preparation, loop)
         return self._share("_assisted_decoding", call, preparation, run)
+
+    def _run_assisted(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
+        result = self._run_rows(call, *preparation)
+        if result is not None:
+            return result
+        if len(call.input_ids) > 1 and can_do_without_drafts(call):
+            return self._run_sample(call, preparation, super()._sample)  # type: ignore[misc]
+        # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
+        return run_loop(self, preparation, loop, call, spare_tokens=2)

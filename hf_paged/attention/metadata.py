@@ -16,6 +16,22 @@ from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
 
 
+def one_by_one(
+    tables: Sequence[np.ndarray], query_lens: np.ndarray, seq_lens: np.ndarray, most: int
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """A step whose rows of up to `most` new tokens are so many rows, each of which sees one token more.
+
+    The same attention, since all keys of a step are written before any is read. Arguments as `AttentionMetadata`'s,
+    with tables of each group of layers.
+    """
+    counts = np.where(query_lens <= most, query_lens, 1)
+    rows = np.repeat(np.arange(len(query_lens)), counts)
+    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]  # among its row's
+    is_cut = query_lens[rows] <= most
+    lens = np.where(is_cut, (seq_lens - query_lens)[rows] + place + 1, seq_lens[rows])
+    return [own[rows] for own in tables], np.where(is_cut, 1, query_lens[rows]), lens
+
+
 class AttentionMetadata:
     """One step's packed batch: `T` tokens of `S` sequences, sequence after sequence.
 

@@ -60,6 +60,7 @@ class EngineCore:
         runs: Calls whose rows the engine samples.
         ranks: This rank's end of what several do together; `None`: the model is whole.
         num_generated_tokens: Of calls that are over.
+        num_drafts: Verified in them: all, and those that were right.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class EngineCore:
         self._posted: deque[Callable[[], None]] = deque()
         self.runs: set[EngineRequest] = set()
         self.num_generated_tokens = 0
+        self.num_drafts = (0, 0)
 
     @contextmanager
     def _layers(self) -> Iterator[None]:
@@ -238,6 +240,8 @@ class EngineCore:
             num_steps=self.executor.num_steps,
             num_prefill_tokens=self.executor.num_prefill_tokens,
             num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),
+            num_draft_tokens=self.num_drafts[0] + sum(run.num_drafts for run in self.runs),
+            num_accepted_tokens=self.num_drafts[1] + sum(run.num_accepted for run in self.runs),
         )
 
     # Everything at once

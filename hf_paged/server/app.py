@@ -32,7 +32,7 @@ def create_app(
     """An app that speaks OpenAI's interface, to be run by uvicorn or mounted in another app.
 
     Args:
-        model: A patched model, or one that is to be patched.
+        model: A patched model, or one that is to be patched; with adapters, a `PeftModel` around it.
         tokenizer: Its tokenizer.
         settings: How it is run; `None`: as `ServerSettings()`.
         processor: What prepares pictures for the model; `None`: it is asked nothing about pictures.
@@ -88,25 +88,26 @@ def _add(app: FastAPI, serving: Serving, method: str, path: str, handle: Handler
 async def _models(serving: Serving, request: Request) -> Any:
     """The models that there are."""
     check_key(request, serving.settings.api_keys)
-    return {"object": "list", "data": [_described(serving)]}
+    return {"object": "list", "data": [_described(serving, name) for name in serving.model_names]}
 
 
 async def _model(serving: Serving, request: Request) -> Any:
     """One of them."""
     check_key(request, serving.settings.api_keys)
     name = request.path_params["name"]
-    if name != serving.model_name:
+    if name not in serving.model_names:
         raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
-    return _described(serving)
+    return _described(serving, name)
 
 
-def _described(serving: Serving) -> dict[str, Any]:
+def _described(serving: Serving, name: str) -> dict[str, Any]:
     return {
-        "id": serving.model_name,
+        "id": name,
         "object": "model",
         "created": serving.created,
         "owned_by": "hf_paged",
         "max_model_len": serving.max_model_len,
+        "parent": None if name == serving.model_name else serving.model_name,
     }
 
 

@@ -53,7 +53,7 @@ class _Answer:
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": serving.model_name,
+            "model": body.model or serving.model_name,
         }
 
     def whole(self) -> dict[str, Any]:

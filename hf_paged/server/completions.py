@@ -39,7 +39,7 @@ class _Answer:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": serving.model_name,
+            "model": body.model or serving.model_name,
         }
 
     def whole(self) -> dict[str, Any]:

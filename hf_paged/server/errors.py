@@ -69,6 +69,11 @@ def queue_full(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
+def too_long(timeout: float | None) -> ApiError:
+    """A deadline has passed."""
+    return ApiError(504, f"the request took longer than {timeout} s", code="timeout")
+
+
 def invalid_body(error: ValidationError) -> ApiError:
     """What pydantic says of a body: the first thing, and where it is."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]

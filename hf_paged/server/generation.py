@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ from hf_paged.core.errors import QueueFullError
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestOutput
 from hf_paged.sampling.logprobs import TokenLogprobs
-from hf_paged.server.errors import ApiError, bad_field, logger, queue_full
+from hf_paged.server.errors import ApiError, bad_field, logger, queue_full, too_long
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
@@ -162,6 +163,7 @@ class Generation:
         self._parts: list[_Part] = []
         self._unlisten: list[Callable[[], None]] = []
         self._is_closed = False
+        self._is_late = False
         self.prompts = prompts
         self.texts: list[Text] = []
         self.arrival_time = time.monotonic()
@@ -232,11 +234,15 @@ class Generation:
         """
         for part in self._parts:
             self._unlisten.append(part.request.listen(partial(self._wakeups.wake, self._news)))
-        end = None if self._timeout is None else self.arrival_time + self._timeout
+        if self._timeout is not None:
+            left = self.arrival_time + self._timeout - time.monotonic()
+            self._unlisten.append(asyncio.get_running_loop().call_later(max(left, 0), self._expire).cancel)
         try:
             while not all(part.is_over for part in self._parts):
-                await self._wait(end)
+                await self._news.wait()
                 self._news.clear()
+                if self._is_late:
+                    raise too_long(self._timeout)
                 deltas = [delta for part in self._parts if not part.is_over for delta in self._read(part)]
                 if deltas:
                     if self.first_token_time is None:
@@ -245,16 +251,22 @@ class Generation:
         finally:
             self.close()
 
-    async def _wait(self, end: float | None) -> None:
-        try:
-            await asyncio.wait_for(self._news.wait(), None if end is None else max(end - time.monotonic(), 0))
-        except TimeoutError:
-            raise ApiError(504, f"the request took longer than {self._timeout} s", code="timeout") from None
+    def _expire(self) -> None:
+        self._is_late = True
+        self._news.set()
 
     async def finish(self) -> None:
         """Waits for all texts."""
         async for _ in self.updates():
             pass
+
+    def on_done(self, listener: Callable[[], None]) -> None:
+        """`listener` is called once, on any thread, when nothing that was submitted runs any more."""
+        count, number = itertools.count(1), len(self._parts)
+        for part in self._parts:
+            part.request.on_done(lambda: listener() if next(count) == number else None)
+        if not number:
+            listener()
 
     def close(self) -> None:
         """Ends what still runs. Calling it again changes nothing."""

@@ -40,9 +40,9 @@ class Metrics:
         self.succeeded = counter("vllm:request_success", "Texts that ended, by reason", "finished_reason")
         self.answers = counter("hf_paged:http_responses", "Answers, by path and status", "path", "status")
 
-    def note_end(self, generation: Generation, now: float) -> None:
-        """Books a generation that has ended by itself."""
-        started, first, name = generation.arrival_time, generation.first_token_time, self._name
+    def note_end(self, generation: Generation, now: float, name: str) -> None:
+        """Books a generation that has ended by itself, under the name that its model was asked for by."""
+        started, first = generation.arrival_time, generation.first_token_time
         self.whole.labels(name).observe(now - started)
         if first is not None:
             self.first_token.labels(name).observe(first - started)

@@ -79,6 +79,7 @@ class ResponsesRequest(Body):
             own["json_schema"] = {"name": wanted.name or "text", "schema": wanted.schema_}
         return ChatRequest.model_validate(
             {
+                "model": self.model,
                 "messages": messages,
                 "max_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
@@ -143,7 +144,7 @@ class _Answer:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata,
-            "model": self._serving.model_name,
+            "model": body.model or self._serving.model_name,
             "output": [],
             "parallel_tool_calls": False,
             "store": False,

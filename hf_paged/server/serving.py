@@ -15,7 +15,8 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from hf_paged.engine.engine import Engine
-from hf_paged.server.errors import ApiError, queue_full
+from hf_paged.server.adapters import Adapters
+from hf_paged.server.errors import ApiError, queue_full, too_long
 from hf_paged.server.formats import Formats
 from hf_paged.server.generation import Generation, submit_arguments
 from hf_paged.server.limits import B, check_key, read_body
@@ -56,6 +57,7 @@ class Serving:
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.prompts = Prompts(tokenizer, self.vocab_size, settings.chat_template, processor, model)
         self.names = TokenNames(tokenizer)
+        self._adapters = Adapters(model, self.engine, settings.adapters) if settings.adapters else None
         self.metrics = Metrics(self.engine, self.model_name)
         self.is_draining = False
         self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Wakeups] = weakref.WeakKeyDictionary()
@@ -84,10 +86,15 @@ class Serving:
             raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
         body = await read_body(request, kind, self.settings)
         model = getattr(body, "model", None)
-        if model not in (None, self.model_name):
-            message = f"there is no model {model!r:.200}: this server has {self.model_name!r}"
+        if model not in (None, *self.model_names):
+            message = f"there is no model {model!r:.200}: this server has {', '.join(map(repr, self.model_names))}"
             raise ApiError(404, message, "model", "model_not_found")
         return body
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What may be asked for: the model, and its adapters."""
+        return (self.model_name, *self.settings.adapters)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """What `work` returns, done on another thread than the event loop's."""
@@ -110,7 +117,6 @@ class Serving:
         wakeups = self._wakeups.get(loop)
         if wakeups is None:
             wakeups = self._wakeups[loop] = Wakeups(loop, lambda: self.engine.is_handing_out)
-        generation: Generation | None = None
         self._num_starting += 1
         try:
             found = await self.in_thread(prompts)
@@ -124,14 +130,32 @@ class Serving:
                 wakeups,
                 self.settings.request_timeout,
             )
-            await self.in_thread(generation.submit)
+            if self._adapters is None:
+                await self._submit(generation)
+            else:
+                await self._submit_in_turn(generation, self._adapters, body.model)
             return generation
-        except BaseException:
-            if generation is not None:
-                generation.close()
-            raise
         finally:
             self._num_starting -= 1
+
+    async def _submit(self, generation: Generation) -> None:
+        try:
+            await self.in_thread(generation.submit)
+        except BaseException:
+            generation.close()
+            raise
+
+    async def _submit_in_turn(self, generation: Generation, adapters: Adapters, model: str | None) -> None:
+        name, timeout = model if model in adapters.names else None, self.settings.request_timeout
+        try:
+            await asyncio.wait_for(adapters.turns.enter(name), timeout)
+        except TimeoutError:
+            raise too_long(timeout) from None
+        try:
+            await self.in_thread(adapters.switch, name)
+            await self._submit(generation)
+        finally:
+            generation.on_done(adapters.turns.leave)
 
     def _check(self, prompts: list[Prompt]) -> None:
         most, longest = self.settings.max_prompt_tokens, max(len(prompt.token_ids) for prompt in prompts)
@@ -160,11 +184,11 @@ class Serving:
     def note_end(self, path: str, body: SamplingBody, generation: Generation) -> None:
         """Books a generation whose texts have ended, and writes a line about it: no prompts, no texts."""
         now = time.monotonic()
-        self.metrics.note_end(generation, now)
+        self.metrics.note_end(generation, now, body.model or self.model_name)
         first = generation.first_token_time
         line = {
             "path": path,
-            "model": self.model_name,
+            "model": body.model or self.model_name,
             "user": body.user,
             "num_prompts": len(generation.prompts),
             **generation.usage,

@@ -19,6 +19,8 @@ class ServerSettings:
         request_timeout: Seconds after which a request is given up; `None`: never.
         body_timeout: Seconds that a request's body may take to arrive.
         chat_template: A Jinja template in place of the tokenizer's own.
+        adapters: Adapters of a `PeftModel`, each a model of its own name; `model_name` is the model without them. The
+            server switches them: nothing else is to use the model meanwhile.
         cors_origins: Origins whose pages may call; none: no page of another origin may.
     """
 
@@ -30,11 +32,15 @@ class ServerSettings:
     request_timeout: float | None = 600.0
     body_timeout: float = 30.0
     chat_template: str | None = None
+    adapters: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.api_keys, str) or not all(self.api_keys):
             raise ValueError("api_keys must be a list of strings that aren't empty")
+        names = [self.model_name, *self.adapters]
+        if isinstance(self.adapters, str) or not all(self.adapters) or len(set(names)) < len(names):
+            raise ValueError(f"adapters must be a list of names other than the model's, got {self.adapters!r}")
         for name in ("max_body_bytes", "max_prompt_tokens", "max_waiting", "request_timeout", "body_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:

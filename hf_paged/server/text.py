@@ -7,6 +7,7 @@ from typing import Any
 
 UNKNOWN = "\ufffd"  # what bytes that aren't UTF-8 (yet) decode to
 CONTEXT = 6  # tokens before the first one that decide on a space between
+KEPT = 12  # tokens that are decoded again with the next one; the fewer, the oftener is the beginning cut off
 
 
 class Detokenizer:
@@ -28,9 +29,10 @@ class Detokenizer:
         text = self._decode()
         if text.endswith(UNKNOWN):
             return ""  # the rest of a character may come
-        new = text[len(self._text) :]
-        del self._ids[:num_before]  # what comes next is decoded behind these
-        self._text = self._decode()
+        new, self._text = text[len(self._text) :], text
+        if len(self._ids) > KEPT:
+            del self._ids[:num_before]  # what comes next is decoded behind these
+            self._text = self._decode()
         return new
 
     def flush(self) -> str:

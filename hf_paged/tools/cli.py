@@ -352,6 +352,10 @@ def serve(
         typer.Option(help="A key that requests must bring; may be given again.", envvar="HF_PAGED_API_KEY"),
     ] = None,
     served_name: Annotated[str | None, typer.Option(help="What requests call the model; default: as given.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH, an adapter of PEFT's that is a model of that name; may be given again."),
+    ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in one KV block; default: 16.")] = None,
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="Blocks in the pool; default: from free memory.")
@@ -384,7 +388,9 @@ def serve(
         torch.set_num_threads(threads or 1)
     given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
     try:
+        adapters = _adapters(adapter or [])
         settings = ServerSettings(
+            adapters=tuple(adapters),
             model_name=served_name or ("tiny_lm" if is_embedded else model),
             api_keys=tuple(api_key or ()),
             max_body_bytes=int(max_body_mib * (1 << 20)),
@@ -397,6 +403,7 @@ def serve(
         kind = AutoModelForImageTextToText if _sees(model) else AutoModelForCausalLM
         tokenizer, loaded = _load(model, dtype, _device(device), kind)
         processor = AutoProcessor.from_pretrained(model) if kind is AutoModelForImageTextToText else None
+        loaded = _with_adapters(loaded, adapters)
         patch(loaded, **{name: value for name, value in given.items() if value is not None})
         run_server(loaded, tokenizer, settings, host, port, drain_seconds, processor)
     except (ValueError, OSError, ImportError) as error:
@@ -449,6 +456,32 @@ def _prompt_room(model: Any, max_new_tokens: int) -> int:
             f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the model has {positions} positions"
         )
     return positions - max_new_tokens
+
+
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    """Paths by name."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, _, path = each.partition("=")
+        if not name or not path or name in found:
+            raise ValueError(f"--adapter is NAME=PATH, each name once, got {each!r}")
+        found[name] = path
+    return found
+
+
+def _with_adapters(model: Any, adapters: dict[str, str]) -> Any:
+    """A model with adapters of PEFT's, if there are any."""
+    if not adapters:
+        return model
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise ValueError("--adapter needs PEFT: pip install peft") from None
+    (first, *others) = adapters.items()
+    model = PeftModel.from_pretrained(model, first[1], adapter_name=first[0])
+    for name, path in others:
+        model.load_adapter(path, adapter_name=name)
+    return model.eval()
 
 
 def _sees(name: str) -> bool:

@@ -1,0 +1,162 @@
+"""Adapters of PEFT's as models, beside stock with the same adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import join
+from models import tiny_lm, tiny_tokenizer
+from serving import Served, serving
+from typer.testing import CliRunner
+
+from hf_paged.server import create_app, run
+from hf_paged.server.adapters import Turns
+from hf_paged.server.settings import ServerSettings
+from hf_paged.tools import cli
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.timeout(200)
+
+NAMES = ("base", "one", "two")
+PROMPTS = ["The door", "The king of", "A"]
+NEW = 10
+
+
+@cache
+def tuned() -> Any:
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_alpha": 64}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny_lm(), peft.LoraConfig(**settings), adapter_name="one")
+        model.add_adapter("two", peft.LoraConfig(**settings))
+    return model.eval()
+
+
+@cache
+def expected(name: str, prompt: str) -> str:
+    """Of stock."""
+    model = copy.deepcopy(tuned())
+    if name == "base":
+        model.base_model.disable_adapter_layers()
+    else:
+        model.set_adapter(name)
+    ids = torch.tensor([tiny_tokenizer()(prompt)["input_ids"]])
+    found = model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    whole, head = (tiny_tokenizer().decode(row, skip_special_tokens=True) for row in (found[0], ids[0]))
+    return whole[len(head) :]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    settings = ServerSettings(model_name="base", adapters=("one", "two"))
+    with serving(settings, copy.deepcopy(tuned())) as running:
+        yield running
+        running.settle()
+
+
+def test_each_is_a_model(served: Served) -> None:
+    """Would break: another adapter's tokens or cached keys, an adapter left on for the model without."""
+    assert [model.id for model in served.client.models.list()] == list(NAMES)
+    for name in [*NAMES, *NAMES[::-1]]:
+        for prompt in PROMPTS:
+            reply = served.complete(prompt=prompt, model=name, max_tokens=NEW, temperature=0)
+            assert reply["choices"][0]["text"] == expected(name, prompt) and reply["model"] == name
+    assert len({expected(name, PROMPTS[0]) for name in NAMES}) == 3, "the adapters change nothing"
+    assert served.complete(max_tokens=NEW, temperature=0)["choices"][0]["text"] == expected("base", "The door")
+    chat: Any = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 2}
+    assert served.client.chat.completions.create(model="two", **chat).model == "two"
+    answer = served.client.responses.create(model="one", input="A", max_output_tokens=2, store=False)
+    assert answer.model == "one"
+    assert served.post("/v1/completions", {"model": "three", "prompt": "A"}).status_code == 404
+    assert 'generation_tokens_total{model_name="two"}' in served.http.get("/metrics").text
+
+
+def test_all_at_once(served: Served) -> None:
+    """Would break: rows of two adapters in one step; a request that never gets its turn; clients that leave."""
+    before, wrong = served.engine.stats().num_steps, []
+
+    def ask(number: int) -> None:
+        name, prompt = NAMES[number % 3], PROMPTS[number % 2]
+        given = {"prompt": prompt, "model": name, "max_tokens": NEW, "temperature": 0}
+        if number % 5 == 4:
+            with served.http.stream("POST", "/v1/completions", json=given | {"stream": True, "max_tokens": 400}):
+                return
+        text = served.complete(**given)["choices"][0]["text"]
+        if text != expected(name, prompt):
+            wrong.append((number, text))
+
+    for name in NAMES:
+        for prompt in PROMPTS:
+            expected(name, prompt)
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(30)]
+    for thread in threads:
+        thread.start()
+    join(*threads, seconds=100)
+    assert not wrong
+    served.settle()
+    assert served.engine.stats().num_steps - before < 24 * NEW, "requests of one adapter share no steps"
+
+
+def test_turns() -> None:
+    """Would break: a name that waits while another one's go on coming; a place kept for one that went away."""
+
+    async def run() -> None:
+        turns, order, tasks = Turns(), [], []
+
+        async def one(label: str) -> None:
+            await turns.enter(label[0])
+            order.append(label)
+
+        async def begin(*labels: str) -> None:
+            tasks.extend(asyncio.ensure_future(one(label)) for label in labels)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        await begin("a1", "a2", "b1", "a3", "c1", "b2")
+        assert order == ["a1", "a2"]
+        turns.leave()
+        await begin("a4")
+        assert order == ["a1", "a2"], "it is b's turn next"
+        tasks[2].cancel()
+        turns.leave()
+        await begin("b3")
+        assert order[2:] == ["b2"], "all that wait for a name come in together, and later ones behind the others"
+        for num_inside, those in ((1, ["a3", "a4"]), (2, ["c1"]), (1, ["b3"]), (1, [])):
+            num_before = len(order)
+            for _ in range(num_inside):
+                assert len(order) == num_before
+                turns.leave()
+                await begin()
+            assert order[num_before:] == those
+        await begin("d1")
+        assert order[-1] == "d1"
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize("names", [("one", "one"), ("base",), ("three",), "one", ("",)])
+def test_refused(names: Any) -> None:
+    with pytest.raises(ValueError, match="adapter"):
+        create_app(copy.deepcopy(tuned()), tiny_tokenizer(), model_name="base", adapters=names)
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: an adapter loaded under another name, a bad path as a traceback."""
+    tuned().save_pretrained(tmp_path)
+    found: list[Any] = []
+    monkeypatch.setattr(run, "run_server", lambda model, tokenizer, settings, *others: found.append((model, settings)))
+    given = ["serve", "--adapter", f"x={tmp_path / 'one'}", "--adapter", f"y={tmp_path / 'two'}", "--num-blocks", "9"]
+    assert CliRunner().invoke(cli.app, given).exit_code == 0
+    ((model, settings),) = found
+    assert settings.adapters == ("x", "y") and list(model.peft_config) == ["x", "y"] and model.paged.config.num_blocks
+    for bad in ("x", "x=", "=x", "x=/nowhere/at/all"):
+        result = CliRunner().invoke(cli.app, ["serve", "--adapter", bad])
+        assert result.exit_code == 2 and "Traceback" not in result.output, bad

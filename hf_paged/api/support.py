@@ -151,7 +151,8 @@ def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None
 
 def _why_not_on_devices(traits: ModelTraits, model: PreTrainedModel) -> str | None:
     """Why a model of these traits can't be served on the devices that its layers run on, or `None`."""
-    if not is_hooked(model) or Placement(model).layers(traits.num_layers) is None:
+    placement = Placement(model)
+    if not is_hooked(model) or placement() is None or placement.layers(traits.num_layers) is None:
         return None
     kinds = {
         "its layers keep a state": bool(traits.states),

@@ -163,6 +163,7 @@ class EngineCore:
         """Around a forward that no step is: of weights that are there only while their module computes, no step runs
         beside it, whose modules would take them away.
         """
+        _ = self.bound.placement  # as of now
         return self.worker.loop.exclusive() if self.bound.is_offloaded else nullcontext()
 
     # Tables

@@ -120,7 +120,7 @@ class BoundModel:
 
     @property
     def layer_devices(self) -> tuple[torch.device | None, ...] | None:
-        """See `Placement.layers`."""
+        """See `Placement.layers`; as of when `placement` was last asked for."""
         return self._placement.layers(self.traits.num_layers)
 
     @property

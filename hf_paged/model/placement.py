@@ -15,7 +15,7 @@ class Placement:
     """Reads one parameter of a model, the one that `model.dtype` finds by a walk over the modules each time.
 
     Called, it returns dtype and device; `None` when the model has no such parameter or is gone. The device of a model
-    that accelerate has spread is the one that inputs are wanted on.
+    that accelerate has spread is the one that inputs are wanted on. What else is asked for is as of the last such call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,20 +44,16 @@ class Placement:
     @property
     def is_spread(self) -> bool:
         """Whether accelerate moves inputs or weights in its forwards."""
-        self._look()
         return self._main is not None
 
     @property
     def is_offloaded(self) -> bool:
         """Whether some weights are there only while their module computes."""
-        self._look()
         return self._is_offloaded
 
     def layers(self, num_layers: int) -> tuple[torch.device | None, ...] | None:
         """Where the attention of each layer runs; `None`: where the model is. The same object until that changes."""
-        self._look()
-        model = self._model()
-        if self._main is None or model is None:
+        if self._main is None or (model := self._model()) is None:
             return None
         if self._layers is None:
             self._layers = layer_devices(model, num_layers)

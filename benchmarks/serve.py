@@ -87,13 +87,16 @@ def in_process(engine: hf_paged.Engine, prompts: list[list[int]], new_tokens: in
 
 def other_clients(url: str, model: str, num_users: int, new_tokens: int) -> dict[str, str]:
     """What the benchmark clients that are installed print."""
-    tokens = f"prompt_tokens=32,output_tokens={new_tokens}"
     commands = {
         "vllm": ["vllm", "bench", "serve", "--base-url", url, "--model", NAME, "--tokenizer", model, "--dataset-name",
                  "random", "--random-input-len", "32", "--random-output-len", str(new_tokens), "--ignore-eos",
                  "--num-prompts", str(num_users), "--max-concurrency", str(num_users)],
-        "guidellm": ["guidellm", "benchmark", "--target", url, "--rate-type", "concurrent", "--rate", str(num_users),
-                     "--max-requests", str(num_users), "--data", tokens, "--processor", model],
+        "guidellm": ["guidellm", "run", "--backend", f"kind=openai_http,target={url},model={NAME}",
+                     "--profile", f"kind=concurrent,streams={num_users}",
+                     "--constraint", f"kind=max_requests,count={2 * num_users}",
+                     "--tokenizer", f"kind=huggingface_auto,model={model}",
+                     "--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={new_tokens}",
+                     "--output", "kind=console", "--disable-progress"],
     }  # fmt: skip
     found = {}
     for name, command in commands.items():

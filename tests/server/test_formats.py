@@ -95,7 +95,7 @@ def is_valid(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
     if kind == "string":
         pattern = schema.get("pattern") or FORMAT_PATTERNS.get(schema.get("format", ""), "(?s).*")
         length = len(value) if isinstance(value, str) else -1
-        return schema.get("minLength", 0) <= length <= schema.get("maxLength", 99) and bool(
+        return schema.get("minLength", 0) <= length <= schema.get("maxLength", length) and bool(
             re.fullmatch(pattern, value)
         )
     if kind == "array":

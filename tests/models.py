@@ -180,10 +180,8 @@ MODELS: dict[str, TinyModel] = {
         ),
     ),
     # Latents in place of keys and values.
-    "deepseek_v2": TinyModel(
-        lambda: hf.DeepseekV2Config(**_LATENTS, **_ROUTED, topk_method="greedy"), runs_packed=False
-    ),
-    "deepseek_v3": TinyModel(lambda: hf.DeepseekV3Config(**_LATENTS, **_ROUTED), runs_packed=False),
+    "deepseek_v2": TinyModel(lambda: hf.DeepseekV2Config(**_LATENTS, **_ROUTED, topk_method="greedy")),
+    "deepseek_v3": TinyModel(lambda: hf.DeepseekV3Config(**_LATENTS, **_ROUTED)),
     # A sequence cut into chunks of 12 tokens; layers without rotary positions are scaled by the position.
     "llama4": TinyModel(
         lambda: hf.Llama4TextConfig(
@@ -205,9 +203,9 @@ MODELS: dict[str, TinyModel] = {
         seed=1,
     ),
     "glm4_moe_lite": TinyModel(
-        lambda: hf.Glm4MoeLiteConfig(**_LATENTS, **_ROUTED, mlp_layer_types=["dense", "sparse"]), runs_packed=False
+        lambda: hf.Glm4MoeLiteConfig(**_LATENTS, **_ROUTED, mlp_layer_types=["dense", "sparse"])
     ),
-    "minicpm3": TinyModel(lambda: hf.MiniCPM3Config(**_LATENTS), runs_packed=False, seed=1),
+    "minicpm3": TinyModel(lambda: hf.MiniCPM3Config(**_LATENTS), seed=1),
     "longcat_flash": TinyModel(
         lambda: hf.LongcatFlashConfig(
             **(_LATENTS | {"num_layers": 2, "head_dim": 8}),
@@ -217,10 +215,9 @@ MODELS: dict[str, TinyModel] = {
             n_routed_experts=4,
             zero_expert_num=2,
         ),
-        runs_packed=False,
         seed=3,
     ),
-    "youtu": TinyModel(lambda: hf.YoutuConfig(**_LATENTS), runs_packed=False),
+    "youtu": TinyModel(lambda: hf.YoutuConfig(**_LATENTS)),
     "falcon_alibi": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=True), runs_packed=False, seed=12),
     "falcon_rotary": TinyModel(lambda: hf.FalconConfig(**_FALCON, alibi=False), runs_packed=False, seed=3),
     "falcon_new": TinyModel(

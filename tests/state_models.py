@@ -127,7 +127,7 @@ STATE_MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, state_size=16, num_heads=8, head_dim=16, expand=2,
         n_groups=1, chunk_size=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
     ),
-    # Latents beside states: the model's own attention, over gathered latents, and its mixers over real tokens alone.
+    # Latents beside states.
     "kimi_linear": lambda: hf.KimiLinearConfig(
         **_kinds(num_key_value_heads=4, moe_intermediate_size=32),
         **_LATENTS,

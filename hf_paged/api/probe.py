@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.shrinking import SPECIAL, shrink
-from hf_paged.api.state_probe import keeps_states, state_traits
+from hf_paged.api.state_probe import keeps_states, state_traits, with_failure
 from hf_paged.api.stored_layers import (
     Layers,
     NotingCache,
@@ -24,6 +24,7 @@ from hf_paged.api.stored_layers import (
     noted_on_meta,
     on_meta,
     specs,
+    with_latents,
     with_windows,
 )
 from hf_paged.attention.cache import PagedCache
@@ -62,19 +63,37 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
         return found if isinstance(found, str) else str(tiny_stored)
     layers, indexers = found
     failure, alone = "", None
+    text = config.get_text_config(decoder=True)
     # Of a wrapper the calls themselves say what they see.
     is_causal = Wrapper.of(tiny) is not None or not _sees_ahead(tiny)
-    text = config.get_text_config(decoder=True)
-    for traits, has_windows in _ways(base, text, tiny, *tiny_stored, stock.is_asked, is_causal):
+    why_padded = _why_padded(base, text, indexers) if is_causal else "a token's keys follow from those behind it"
+    for traits, has_windows in _ways(text, tiny, *tiny_stored, stock.is_asked, is_causal, not why_padded):
         if traits.tells_positions and alone is None:  # stock tells a padded row's layers its columns
             rows = range(len(_LENGTHS))
             alone = torch.cat([_logits(tiny, NotingCache(tiny.config), row) for row in rows])
         failure = _difference(tiny, traits, expected if alone is None or not traits.tells_positions else alone)
         if not failure:
-            return replace(traits, layers=_windowed(layers, whole) if has_windows else layers, indexers=indexers)
+            if traits.has_latents:
+                layers = with_latents(layers)
+            layers = _windowed(layers, whole) if has_windows else layers
+            why_padded = "" if traits.runs_packed else why_padded
+            return replace(traits, layers=layers, indexers=indexers, why_padded=why_padded)
+        if traits.runs_packed:
+            why_padded = with_failure(why_padded, failure, traits.has_latents)
         if _keeps_inference_tensors(tiny):
             tiny = _build(base, tiny.config)
     return f"its attention doesn't work on keys and values as it stores them in the cache ({failure:.200})"
+
+
+def _why_padded(base: type[PreTrainedModel], config: PreTrainedConfig, indexers: Layers) -> str:
+    """What rules the packed layout out before it is tried; empty if nothing does."""
+    if not _rows_independent(config):
+        return "its rotary embedding depends on the longest row of a batch"
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        return "it takes no position_ids: it places tokens by their column, which a packed batch doesn't have"
+    if any(layer is not None for layer in indexers):
+        return "which tokens a layer attends to is chosen by an indexer"
+    return ""
 
 
 def _tiny(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, Tensor, NotingCache] | str:
@@ -109,16 +128,16 @@ def _as_wide(base: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Lay
 
 
 def _ways(
-    base: type[PreTrainedModel],
     config: PreTrainedConfig,
     tiny: PreTrainedModel,
     layers: Layers,
     indexers: Layers,
     is_asked: bool,
     is_causal: bool,
+    may_pack: bool,
 ) -> Iterator[tuple[ModelTraits, bool]]:
     """What may be tried, the best first, and whether it is with the windows that the config states."""
-    rows_independent = not any(map(is_batch_dependent, _rope_types(getattr(config, "rope_parameters", None))))
+    rows_independent = _rows_independent(config)
     # Modules that are run through again store keys under other numbers than theirs.
     numbers = {getattr(module, "layer_idx", None) for module in tiny.modules()}
     shares = any(layer is not None and index not in numbers for index, layer in enumerate(layers))
@@ -132,14 +151,16 @@ def _ways(
     if not is_causal:  # keys of a token follow from those behind it in its forward: none can be computed again
         yield own, False
         return
-    # Without position_ids a model places tokens by their column, which a packed batch doesn't have.
-    if rows_independent and "position_ids" in inspect.signature(base.forward).parameters:
+    if may_pack:
         # The windows that the config states, unless a layer turns out to attend to more than that.
         windowed = _windowed(layers, tiny)
         for has_windows in (True, False) if windowed != layers else (False,):
             packed = replace(own, layers=windowed if has_windows else layers, runs_packed=True)
             for is_told, may_infer in itertools.product((False, True) if is_asked else (False,), (True, False)):
                 yield replace(packed, allows_inference_mode=may_infer, tells_positions=is_told), has_windows
+        latent = with_latents(layers)
+        for may_infer in (True, False) if latent != layers else ():
+            yield replace(own, layers=latent, runs_packed=True, allows_inference_mode=may_infer), False
     if rows_independent:
         for may_infer in (True, False):
             yield replace(own, runs_padded=True, allows_inference_mode=may_infer), False
@@ -156,7 +177,9 @@ def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) ->
     """What is wrong with the tiny model's logits over the pool; empty if they are as expected."""
     keeps_tokens = traits.is_batched or traits.regime_length is not None
     try:
-        attach(tiny, PagedConfig(num_blocks=128, block_size=2, cuda_graphs=False), traits)
+        backend = "torch" if traits.has_latents else "auto"  # kernels may have to be compiled, for other widths
+        config = PagedConfig(num_blocks=128, block_size=2, cuda_graphs=False, attention_backend=backend)
+        attach(tiny, config, traits)
         cache = PagedCache(tiny)
         found = _logits(tiny, cache)
         error_size = float((found - expected).abs().max() / expected.abs().max())
@@ -186,6 +209,11 @@ def _keeps_inference_tensors(model: PreTrainedModel) -> bool:
         return finds(vars(value)) if hasattr(value, "__dict__") and not callable(value) else False
 
     return any(finds(vars(module)) for module in model.modules())
+
+
+def _rows_independent(config: PreTrainedConfig) -> bool:
+    """Whether a row's rotary embedding does not depend on the rows beside it."""
+    return not any(map(is_batch_dependent, _rope_types(getattr(config, "rope_parameters", None))))
 
 
 def _rope_types(parameters: Any) -> set[str]:

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.shrinking import SPECIAL
-from hf_paged.api.stored_layers import Layers, noted_on_meta, on_meta, specs
+from hf_paged.api.stored_layers import Layers, noted_on_meta, on_meta, specs, with_latents
 from hf_paged.api.stored_states import StateNotes, StateNotingCache
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.cache_groups import CacheGroups
@@ -24,6 +24,7 @@ from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.traits import ModelTraits
 
 _TOLERANCE = 1e-3  # of the largest logit
+_AS_LATENTS = "; as latents: "
 _ROUNDING = 1e-4  # the same, for what is to agree but for the order of sums
 _LENGTHS = (11, 3, 1, 6)
 
@@ -79,15 +80,28 @@ def state_traits(
         shares_attention=tiny_stored.is_shared,
         indexers=tiny_stored.indexers,
     )
-    for packed, may_infer in itertools.product((True, False), (True, False)):
+    why_padded, tiny_latent = "", with_latents(tiny_stored.layers)
+    layouts = [(True, False), *([(True, True)] if tiny_latent != tiny_stored.layers else []), (False, False)]
+    for (packed, latent), may_infer in itertools.product(layouts, (True, False)):
         if not packed and may_infer and _sees_padding(tiny):
             return f"a row depends on the padding beside it, and it doesn't run without ({failure:.200})"
         way: dict[str, Any] = {"runs_packed": packed, "runs_padded": not packed, "allows_inference_mode": may_infer}
-        failure = _difference(tiny, replace(traits, **way), expected)
+        own = tiny_latent if latent else tiny_stored.layers
+        failure = _difference(tiny, replace(traits, **way, layers=own), expected)
         if not failure:
-            states = notes.specs(torch.bfloat16)
-            return replace(traits, **way, layers=stored.layers, indexers=stored.indexers, states=states)
+            layers = with_latents(stored.layers) if latent else stored.layers
+            way |= {"layers": layers, "indexers": stored.indexers, "states": notes.specs(torch.bfloat16)}
+            return replace(traits, **way, why_padded="" if packed else why_padded)
+        if packed:
+            why_padded = with_failure(why_padded, failure, latent)
     return f"its layers don't compute over states in the pool what they do over a cache of their own ({failure:.200})"
+
+
+def with_failure(before: str, failure: str, is_latent: bool) -> str:
+    """Why a model doesn't run packed, after one more trial: what went wrong in the first, and then with latents."""
+    if not is_latent:
+        return before or failure
+    return f"{before.partition(_AS_LATENTS)[0]}{_AS_LATENTS}{failure}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +166,9 @@ def _difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) ->
     longest = max(_LENGTHS)
     try:
         num_blocks = 64 + 4 * len(_LENGTHS) * _pages(traits)
-        attach(tiny, PagedConfig(num_blocks=num_blocks, block_size=4, cuda_graphs=False), traits)
+        backend = "torch" if traits.has_latents else "auto"  # kernels may have to be compiled, for other widths
+        config = PagedConfig(num_blocks=num_blocks, block_size=4, cuda_graphs=False, attention_backend=backend)
+        attach(tiny, config, traits)
         found = _logits(tiny, PagedCache(tiny), [0, longest, longest + 2, longest + 3, longest + 4])
         error_size = float((found - expected).abs().max() / expected.abs().max())
         return "" if error_size < _TOLERANCE else f"logits differ by {error_size:.1%}"

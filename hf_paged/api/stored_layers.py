@@ -137,6 +137,13 @@ def with_windows(layers: Layers, config: PreTrainedConfig) -> Layers:
     return tuple(found)
 
 
+def with_latents(layers: Layers) -> Layers:
+    """The layers, those of one head as ones that cache latents: whether they do shows when that is tried."""
+    return tuple(
+        replace(layer, is_latent=True) if layer is not None and layer.kv_heads == 1 else layer for layer in layers
+    )
+
+
 def as_their_modules_say(layers: Layers, model: PreTrainedModel) -> Layers:
     """The layers without those windows that their modules gainsay."""
     found = list(layers)

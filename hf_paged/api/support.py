@@ -66,6 +66,11 @@ class SupportReport:
         return "packed" if self.traits.runs_packed else "padded" if self.traits.is_batched else "alone"
 
     @property
+    def why_padded(self) -> str:
+        """Why its forwards don't run packed, in words or in those of the trial's error; empty if they do."""
+        return "" if self.traits is None else self.traits.why_padded
+
+    @property
     def layouts(self) -> tuple[str, ...]:
         """The layout of each layer, or "shared" of one that stores nothing and attends to another one's keys."""
         layers = () if self.traits is None else self.traits.layers

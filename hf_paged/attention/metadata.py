@@ -226,6 +226,18 @@ class AttentionMetadata:
     def _group(self, first: int) -> list[PaddedGroup]:
         return [self._padded(rows) for rows in self.alike(first)]
 
+    def padded(self, rows: np.ndarray) -> list[PaddedGroup]:
+        """Some of the sequences, grouped the same way."""
+        num_blocks = -(-self.host_seq_lens[rows] // self.block_size)
+        return [self._padded(rows[own]) for own in _bucket(self.host_query_lens[rows], num_blocks)]
+
+    def by_token(self, rows: np.ndarray) -> tuple[AttentionMetadata, np.ndarray]:
+        """Each new token of some of the sequences as a sequence that ends with it; and where these are in the batch."""
+        tokens = np.nonzero(np.isin(self._token_rows, rows))[0]
+        tables, lens = self.host_tables[self._token_rows[tokens]], self._positions[tokens] + 1
+        own = AttentionMetadata(tables, np.ones_like(lens), lens, self.block_size, self.null_block, self._device)
+        return own, tokens
+
     def alike(self, first: int = 0) -> list[np.ndarray]:
         """Sequences from number `first` on in lists of similar query and context length, which padding costs little."""
         num_blocks = -(-self.host_seq_lens // self.block_size)

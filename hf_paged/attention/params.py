@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hf_paged.kernels.latent_maps import LatentMaps
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
@@ -17,6 +19,7 @@ class AttentionParams:
         sliding_window: Tokens a query sees, itself included; `None`: all before it.
         softcap: Bound of the scores; `None`: none.
         sinks: `[num_heads]` logits that join the softmax's denominator only; `None`: none.
+        maps: What makes keys and values of the latents that the pool holds of this layer; `None`: it holds them.
     """
 
     layer: int
@@ -24,3 +27,4 @@ class AttentionParams:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    maps: LatentMaps | None = None

@@ -30,9 +30,10 @@ class PoolAttention:
         """
         self.kv_cache = kv_cache
         made: dict[int, Backend] = {}
-        for view in kv_cache.views:
+        for view, page in zip(kv_cache.views, kv_cache.geometry.groups, strict=True):
             if id(view) not in made:
-                made[id(view)] = choose(name, view, kv_cache.compute_dtype)
+                latent_dim = page.key_dim if page.is_latent else None
+                made[id(view)] = choose(name, view, kv_cache.compute_dtype, latent_dim)
         self.backends = [made[id(view)] for view in kv_cache.views]
 
     @property

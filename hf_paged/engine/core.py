@@ -29,6 +29,7 @@ from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.fused_layers import FusedLayers
+from hf_paged.model.latents import Latents
 from hf_paged.model.packed_linears import PackedLinears
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.step_memory import StepMemory
@@ -86,9 +87,10 @@ class EngineCore:
         self.traits = traits
         self.linears = PackedLinears(model, config.memory_fraction)
         self.fused = FusedLayers(model)
-        self.weights_version = state = WeightsVersion(model, self.linears, self.fused)
+        latents = Latents(model, traits.layers)
+        self.weights_version = state = WeightsVersion(model, self.linears, self.fused, latents)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
-        self.bound = bound = BoundModel(model, forward, self._layers, traits, lambda: state.is_plain, config)
+        self.bound = bound = BoundModel(model, forward, self._layers, traits, lambda: state.is_plain, config, latents)
         self.runner = ModelRunner(bound, lambda: state.num_moves, config)
         groups = CacheGroups.of(traits.stored)
         self.pool = KVPool(

@@ -69,7 +69,7 @@ def _library(source: Path, functions: Iterable[str], constants: dict[str, int]) 
     flags = (
         *(() if any(word.startswith("-O") for word in compiler) else ("-O3",)),
         *("-std=gnu11", "-fPIC", "-fopenmp", *_MATH, *_LOOPS),
-        *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
+        *_instructions(),
         *(f"-D{name}={value}" for name, value in constants.items()),
     )
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
@@ -84,6 +84,12 @@ def _library(source: Path, functions: Iterable[str], constants: dict[str, int]) 
             if folders == [path.parent]:
                 path.unlink(missing_ok=True)
     return _load(_compile(source, compiler, flags, folders[-1], key), functions)
+
+
+def _instructions() -> tuple[str, ...]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    has_bfloat16 = capability == "AVX512" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    return *_INSTRUCTIONS.get(capability, ()), *(("-mavx512bf16",) if has_bfloat16 else ())
 
 
 def _load(path: Path, functions: Iterable[str]) -> ctypes.CDLL:

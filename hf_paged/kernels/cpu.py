@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from hf_paged.kernels.padded_groups import PaddedGroup
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
+MAX_LATENT_ROW = 2048  # elements of a latent and a rotary key
 MAX_GROUP_ELEMENTS = 32768  # of all query heads that share a key head: they lie on a thread's stack, twice, in float32
 FUNCTIONS = ("hf_paged_write", "hf_paged_decode")
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -40,10 +41,13 @@ class _Decode(ctypes.Structure):
 
 
 class CPUKernels:
-    """The compiled kernels for one element type and head dim."""
+    """The compiled kernels for one element type and head dim, or of rows of latents one width of these."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> None:
         self._dtype, self._head_dim = dtype, head_dim
+        self._value_dim = head_dim if latent_dim is None else latent_dim
+        self._num_parts = 2 if latent_dim is None else 1
+        self._stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
         self._write = library.hf_paged_write
         self._decode = library.hf_paged_decode
         for function, kind in ((self._write, _Write), (self._decode, _Decode)):
@@ -53,8 +57,8 @@ class CPUKernels:
         """Writes the new keys and values of one layer into their slots.
 
         Args:
-            key: `[T, num_kv_heads, head_dim]` in the pool's dtype, the last dimension contiguous.
-            value: Like `key`.
+            key: `[T, num_kv_heads, head_dim]` in the pool's dtype, the last dimension contiguous; of latents, them.
+            value: Like `key`; of latents, the rotary keys.
             kv_cache: The KV tensor, changed in place.
             layer: Layer index.
             slot_mapping: `[T]` int64; tokens with a slot below 0 are skipped. None is beyond the pool: that the block
@@ -63,9 +67,11 @@ class CPUKernels:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
         """
-        _, num_layers, _, num_kv_heads, _, head_dim = kv_cache.shape
+        _, num_layers, _, num_kv_heads, _, _ = kv_cache.shape
+        key_dim, value_dim = self._stored
         if not (
-            key.shape == value.shape == (*slot_mapping.shape, num_kv_heads, head_dim)
+            key.shape == (*slot_mapping.shape, num_kv_heads, key_dim)
+            and value.shape == (*slot_mapping.shape, num_kv_heads, value_dim)
             and key.ndim == 3
             and (key_stride := key.stride())[2] == (value_stride := value.stride())[2] == 1
             and 0 <= layer < num_layers
@@ -115,7 +121,7 @@ class CPUKernels:
         Args:
             query: `[T, num_heads, head_dim]` in the pool's dtype, the last dimension contiguous; the first
                 `num_seqs` tokens are read.
-            output: `[T, num_heads, head_dim]`, contiguous; those tokens are written.
+            output: `[T, num_heads, head_dim]`, contiguous; those tokens are written. Of latents as wide as these.
             kv_cache: The KV tensor.
             layer: Layer index.
             block_tables: `[S, N]` int32, contiguous, with the blocks of the first `num_seqs` sequences.
@@ -136,12 +142,12 @@ class CPUKernels:
             sinks = sinks.detach().float().contiguous()
         if not (
             query.ndim == 3
-            and query.shape == output.shape
+            and output.shape == (*query.shape[:2], self._value_dim)
             and query.shape[2] == head_dim
             and (query_stride := query.stride())[2] == 1
             and output.is_contiguous()
             and (num_heads := query.shape[1]) % num_kv_heads == 0
-            and num_heads * head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS
+            and (num_heads * head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS or self._num_parts == 1)
             and query.shape[0] >= num_seqs <= block_tables.shape[0]
             and num_seqs <= seq_lens.shape[0]
             and longest <= block_tables.shape[1] * block_size
@@ -186,28 +192,40 @@ class CPUKernels:
         return (
             kv_cache.dtype is self._dtype
             and kv_cache.shape[5] == self._head_dim
-            and kv_cache.shape[2] == 2
+            and kv_cache.shape[2] == self._num_parts
             and (kv_cache.is_contiguous() or kv_cache[0].is_contiguous())
             and kv_cache.is_cpu
         )
 
 
+def constants(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> dict[str, int]:
+    """What the source is compiled with; arguments as of `load`."""
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": latent_dim or head_dim,
+        "IS_LATENT": int(latent_dim is not None),
+        "IS_BFLOAT16": int(dtype is torch.bfloat16),
+    }
+
+
 @lru_cache
-def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
+def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CPUKernels | str:
     """The kernels for pools of this type and head dim, or why there are none. Compiles where no earlier process has.
 
     Args:
         dtype: Of pool and model.
-        head_dim: Elements of one head.
+        head_dim: Elements of one head; of a latent and a rotary key.
+        latent_dim: Elements of a latent; `None`: the pool holds keys and values.
     """
     try:
         if dtype not in DTYPES:
             return f"takes {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
-        if head_dim > MAX_HEAD_DIM:
-            return f"takes head dims up to {MAX_HEAD_DIM}, the model has {head_dim}"
-        constants = {"HEAD_DIM": head_dim, "IS_BFLOAT16": int(dtype is torch.bfloat16)}
-        kernels = CPUKernels(library(_SOURCE, FUNCTIONS, **constants), dtype, head_dim)
-        error = _error(kernels, dtype, head_dim)
+        most = MAX_HEAD_DIM if latent_dim is None else MAX_LATENT_ROW
+        if head_dim > most:
+            return f"takes head dims up to {most}, the model has {head_dim}"
+        compiled = library(_SOURCE, FUNCTIONS, **constants(dtype, head_dim, latent_dim))
+        kernels = CPUKernels(compiled, dtype, head_dim, latent_dim)
+        error = _error(kernels, dtype, head_dim, latent_dim)
         # Of a rounding more or less; what is wrong is wrong by half.
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2
         return kernels if error < tolerance else f"gives wrong results on this machine (error {error:.1e})"
@@ -215,7 +233,7 @@ def load(dtype: torch.dtype, head_dim: int) -> CPUKernels | str:
         return str(error)
 
 
-def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int) -> float:
+def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int, latent_dim: int | None) -> float:
     """How far the kernels are from plain torch, on two small sequences: size of the error over size of the truth."""
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator("cpu").manual_seed(0)
@@ -223,18 +241,20 @@ def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int) -> float:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
-        pool = random(5, 1, 2, 2, 16, head_dim)
+        heads, widths = (2, (head_dim, head_dim)) if latent_dim is None else (1, (latent_dim, head_dim - latent_dim))
+        pool = random(5, 1, 2 if latent_dim is None else 1, heads, 16, head_dim)
         tables, lens = torch.tensor([[3, 0], [2, 4]], device="cpu"), torch.tensor([21, 7], device="cpu")
         slots = tables.gather(1, (lens[:, None] - 1) // 16)[:, 0] * 16 + (lens - 1) % 16
         rows = torch.arange(2, device="cpu")[:, None]
         both = PaddedGroup(rows, None, tables, lens[:, None] - 1, lens, 21, False, block_size=16, null_block=4)
-        key, value, query = random(2, 2, head_dim), random(2, 2, head_dim), random(2, 4, head_dim)
+        key, value, query = random(2, heads, widths[0]), random(2, heads, widths[1]), random(2, 4, head_dim)
         truth = pool.double()
         reference.reshape_and_cache(key.double(), value.double(), truth, 0, slots)
         kernels.reshape_and_cache(key, value, pool, 0, slots)
         if not torch.equal(pool.double(), truth):
             return float("inf")
-        expected = reference.paged_attention(query.double(), truth, 0, [both], head_dim**-0.5)
-        result = torch.empty_like(query)
+        read = None if latent_dim is None else partial(reference.read_latents, latent_dim=latent_dim)
+        expected = reference.paged_attention(query.double(), truth, 0, [both], head_dim**-0.5, read=read)
+        result = query.new_empty(*query.shape[:2], expected.shape[-1])
         kernels.paged_decode(query, result, pool, 0, tables.int(), lens.int(), 2, 21, head_dim**-0.5)
         return float((result.double() - expected).norm() / expected.norm())

@@ -8,13 +8,15 @@ is a multiple of `block_size * width` numbers. A slot is `block * block_size + o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_paged.kernels.padded_groups import PaddedGroup
+
+Read = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -140,6 +142,21 @@ def gather_rows(
     return (states[0], states[1]) if num_parts == 2 else _parted(states[0], key_dim)
 
 
+def _gather(
+    kv_cache: Tensor, layer: int, rows: Tensor, num_sequences: int, query: Tensor, read: Read | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of these rows in the query's dtype; of rows of latents, those that `read` makes of them."""
+    width = kv_cache.shape[5] if read is not None else query.shape[-1]
+    key, value = gather_rows(kv_cache, layer, rows, num_sequences, width)
+    key = key.to(query.dtype)
+    return read(key) if read is not None else (key, value.to(query.dtype))
+
+
+def read_latents(states: Tensor, latent_dim: int) -> tuple[Tensor, Tensor]:
+    """Rows of latents `[..., latent_dim + rotary_dim]` as the keys, and the latents as the values, of a single head."""
+    return states, states[..., :latent_dim]
+
+
 def _parted(states: Tensor, key_dim: int | None) -> tuple[Tensor, Tensor]:
     """Keys and values that lie side by side."""
     assert key_dim is not None, "keys and values of two widths"
@@ -157,6 +174,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     output: Tensor | None = None,
+    read: Read | None = None,
 ) -> Tensor:
     """Causal attention of the packed batch over block tables: prefill, chunked prefill and decode in one.
 
@@ -176,6 +194,7 @@ def paged_attention(
         alibi_slopes: `[num_heads]` slopes of linear position biases.
         output: `[T, num_heads, head_dim]`, where other sequences' tokens are done: those of `groups` are written to it.
             `None`: these are all tokens, to be written to a new tensor.
+        read: Where the pool holds latents: keys and values `[G, heads, S, ...]` of whole rows `[G, 1, S, width]`.
 
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
@@ -187,8 +206,8 @@ def paged_attention(
             # Whole prompts: torch skips what is above the diagonal, and no mask is made.
             if group.block_rows is None:
                 group.block_rows = block_rows(kv_cache, group.block_table)
-            states = gather_rows(kv_cache, layer, group.block_rows, len(group.block_table), query.shape[-1])
-            key, value = (part[:, :, : group.longest].to(query.dtype) for part in states)
+            states = _gather(kv_cache, layer, group.block_rows, len(group.block_table), query, read)
+            key, value = (part[:, :, : group.longest] for part in states)
             is_grouped = key.shape[1] != rows.shape[2]
             result = F.scaled_dot_product_attention(
                 rows.transpose(1, 2), key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
@@ -197,8 +216,7 @@ def paged_attention(
         view = group.view(sliding_window, query.dtype)
         if view.block_rows is None:
             view.block_rows = block_rows(kv_cache, view.block_table)
-        key, value = gather_rows(kv_cache, layer, view.block_rows, len(view.block_table), query.shape[-1])
-        key, value = key.to(query.dtype), value.to(query.dtype)
+        key, value = _gather(kv_cache, layer, view.block_rows, len(view.block_table), query, read)
         packed = _pack_heads(rows, key.shape[1])
         if is_plain:
             mask = _repeat_mask(view.mask, packed.shape[2])

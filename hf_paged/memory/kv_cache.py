@@ -30,12 +30,14 @@ class PageShape:
         num_kv_heads: Key/value heads of each layer.
         key_dim: Elements of a head's key.
         value_dim: Elements of a head's value.
+        is_latent: See `AttentionSpec`.
     """
 
     num_layers: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    is_latent: bool = False
 
     @property
     def elements(self) -> int:
@@ -44,9 +46,9 @@ class PageShape:
 
     def tensor_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
         """Of a block: `[num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values; where these differ in
-        width they lie side by side, `[num_layers, 1, num_kv_heads, block_size, key_dim + value_dim]`.
+        width, or are latents, they lie side by side, `[num_layers, 1, num_kv_heads, block_size, key_dim + value_dim]`.
         """
-        if self.key_dim == self.value_dim:
+        if self.key_dim == self.value_dim and not self.is_latent:
             return self.num_layers, 2, self.num_kv_heads, block_size, self.key_dim
         return self.num_layers, 1, self.num_kv_heads, block_size, self.key_dim + self.value_dim
 

@@ -20,6 +20,8 @@ class AttentionSpec:
         value_dim: Elements of a head's value.
         window: Tokens that a query sees at most, itself included; `None`: all before it.
         chunk: The sequence is cut into pieces of so many tokens, and a query sees those of its own; `None`: it is not.
+        is_latent: Whether these are one head's latents ("keys") and rotary keys ("values"), of which the layer makes
+            keys and values: attention reads them as they are.
     """
 
     kv_heads: int
@@ -27,6 +29,7 @@ class AttentionSpec:
     value_dim: int
     window: int | None = None
     chunk: int | None = None
+    is_latent: bool = False
 
     @property
     def elements_per_token(self) -> int:
@@ -35,8 +38,9 @@ class AttentionSpec:
 
     @property
     def row_elements(self) -> int:
-        """Numbers of a head that lie side by side: of its key, or where that is not as wide as its value, of both."""
-        return self.key_dim if self.key_dim == self.value_dim else self.key_dim + self.value_dim
+        """Numbers of a head that lie side by side: of its key; of both where they are of two widths, or latents."""
+        is_apart = self.key_dim == self.value_dim and not self.is_latent
+        return self.key_dim if is_apart else self.key_dim + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)

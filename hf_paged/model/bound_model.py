@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
 from hf_paged.core.config import PagedConfig
 from hf_paged.model.cache_argument import cache_argument, output_type
+from hf_paged.model.latents import Latents
 from hf_paged.model.mixers import Mixers
 from hf_paged.model.placement import Placement
 from hf_paged.model.token_inputs import TokenInputs
@@ -38,6 +39,7 @@ class BoundModel:
         cache_argument: What its forward calls the cache.
         configs: Those that its attention modules read their implementation from.
         wrapper: How it talks to its language model, if it is a multimodal one.
+        latents: What its layers make of latents.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class BoundModel:
         traits: ModelTraits,
         is_plain: Callable[[], bool],
         config: PagedConfig,
+        latents: Latents,
     ) -> None:
         """Binds to a model.
 
@@ -58,6 +61,7 @@ class BoundModel:
             traits: What was found out about its architecture.
             is_plain: Whether nothing but known code runs in forwards now.
             config: The settings.
+            latents: What its layers make of latents.
         """
         self._model = weakref.ref(model)
         self._placement = Placement(model)
@@ -77,6 +81,7 @@ class BoundModel:
         self._compiled: Callable[..., Any] | None = None
         self.configs = attention_configs(model)
         self.wrapper = Wrapper.of(model)
+        self.latents = latents
 
     # What it is
 

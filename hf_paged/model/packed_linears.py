@@ -1,10 +1,12 @@
-"""`PackedLinears`: linear layers of the engine's forwards on CPU, through oneDNN where that is measured faster."""
+"""`PackedLinears`: linear layers of the engine's forwards on CPU, multiplied by whatever is measured fastest."""
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_paged.model import linear_ways
+from hf_paged.model.linear_ways import Multiply, Way
 from hf_paged.model.module_overrides import ModuleOverride, is_untouched, not_overriding, overriding
 from hf_paged.model.sharding import ranks_of
-from hf_paged.model.trial import TRIALS, Pair
+from hf_paged.model.trial import NUM_PROBED, TRIALS, Pair
 
 logger = logging.getLogger(__name__)
 
-MIN_ELEMENTS = 2**17  # of a weight; below, a call costs more than the product
+MIN_ELEMENTS = 2**14  # of a weight; below, a call costs more than the product
 PROBED_ROWS = (1, 32)  # tokens in a step: of one user, and of many
-MANY_ROWS = 4  # from here on a step is one of many: oneDNN is at its best, where it is good at all
+MANY_ROWS = 4  # from here on a step is one of many
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -32,44 +36,38 @@ class _Layer(ModuleOverride):
 
     Attributes:
         module: The layer, `nn.Linear` or `Conv1D`, whose weight is `[in, out]`.
-        weight: `[out, in]`, packed by oneDNN or as it is.
+        multiply: By its weight.
         width: `in`.
-        gains: Whether it is faster than the module's own way, for few rows and for many.
+        gains: How many times faster it is than the module's own way, for few rows and for many.
         dtype: Of the weight, and of inputs that it multiplies.
-        source: Of the module's own weight, what tells another tensor from it, where `weight` is a copy.
+        source: Of the module's own weight, what tells another tensor from it, where a copy is multiplied.
         sample_index: Elements of it to look at, and
         sample: what they were.
     """
 
-    __slots__ = ("dtype", "gains", "sample", "sample_index", "source", "weight", "width")
+    __slots__ = ("dtype", "gains", "multiply", "sample", "sample_index", "source", "width")
 
-    def __init__(self, module: Any, weight: Tensor) -> None:
+    def __init__(self, module: Any, multiply: Multiply, gains: tuple[float, ...] = (1.0, 1.0)) -> None:
         super().__init__(module)
-        self.weight = weight
+        self.multiply = multiply
         self.dtype: torch.dtype = module.weight.dtype
         self.width: int = _out_in(module).shape[1]
-        self.gains = (False, False)
+        self.gains = gains
         self.source: tuple[object, ...] | None = None
         self.sample_index: Tensor | None = None
         self.sample: Tensor | None = None
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What its speed depends on."""
-        return type(self.module), *self.module.weight.shape, self.dtype, self.module.bias is None
-
     def compute(self, states: Tensor) -> Tensor:
-        if states.dtype is self.dtype and self.gains[states.numel() >= MANY_ROWS * self.width]:
-            return _multiply(states, self.weight, self.module.bias)
-        return _own(self, states)
+        if states.dtype is self.dtype and self.gains[states.numel() >= MANY_ROWS * self.width] > 1:
+            return self.multiply(states, self.module.bias)
+        return _own(self.module, states)
 
 
 class PackedLinears:
-    """Linear layers with weights in the layout that oneDNN multiplies fastest, as long as the weights stay as they are.
+    """Linear layers with weights in the layout that is multiplied fastest, as long as the weights stay as they are.
 
-    In float32 torch multiplies by another library, which is slow on AMD; in half precision it packs the weight anew
-    in every call. What is used here instead is what torch's own compiler emits: a private op, so only where it is there
-    and agrees with the layer. Where there is no room for a second copy of a weight, it is multiplied as it is.
+    What is tried for a kind of layer: `linear_ways`. A way is used only where it is there, agrees with the layer and
+    is faster. Where there is no room for a second copy of a weight, it is multiplied as it is.
 
     Only the thread inside `scope` sees any of it: training, scoring and other threads go through the layers as
     they are.
@@ -126,22 +124,19 @@ class PackedLinears:
             return []
         modules: list[Any] = [module for module in model.modules() if _can_take(module)]
         size = sum(module.weight.numel() * module.weight.element_size() for module in modules)
-        hold = _pack if size <= self._memory_fraction * psutil.virtual_memory().available else _as_it_is
-        try:
-            layers = [_Layer(module, hold(_out_in(module))) for module in modules]
-            gains = _compare(layers, hold)
-        except (RuntimeError, AttributeError, NotImplementedError) as error:  # not in this build, not on this machine
-            logger.info("hf_paged: linear layers can't run through oneDNN: %s", error)
-            return []
-        for layer, own_gains in zip(layers, gains, strict=True):
-            layer.gains = own_gains
-        layers = [layer for layer in layers if any(layer.gains)]
-        for layer in layers:
-            if hold is _pack:
-                layer.source = _source(layer.module.weight)
-                layer.sample_index = _sample_index(*layer.module.weight.shape)
-                layer.sample = _take(layer.module.weight, layer.sample_index)
-        logger.info("hf_paged: %d of %d linear layers run through oneDNN", len(layers), len(modules))
+        has_room = size <= self._memory_fraction * psutil.virtual_memory().available
+        best = _best_ways(modules, linear_ways.WITH_COPY if has_room else linear_ways.WITHOUT_COPY)
+        layers = []
+        for module in modules:
+            way, gains = best.get(_kind(module), (None, ()))
+            multiply = way and way(_out_in(module))
+            if multiply is not None:
+                layers.append(_Layer(module, multiply, gains))
+                if has_room:
+                    layers[-1].source = _source(module.weight)
+                    layers[-1].sample_index = _sample_index(*module.weight.shape)
+                    layers[-1].sample = _take(module.weight, layers[-1].sample_index)
+        logger.info("hf_paged: %d of %d linear layers are multiplied another way", len(layers), len(modules))
         return layers
 
 
@@ -164,46 +159,53 @@ def _out_in(module: Any) -> Tensor:
     return weight if isinstance(module, nn.Linear) else weight.t()
 
 
-def _multiply(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(states, weight, bias, "none", [], "")
+def _kind(module: Any) -> tuple[object, ...]:
+    """What its speed depends on."""
+    return type(module), *module.weight.shape, module.weight.dtype, module.bias is None
 
 
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), PROBED_ROWS[-1])
+def _best_ways(modules: list[Any], ways: tuple[Way, ...]) -> dict[tuple[object, ...], tuple[Way, tuple[float, ...]]]:
+    """For each kind of layer that gains, the way that it gains most by and how much, with few rows and with many."""
+    num_of_kind: Counter[tuple[object, ...]] = Counter()
+    probed = []
+    for module in modules:
+        num_of_kind[_kind(module)] += 1
+        if num_of_kind[_kind(module)] <= NUM_PROBED:
+            probed.append(module)
+    best: dict[tuple[object, ...], tuple[Way, tuple[float, ...]]] = {}
+    for way in ways:
+        try:
+            found = _gains(probed, way)
+        except (RuntimeError, AttributeError, NotImplementedError) as error:  # not in this build, not on this machine
+            logger.info("hf_paged: linear layers can't run another way (%s): %s", way.__name__, error)
+            continue
+        for kind, gains in found.items():
+            if math.prod(gains) > math.prod(best[kind][1] if kind in best else (1.0,)):
+                best[kind] = way, gains
+    return best
 
 
-def _as_it_is(weight: Tensor) -> Tensor:
-    return weight
-
-
-def _compare(layers: list[_Layer], hold: Callable[[Tensor], Tensor]) -> list[tuple[bool, bool]]:
-    """For each layer, whether it gains by oneDNN with few rows and with many."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    threads = torch.get_num_threads()
-
-    def gains(rows: int) -> list[bool]:
-        inputs = {
-            (width, dtype): torch.randn(1, rows, width, generator=generator, device="cpu").to(dtype)
-            for width, dtype in dict.fromkeys((layer.width, layer.dtype) for layer in layers)
-        }
+def _gains(modules: list[Any], way: Way) -> dict[tuple[object, ...], tuple[float, ...]]:
+    """For each kind of layer that the way takes, what it gains with few rows and with many."""
+    multiplies = [(module, way(_out_in(module))) for module in modules]
+    layers = [(module, multiply) for module, multiply in multiplies if multiply is not None]
+    generator, threads = torch.Generator("cpu").manual_seed(0), torch.get_num_threads()
+    by_rows = []
+    for rows in PROBED_ROWS:
         pairs = []
-        for layer in layers:
-            states = inputs[layer.width, layer.dtype]
-            kind = (layer.kind, rows, hold, threads)
-            pairs.append(Pair(kind, partial(_own, layer, states), partial(_other, layer, states)))
-        return TRIALS.faster(pairs, _TOLERANCE)
+        for module, multiply in layers:
+            width = _out_in(module).shape[1]
+            states = torch.randn(1, rows, width, generator=generator, device="cpu").to(module.weight.dtype)
+            kind = (_kind(module), rows, way, threads)
+            pairs.append(Pair(kind, partial(_own, module, states), partial(multiply, states, module.bias)))
+        gains = TRIALS.gains(pairs, _TOLERANCE)
+        by_rows.append({_kind(module): gain for (module, _), gain in zip(layers, gains, strict=True)})
+    return {kind: tuple(gains[kind] for gains in by_rows) for kind in by_rows[0]}
 
-    few, many = (gains(rows) for rows in PROBED_ROWS)
-    return list(zip(few, many, strict=True))
 
-
-def _own(layer: _Layer, states: Tensor) -> Tensor:
+def _own(module: Any, states: Tensor) -> Tensor:
     """Without the module's hooks."""
-    return type(layer.module).forward(layer.module, states)  # type: ignore[arg-type]
-
-
-def _other(layer: _Layer, states: Tensor) -> Tensor:
-    return _multiply(states, layer.weight, layer.module.bias)
+    return type(module).forward(module, states)  # type: ignore[no-any-return]
 
 
 def _source(weight: Tensor) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.latents import LatentStep, LatentStepCache
 from hf_paged.model.mixers import StateStep
 from hf_paged.model.token_inputs import TokenInputs
 
@@ -25,6 +26,7 @@ class PackedRunner:
     def __init__(self, model: BoundModel) -> None:
         """Serves one model."""
         self._model = model
+        self._latents = model.latents if model.traits.has_latents else None
 
     def run(
         self,
@@ -54,7 +56,11 @@ class PackedRunner:
             # Told by a number (none: 0), some cut off tokens, and the mask, before layers that attend to others' keys.
             rows = torch.arange(len(tokens.input_ids), device=tokens.input_ids.device)
         cache: StepCache
-        if traits.shares_attention:
+        if self._latents is not None:
+            positions = tokens.position_ids if traits.tells_positions else None
+            cache = latent_cache = LatentStepCache(step, self._latents, states, positions)
+            step = LatentStep(step, self._latents, latent_cache)
+        elif traits.shares_attention:
             cache = LayerNotingCache(states)
             step = SharedLayersStep(step, cache)
         else:

@@ -19,6 +19,7 @@ class ModelTraits:
 
     Attributes:
         layers: What each of its layers caches; `None`: nothing of its own.
+        why_padded: What went wrong when it was tried in the packed layout; empty if that is how it runs.
         tells_positions: Whether its layers reckon with how much is cached before each token.
         indexers: Beside that: the keys of what chooses the tokens that a layer attends to. Empty if there is no such.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
@@ -48,11 +49,17 @@ class ModelTraits:
     shares_attention: bool = False
     indexers: tuple[AttentionSpec | None, ...] = ()
     tells_positions: bool = False
+    why_padded: str = ""
 
     @property
     def stored(self) -> tuple[AttentionSpec | None, ...]:
         """All that is cached of a token: of each layer, then of each layer's indexer."""
         return (*self.layers, *self.indexers)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether attention reads what layers cache as latents."""
+        return any(layer is not None and layer.is_latent for layer in self.layers)
 
     @property
     def is_batched(self) -> bool:
@@ -73,8 +80,8 @@ class ModelTraits:
             group: layer for (group, _), layer in zip(groups.places, self.stored, strict=True) if layer is not None
         }
         pages = [
-            PageShape(size, kinds[group].kv_heads, kinds[group].key_dim, kinds[group].value_dim)
-            for group, size in enumerate(groups.sizes)
+            PageShape(size, kind.kv_heads, kind.key_dim, kind.value_dim, kind.is_latent)
+            for size, kind in ((size, kinds[group]) for group, size in enumerate(groups.sizes))
         ]
         return KVGeometry(tuple(pages), groups.elements, dtype)
 

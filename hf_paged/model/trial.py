@@ -53,13 +53,13 @@ class Pair(NamedTuple):
 
 
 class Trials:
-    """For which kinds of computations the other way is faster: measured once, then known."""
+    """How much kinds of computations gain by another way: measured once, then known."""
 
     def __init__(self) -> None:
-        self._is_faster: dict[Hashable, bool] = {}
+        self._gains: dict[Hashable, float] = {}
 
-    def faster(self, pairs: Sequence[Pair], tolerances: dict[torch.dtype, float]) -> list[bool]:
-        """For each of these pairs, whether it gains by the other way.
+    def gains(self, pairs: Sequence[Pair], tolerances: dict[torch.dtype, float]) -> list[float]:
+        """For each of these pairs, its own time over that of the other way; 1, where it is less than `MIN_GAIN`.
 
         Some pairs of each kind are run in the given order, the model's: a weight that was just used is in the
         processor's cache, and in a model it is not. The two ways take turns: what else the machine does for a moment
@@ -70,7 +70,7 @@ class Trials:
         """
         unknown: dict[Hashable, list[Pair]] = defaultdict(list)
         for pair in pairs:
-            if pair.kind not in self._is_faster and len(unknown[pair.kind]) < NUM_PROBED:
+            if pair.kind not in self._gains and len(unknown[pair.kind]) < NUM_PROBED:
                 unknown[pair.kind].append(pair)
         probed = [pair for pair in pairs if pair in unknown[pair.kind]]
         own, other = _seconds(
@@ -81,8 +81,9 @@ class Trials:
             truth = pair.own()
             if not agrees(pair.other(), truth, tolerances[truth.dtype]):
                 raise RuntimeError(f"it computes {pair.kind} wrongly, or the weights are no numbers")
-        self._is_faster |= {kind: own[kind] / other[kind] >= MIN_GAIN for kind in own}
-        return [self._is_faster[pair.kind] for pair in pairs]
+        ratios = {kind: own[kind] / other[kind] for kind in own}
+        self._gains |= {kind: ratio if ratio >= MIN_GAIN else 1.0 for kind, ratio in ratios.items()}
+        return [self._gains[pair.kind] for pair in pairs]
 
 
 # One for the process: a kind is the same for all layers of a shape, and for the next model.

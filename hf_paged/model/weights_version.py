@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules
+from hf_paged.model.latents import Latents
 from hf_paged.model.module_overrides import CALL, is_library_code
 from hf_paged.model.packed_linears import PackedLinears
 from hf_paged.model.sharding import ranks_of, why_not_whole
@@ -46,13 +47,26 @@ class WeightsVersion:
     """
 
     def __init__(
-        self, model: nn.Module, linears: PackedLinears | None = None, fused: FusedLayers | None = None
+        self,
+        model: nn.Module,
+        linears: PackedLinears | None = None,
+        fused: FusedLayers | None = None,
+        latents: Latents | None = None,
     ) -> None:
-        """Watches `model`; `linears` hold copies of its weights, `fused` its code: dropped when those change."""
+        """Watches `model`.
+
+        Args:
+            model: Held weakly.
+            linears: Hold copies of its weights, dropped when these change.
+            fused: Hold its code, dropped when that changes.
+            latents: Hold parts of its weights, or what its layers make of these, dropped when either changes.
+        """
         self._model = weakref.ref(model)
         self._is_whole = ranks_of(model) is None
         self._linears = linears
         self._fused = fused
+        self._latents = latents
+        self._found: tuple[Hashable, ...] | None = None  # the last key, as far as latents depend on it
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: Sequence[tuple[object, ...]] = []
         self._kinds: list[type] = []
@@ -117,7 +131,13 @@ class WeightsVersion:
         device = tensors[0].device.type if tensors else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
-        return (self._epoch, _adapters([modules[index] for index in self._tuners]), self.hooks.numbers, autocast)
+        found = (self._epoch, _adapters([modules[index] for index in self._tuners]), self.hooks.numbers)
+        if self._latents is not None and found != self._found:
+            if self._latents.has_copies:  # recorded steps read them
+                self.num_moves += 1
+            self._latents.forget()
+            self._found = found
+        return (*found, autocast)
 
     def _has_same_code(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> bool:
         """Whether modules are of the classes they were of, with the same forwards of their own; notes what they are.
@@ -188,7 +208,7 @@ class WeightsVersion:
     def forget(self) -> None:
         """Drops what was made from the model's weights, code and numbers; the next forwards make it anew."""
         self.num_moves += 1
-        for made in (self._linears, self._fused):
+        for made in (self._linears, self._fused, self._latents):
             if made is not None:
                 made.forget()
 

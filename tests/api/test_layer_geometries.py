@@ -14,7 +14,20 @@ from transformers import DynamicCache
 import hf_paged
 
 MakePair = Callable[..., Pair]
-KINDS = ["gemma4", "gemma4_sharing", "gemma3n", "mimo_v2_flash", "deepseek_v3", "deepseek_v32", "llama4"]
+KINDS = [
+    "gemma4",
+    "gemma4_sharing",
+    "gemma3n",
+    "mimo_v2_flash",
+    "deepseek_v32",
+    "llama4",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "minicpm3",
+    "longcat_flash",
+    "youtu",
+]
 
 every_kind = pytest.mark.parametrize("name", KINDS)
 

@@ -22,8 +22,8 @@ MakePair = Callable[..., Pair]
 NEW = 12
 WHOLE_PROMPTS = ["jamba", "mamba", "falcon_mamba", "zamba"]  # whose scan takes no state along into several tokens
 PURE = ["mamba", "falcon_mamba", "mamba2"]  # whose `generate()` gives a kept cache its tokens again
-PADDED = ["kimi_linear", "inkling"]  # whose attention over gathered keys is the model's own
-KINDS = ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "zamba2", "jamba", "mamba2", "zaya", *PADDED]
+PADDED = ["inkling"]  # whose attention over gathered keys is the model's own
+KINDS = ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "zamba2", "jamba", "mamba2", "zaya", "kimi_linear", *PADDED]
 """One of each kind: gated delta rule, convolution, two formulas, both on a layer, shared attention, no way on, pure,
 queries and keys from a state, latents beside states, several states on a layer."""
 

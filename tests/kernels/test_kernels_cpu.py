@@ -604,7 +604,7 @@ def compiled(dtype: torch.dtype, head_dim: int) -> Path:
 
 def _compile(dtype: torch.dtype, head_dim: int, results: Any) -> None:
     try:
-        constants = {"HEAD_DIM": head_dim, "IS_BFLOAT16": int(dtype is BF16)}
+        constants = cpu.constants(dtype, head_dim)
         results.put(c_compiler.library(cpu._SOURCE, cpu.FUNCTIONS, **constants)._name)
     except BaseException as error:
         results.put(repr(error))

@@ -1,4 +1,4 @@
-"""Linear layers of engine forwards through oneDNN, and forwards in inference mode: no other code may see any of it.
+"""Linear layers of engine forwards, multiplied another way, and inference mode: no other code may see any of it.
 
 The models' weights are large enough to be packed, and whether that is faster is not asked of the machine.
 """
@@ -28,7 +28,8 @@ from transformers.utils import ModelOutput
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.attention.context import is_sentinel
-from hf_paged.model import packed_linears, trial
+from hf_paged.model import linear_ways, packed_linears, trial
+from hf_paged.model.linear_ways import Multiply, Way
 from hf_paged.model.trial import Pair, Trials
 
 pytestmark = [
@@ -36,6 +37,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"),
 ]
 
+BOTH_WAYS = pytest.mark.parametrize("calls", ["panels", "onednn"], indirect=True)
 SPECIAL = {"vocab_size": 400, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 IDS = random_ids(2, 7)
@@ -75,22 +77,34 @@ class _Always(Trials):
     def __init__(self, *answers: bool) -> None:
         self._answers = cycle(answers)
 
-    def faster(self, pairs: Sequence[Pair], tolerances: Any) -> list[bool]:
-        return [next(self._answers)] * len(pairs)
+    def gains(self, pairs: Sequence[Pair], tolerances: Any) -> list[float]:
+        return [2.0 if next(self._answers) else 1.0] * len(pairs)
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """All layers are taken for faster; each multiplication by oneDNN adds its number of rows to the list."""
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All layers are taken for faster by one way; each multiplication adds its number of rows to the list."""
+    name: str = getattr(request, "param", "panels")
     rows: list[int] = []
-    multiply = packed_linears._multiply
 
-    def counted(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows.append(states.numel() // states.shape[-1])
-        return multiply(states, weight, bias)
+    def counted(way: Way) -> Way:
+        @wraps(way)
+        def hold(weight: Tensor) -> Multiply | None:
+            multiply = way(weight)
+            assert multiply is not None
 
-    monkeypatch.setattr(packed_linears, "_multiply", counted)
+            def counting(states: Tensor, bias: Tensor | None) -> Tensor:
+                rows.append(states.numel() // states.shape[-1])
+                return multiply(states, bias)
+
+            return counting
+
+        return hold
+
+    monkeypatch.setattr(linear_ways, "WITH_COPY", (counted(getattr(linear_ways, name)),))
+    monkeypatch.setattr(linear_ways, "WITHOUT_COPY", (counted(linear_ways.onednn_in_place),))
     monkeypatch.setattr(packed_linears, "TRIALS", _Always(True))
+    monkeypatch.setattr(packed_linears, "MIN_ELEMENTS", 2**17)  # keys' and values' layers are below
     return rows
 
 
@@ -150,6 +164,7 @@ def held_step(
 # The same tokens
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_tokens(name: str, calls: list[int]) -> None:
     stock = make(name)
@@ -170,6 +185,7 @@ def test_tokens(name: str, calls: list[int]) -> None:
     assert_clean(model)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_bfloat16(name: str, calls: list[int]) -> None:
     stock, model = make(name).bfloat16(), patch(make(name).bfloat16())
@@ -178,6 +194,7 @@ def test_bfloat16(name: str, calls: list[int]) -> None:
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
+@BOTH_WAYS
 def test_shapes(calls: list[int]) -> None:
     """Whatever a model's code hands to a layer."""
     model = patch(make("gpt2"))
@@ -509,7 +526,7 @@ def test_no_room_for_copies(calls: list[int]) -> None:
     compare(stock, model)
     assert calls
     for layer in model.paged.core.linears._layers:
-        assert layer.weight.data_ptr() == layer.module.weight.data_ptr() and layer.sample is None
+        assert layer.sample is None and layer.source is None
     for one in (stock, model):
         one.lm_head.weight.data[3, 4] += 50
     model.paged.reset_prefix_cache()
@@ -523,13 +540,13 @@ def test_no_room_for_copies(calls: list[int]) -> None:
 def test_release() -> None:
     stock, model = make(), patch(make())
     compare(stock, model)
-    copies = [weakref.ref(layer.weight) for layer in model.paged.core.linears._layers]
+    copies = [weakref.ref(layer.multiply) for layer in model.paged.core.linears._layers]
     assert any(ref() is not None for ref in copies)
     model.paged.release()
     gc.collect()
     assert not any(ref() is not None for ref in copies)
     compare(stock, model)
-    copies = [weakref.ref(layer.weight) for layer in model.paged.core.linears._layers]
+    copies = [weakref.ref(layer.multiply) for layer in model.paged.core.linears._layers]
     hf_paged.unpatch(model)
     gc.collect()
     assert not any(ref() is not None for ref in copies)
@@ -571,11 +588,11 @@ def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, 
     model = patch(make("gpt2"))
     model.generate(IDS, **GREEDY)
     few, many = (gain > trial.MIN_GAIN for gain in gains)
-    assert list(trials._is_faster.values()) == [few] * 5 + [many] * 5
+    assert [gain > 1 for gain in trials._gains.values()] == [few] * 5 + [many] * 5
     assert bool(model.paged.core.linears._layers) == (few or many)
     num_measured = sum(measured)
     compare(make("gpt2"), patch(make("gpt2")))
-    assert sum(measured) == num_measured > 0 and len(trials._is_faster) == 10
+    assert sum(measured) == num_measured > 0 and len(trials._gains) == 10
 
 
 def test_real_measurements() -> None:
@@ -585,27 +602,64 @@ def test_real_measurements() -> None:
         patched.setattr(packed_linears, "TRIALS", trials)
         for name in ("llama", "gpt2"):
             compare(make(name), patch(make(name)))
-        assert trials._is_faster
+        assert trials._gains
 
 
-@pytest.mark.parametrize("how", ["wrong", "missing", "not here"])
-def test_an_operation_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A private one, which torch may change."""
-    multiply = packed_linears._multiply
-    num_wrong = []
+@BOTH_WAYS
+@pytest.mark.parametrize("how", ["wrong", "missing", "not here", "not for this weight"])
+def test_a_way_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """Of oneDNN's operations, private ones, which torch may change; of ours, where there is no compiler."""
+    (right,) = linear_ways.WITH_COPY
+    tried = []
 
-    def other(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        num_wrong.append(1)
+    def way(weight: Tensor) -> Multiply | None:
+        tried.append(1)
         if how == "wrong":
-            return multiply(states, weight, bias) * 1.01
+            multiply = right(weight)
+            assert multiply is not None
+            return lambda states, bias: multiply(states, bias) * 1.01
+        if how == "not for this weight":
+            return None
         raise {"missing": AttributeError, "not here": RuntimeError}[how]("no such operation")
 
-    monkeypatch.setattr(packed_linears, "_multiply", other)
     monkeypatch.setattr(packed_linears, "TRIALS", Trials())
     monkeypatch.setattr(trial, "MIN_GAIN", 0.0)
-    stock, model = make(), patch(make())
-    compare(stock, model)
-    assert num_wrong and model.paged.core.linears._layers == []
+    for ways in ((way,), (way, right), (right, way)):
+        monkeypatch.setattr(linear_ways, "WITH_COPY", ways)
+        monkeypatch.setattr(packed_linears, "TRIALS", _Always(True) if how != "wrong" else Trials())
+        stock, model = make(), patch(make())
+        compare(stock, model)
+        assert tried
+        if how != "wrong":
+            assert bool(model.paged.core.linears._layers) == (right in ways)
+        tried.clear()
+        calls.clear()
+
+
+def test_the_way_that_gains_most(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """By few rows and many together; a layer has one copy."""
+    used: list[str] = []
+
+    def way_of(name: str) -> Way:
+        def way(weight: Tensor) -> Multiply:
+            def multiply(states: Tensor, bias: Tensor | None) -> Tensor:
+                used.append(name)
+                return torch.nn.functional.linear(states, weight, bias)
+
+            return multiply
+
+        way.__name__ = name
+        return way
+
+    class Given(Trials):
+        def gains(self, pairs: Sequence[Pair], tolerances: Any) -> list[float]:
+            gains = {"a": (3.0, 1.0), "b": (2.0, 2.0), "c": (1.0, 2.5)}
+            return [gains[pair.kind[2].__name__][pair.kind[1] > 1] for pair in pairs]  # type: ignore[index]
+
+    monkeypatch.setattr(linear_ways, "WITH_COPY", tuple(way_of(name) for name in "abc"))
+    monkeypatch.setattr(packed_linears, "TRIALS", Given())
+    compare(make(), patch(make()))
+    assert set(used) == {"b"}
 
 
 def test_layers_that_are_not_taken() -> None:

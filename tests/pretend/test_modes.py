@@ -137,6 +137,7 @@ READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss")  # mixtures of experts i
 # Not served by Triton's kernels and graphs as they are: of two widths, of chunks; gemma3n's own code makes a tensor on
 # the host in each step.
 SERVED_OTHERWISE = ("gemma3n", "llama4", "mimo_v2_flash")
+SERVED_OTHERWISE += ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "longcat_flash", "youtu")  # latents
 PACKED = [name for name, model in MODELS.items() if model.runs_packed and name not in SERVED_OTHERWISE]
 
 

@@ -17,9 +17,9 @@ from hf_paged.kernels.layers import InputError
 class CPUBackend(TorchBackend):
     """The operations of `kernels/cpu.py`, and of `kernels/reference.py` for the rest."""
 
-    def __init__(self, kv_cache: Tensor) -> None:
-        super().__init__(kv_cache)
-        kernels = cpu.load(kv_cache.dtype, kv_cache.shape[5])
+    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
+        super().__init__(kv_cache, latent_dim)
+        kernels = cpu.load(kv_cache.dtype, kv_cache.shape[5], latent_dim)
         assert isinstance(kernels, cpu.CPUKernels), kernels
         self._kernels = kernels
 
@@ -31,7 +31,7 @@ class CPUBackend(TorchBackend):
             return f"needs a pool in the model's own dtype, this one is in {pool.dtype}"
         if pool.has_two_widths:
             return "takes keys and values of one width, this pool's differ"
-        kernels = cpu.load(pool.dtype, pool.head_dim)
+        kernels = cpu.load(pool.dtype, pool.head_dim, pool.latent_dim)
         return kernels if isinstance(kernels, str) else None
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
@@ -53,28 +53,41 @@ class CPUStep(TorchStep):
         super().write(key, value, layer)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
+        if params.maps is not None:
+            return super().attend(query, params)
         metadata = self._metadata
-        begun: Tensor | None = None  # with the decode rows filled in
-        if metadata.num_decodes and not torch.is_autocast_enabled("cpu"):
-            output = query.new_empty(query.shape)
-            try:
-                self._kernels.paged_decode(
-                    query,
-                    output,
-                    self._kv_cache,
-                    params.layer,
-                    metadata.block_tables,
-                    metadata.seq_lens,
-                    metadata.num_decodes,
-                    metadata.max_decode_len,
-                    params.scale,
-                    params.sliding_window,
-                    params.softcap,
-                    params.sinks,
-                )
-                if metadata.num_decodes == query.shape[0]:
-                    return output
-                begun = output
-            except InputError:
-                pass
-        return self._attend(query, params, begun)
+        output: Tensor | None = None
+        if metadata.num_decodes:
+            output = self._decode(query, query.shape[2], metadata, params)
+            if output is not None and metadata.num_decodes == query.shape[0]:
+                return output
+        return self._attend(query, params, output)
+
+    def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
+        assert params.maps is not None
+        output = self._decode(query, params.maps.latent_dim, metadata, params)
+        return super()._attend_rows(query, metadata, params) if output is None else output
+
+    def _decode(self, query: Tensor, width: int, metadata: AttentionMetadata, params: AttentionParams) -> Tensor | None:
+        """`[T, num_heads, width]` with the decode rows filled in; `None`: the kernels don't take these."""
+        if torch.is_autocast_enabled("cpu"):
+            return None
+        output = query.new_empty(*query.shape[:2], width)
+        try:
+            self._kernels.paged_decode(
+                query,
+                output,
+                self._kv_cache,
+                params.layer,
+                metadata.block_tables,
+                metadata.seq_lens,
+                metadata.num_decodes,
+                metadata.max_decode_len,
+                params.scale,
+                params.sliding_window,
+                params.softcap,
+                params.sinks,
+            )
+        except InputError:
+            return None
+        return output

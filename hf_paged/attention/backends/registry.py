@@ -33,6 +33,7 @@ class PoolDescription:
         compute_dtype: Of the model.
         head_dim: Elements of one head.
         has_two_widths: Whether its values are not as wide as its keys.
+        latent_dim: Where rows of one head hold a latent and a rotary key, elements of the latent; `None`: they don't.
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class PoolDescription:
     compute_dtype: torch.dtype
     head_dim: int
     has_two_widths: bool = False
+    latent_dim: int | None = None
 
 
 class PagedStep(Protocol):
@@ -49,7 +51,10 @@ class PagedStep(Protocol):
         """Stores the new tokens' `[T, num_kv_heads, width]` keys and values of one layer."""
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
-        """`[T, num_heads, width]` of the values for the new tokens' queries, `[T, num_heads, width]` of the keys."""
+        """`[T, num_heads, width]` of the values for the new tokens' queries, `[T, num_heads, width]` of the keys.
+
+        Where the pool holds latents, these are the keys and values that `params.maps` makes of them.
+        """
 
 
 class Backend(ABC):
@@ -67,9 +72,10 @@ class Backend(ABC):
     reads_empty_slots: ClassVar[bool] = True
     can_record: ClassVar[bool] = False
 
-    def __init__(self, kv_cache: Tensor) -> None:
-        """For a pool that `supports` found nothing against."""
+    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
+        """For a pool that `supports` found nothing against; `latent_dim` as in `PoolDescription`."""
         self._kv_cache = kv_cache
+        self._latent_dim = latent_dim
 
     @classmethod
     @abstractmethod
@@ -127,18 +133,20 @@ def names() -> list[str]:
     return sorted(_REGISTERED, key=lambda name: -_REGISTERED[name].preference)
 
 
-def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
+def choose(name: str, kv_cache: Tensor, dtype: torch.dtype, latent_dim: int | None = None) -> Backend:
     """The backend for a pool.
 
     Args:
         name: One of `names()`, or "auto": the first of them that is for this device and supports the pool.
         kv_cache: The KV tensor.
         dtype: The model's.
+        latent_dim: See `PoolDescription`.
 
     Raises:
         ValueError: There is none of this name, or it can't serve the pool; the message says why.
     """
-    pool = PoolDescription(kv_cache.device, kv_cache.dtype, dtype, kv_cache.shape[5], kv_cache.shape[2] == 1)
+    has_two_widths = kv_cache.shape[2] == 1 and latent_dim is None
+    pool = PoolDescription(kv_cache.device, kv_cache.dtype, dtype, kv_cache.shape[5], has_two_widths, latent_dim)
     known = names()
     if name != "auto":
         if name not in known:
@@ -146,14 +154,14 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype) -> Backend:
         reason = _REGISTERED[name].backend.supports(pool)
         if reason is not None:
             raise ValueError(f'attention_backend="{name}" {reason}; use "torch" or "auto"')
-        return _REGISTERED[name].backend(kv_cache)
+        return _REGISTERED[name].backend(kv_cache, latent_dim)
     for own in known:
         entry = _REGISTERED[own]
         if entry.device_types is not None and pool.device.type not in entry.device_types:
             continue
         reason = entry.backend.supports(pool)
         if reason is None:
-            return entry.backend(kv_cache)
+            return entry.backend(kv_cache, latent_dim)
         logger.info("hf_paged: the attention backend %r is not used: it %s", own, reason)
     raise ValueError(f"no attention backend serves a pool of {pool.dtype} on {pool.device}")
 

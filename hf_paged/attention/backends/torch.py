@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
 from hf_paged.attention.backends.registry import Backend, PagedStep, PoolDescription, block_pairs, register
+from hf_paged.attention.latent_step import LatentAttention
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import reference
@@ -43,7 +44,28 @@ class TorchStep:
         reference.write_rows(key, value, self._kv_cache, layer, self._slot_rows)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
+        if params.maps is not None:
+            return self._latents.attend(query, params)
         return self._attend(query, params, None)
+
+    @cached_property
+    def _latents(self) -> LatentAttention:
+        return LatentAttention(self._kv_cache, self._metadata, self._attend_rows)
+
+    def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
+        """See `LatentAttention`."""
+        assert params.maps is not None
+        return reference.paged_attention(
+            query,
+            self._kv_cache,
+            params.layer,
+            metadata.groups,
+            params.scale,
+            params.sliding_window,
+            params.softcap,
+            params.sinks,
+            read=partial(reference.read_latents, latent_dim=params.maps.latent_dim),
+        )
 
     def _attend(self, query: Tensor, params: AttentionParams, begun: Tensor | None) -> Tensor:
         """Attention of all sequences; or of those behind the first `num_decodes`, whose results `begun` has."""

@@ -29,10 +29,10 @@ class TritonBackend(Backend):
     reads_empty_slots = False
     can_record = True
 
-    def __init__(self, kv_cache: Tensor) -> None:
+    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
         from hf_paged.kernels import ops
 
-        super().__init__(kv_cache)
+        super().__init__(kv_cache, latent_dim)
         self._ops: Any = ops
         self._partials = ops.Partials()
         self._recorded_partials = ops.Partials()  # not replaced when steps of other shapes need more
@@ -56,6 +56,8 @@ class TritonBackend(Backend):
                 return f"needs a CUDA or ROCm device, the model is on {device}"
         if pool.compute_dtype not in HALF_OR_SINGLE:
             return f"computes in float32 and half precision, the model is in {pool.compute_dtype}"
+        if pool.latent_dim is not None:
+            return "doesn't take latents"
         if pool.has_two_widths:
             return "takes keys and values of one width, this pool's differ"
         if pool.head_dim > MAX_HEAD_DIM:

@@ -1,0 +1,140 @@
+"""Attention over latents, absorbed and expanded, against keys and values made of all latents in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import random_tensor, step_metadata
+from torch import Tensor
+
+from hf_paged.attention.backends.cpu import CPUBackend
+from hf_paged.attention.backends.torch import TorchBackend
+from hf_paged.attention.params import AttentionParams
+from hf_paged.kernels.latent_maps import LatentMaps
+
+CPU = torch.device("cpu")
+BLOCK, LAYERS, SCALE = 4, 2, 0.3
+# New tokens and tokens of each sequence: those with one new token first.
+STEPS: dict[str, tuple[list[int], list[int]]] = {
+    "decode": ([1, 1, 1], [9, 1, 22]),
+    "prompts": ([7, 12, 7], [7, 12, 7]),
+    "mixed": ([1, 1, 9, 3], [5, 17, 9, 30]),
+    "chunks": ([2, 6], [25, 19]),
+}
+WIDTHS = {  # heads, plain, rotary, value, latent
+    "wide": (3, 16, 8, 12, 20),
+    "as the rotary key": (2, 8, 16, 8, 16),
+    "many heads": (19, 6, 4, 10, 12),
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 6},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+}
+
+
+class Case:
+    """A step over a pool of latents, and the truth."""
+
+    def __init__(self, step: str, widths: str, dtype: torch.dtype, extra: str = "plain") -> None:
+        new, lens = STEPS[step]
+        heads, plain, rotary, value, latent = WIDTHS[widths]
+        counts = [-(-length // BLOCK) for length in lens]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3)).tolist()
+        tables = [[order.pop() for _ in range(count)] for count in counts]
+        null = sum(counts)
+        self.metadata = step_metadata(tables, new, lens, BLOCK, null, CPU)
+        self.latent_dim = latent
+        self.pool = torch.zeros(null + 1, LAYERS, 1, 1, BLOCK, latent + rotary, dtype=dtype)
+        self.rows = [random_tensor(length, latent + rotary, dtype=dtype, seed=length) for length in lens]
+        for own, table in zip(self.rows, tables, strict=True):
+            for index, row in enumerate(own):
+                self.pool[table[index // BLOCK], 1, 0, 0, index % BLOCK] = row
+        self.query = random_tensor(sum(new), heads, plain + rotary, dtype=dtype, seed=1)
+        key, made = (random_tensor(heads, width, latent, dtype=dtype, seed=width) / 4 for width in (plain, value))
+        own_extra = dict(EXTRAS[extra])
+        if own_extra.get("sinks"):
+            own_extra["sinks"] = random_tensor(heads, dtype=dtype, seed=9)
+        self.params = AttentionParams(1, SCALE, **own_extra, maps=LatentMaps(key, made))
+        self.new = new
+
+    def truth(self) -> Tensor:
+        maps, params = self.params.maps, self.params
+        assert maps is not None
+        found, first = [], 0
+        for rows, new in zip(self.rows, self.new, strict=True):
+            query = self.query[first : first + new].double().transpose(0, 1)  # [heads, new, width]
+            first += new
+            latents, rotary = rows[:, : self.latent_dim].double(), rows[:, self.latent_dim :].double()
+            key = torch.cat([latents @ maps.key.double().mT, rotary.expand(len(query), -1, -1)], dim=-1)
+            scores = query @ key.mT * SCALE
+            if params.softcap:
+                scores = torch.tanh(scores / params.softcap) * params.softcap
+            distance = torch.arange(len(rows) - new, len(rows))[:, None] - torch.arange(len(rows))
+            scores[:, (distance < 0) | (distance >= (params.sliding_window or 10**6))] = float("-inf")
+            if params.sinks is not None:
+                sinks = params.sinks.double()[:, None, None].expand(-1, new, 1)
+                weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+            else:
+                weights = scores.softmax(-1)
+            found.append((weights @ (latents @ maps.value.double().mT)).transpose(0, 1))
+        return torch.cat(found)
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("backend", [CPUBackend, TorchBackend])
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step(step: str, widths: str, extra: str, backend: type[TorchBackend]) -> None:
+    case = Case(step, widths, torch.float32, extra)
+    found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
+    assert error_of(found, case.truth()) < 1e-6
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_bfloat16(step: str) -> None:
+    case = Case(step, "wide", torch.bfloat16)
+    found = CPUBackend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
+    assert error_of(found, case.truth()) < 2e-2
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_either_way(step: str, expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: tokens that are put back elsewhere, a way that sees what lies behind a token."""
+    monkeypatch.setattr(LatentMaps, "is_expanded", lambda self, new, tokens: np.full(len(new), expanded))
+    case = Case(step, "wide", torch.float32)
+    for backend in (CPUBackend, TorchBackend):
+        found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
+        assert error_of(found, case.truth()) < 1e-6
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_written(widths: str) -> None:
+    """Would break: a kernel that takes the rotary key for a value of another place."""
+    _, _, rotary, _, latent = WIDTHS[widths]
+    pools = [torch.zeros(9, LAYERS, 1, 1, BLOCK, latent + rotary) for _ in range(2)]
+    metadata = step_metadata([[3, 1], [0, 8]], [5, 2], [5, 7], BLOCK, 8, CPU)
+    new = [
+        random_tensor(1, 1, 7, width, dtype=torch.float32, seed=width)[0].transpose(0, 1) for width in (latent, rotary)
+    ]
+    for backend, pool in zip((CPUBackend, TorchBackend), pools, strict=True):
+        backend(pool, latent).step(metadata).write(*new, layer=1)
+    assert torch.equal(*pools)
+    assert torch.equal(pools[0][3, 1, 0, 0, 2], torch.cat([own[2, 0] for own in new]))
+
+
+def test_the_cheaper_way() -> None:
+    """DeepSeek-V3's widths: prompts are expanded, decode rows never, chunks when they are long enough for it."""
+    maps = LatentMaps(torch.empty(2, 128, 512), torch.empty(2, 128, 512))
+    new, tokens = np.array([1, 1, 2, 2, 100, 400]), np.array([1, 4000, 2, 4000, 4000, 4000])
+    assert maps.is_expanded(new, tokens).tolist() == [False, False, True, False, False, True]

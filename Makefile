@@ -151,10 +151,10 @@ format: $(VENV)/.installed-dev ## let ruff format the code and fix what it can
 	$(VENV)/bin/ruff check --fix-only --quiet $(SOURCES)
 	$(VENV)/bin/ruff format $(SOURCES)
 
-# train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration.
+# train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration. Ray is an extra.
 .PHONY: examples
 examples: $(VENV)/.installed-dev ## run every example
-	@for example in $(filter-out examples/train_tiny_lm.py,$(sort $(wildcard examples/*.py))); do \
+	@for example in $(filter-out examples/train_tiny_lm.py examples/ray_%.py,$(sort $(wildcard examples/*.py))); do \
 	    echo; echo "== $$example"; $(TEST_ENV) $(PY) $$example; done
 
 .PHONY: bench
@@ -162,6 +162,15 @@ bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
 	@mkdir -p $(RESULTS)
 	@for bench in $(sort $(wildcard benchmarks/cpu*.py)); do \
 	    echo; echo "== $$bench"; $(OFFLINE) $(PY) $$bench --out $(RESULTS); done
+
+# The simulator takes some five minutes of one core, the points on the real engine ten, on a machine that does nothing else.
+PAPER = PYTHONPATH=.:benchmarks $(TEST_ENV) $(PY) -m
+.PHONY: paper paper-full
+paper: $(VENV)/.installed-bench ## the PagedAttention paper's evaluation: all figures simulated, twelve points measured
+	$(PAPER) paper --out $(RESULTS)/paper $(ARGS)
+	$(PAPER) paper.measured --out $(RESULTS)/paper
+paper-full: $(VENV)/.installed-bench ## the same with an hour of arrivals a point; goes on where it was
+	$(PAPER) paper --times 6 --resume --out $(RESULTS)/paper-full $(ARGS)
 
 .PHONY: kernel-table
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them

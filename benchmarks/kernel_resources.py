@@ -31,7 +31,15 @@ from torch import Tensor
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 
-from hf_paged.kernels import copy_blocks, launch, paged_decode, paged_prefill, reshape_and_cache, triton_layers
+from hf_paged.kernels import (
+    copy_blocks,
+    latent_attention,
+    launch,
+    paged_decode,
+    paged_prefill,
+    reshape_and_cache,
+    triton_layers,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -99,6 +107,22 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             query, key = (on_meta(1, count, 64, case.head_dim, dtype=dtype) for count in (heads, kv_heads))
             layers.rotary(query, key, one[None], one[None], False, True)
             layers.rotary(query, key, one[None], one[None], True, False)
+        elif case.kernel == "latents":
+            latent, rotary = case.head_dim, case.head_dim // 8
+            pool = on_meta(NUM_BLOCKS, 32, 1, 1, case.block_size, latent + rotary, dtype=POOLS[case.pool])
+            query, output = (on_meta(64, case.group, width, dtype=dtype) for width in (latent + rotary, latent))
+            tables, lens, slots = (
+                on_meta(64, 128, dtype=torch.int32),
+                on_meta(64, dtype=torch.int32),
+                on_meta(64, dtype=torch.int64),
+            )
+            work, scratch = on_meta(96, 4, dtype=torch.int32), on_meta(1 << 20, dtype=torch.float32)
+            split = work[:80], work[80:]
+            latent_attention.latent_decode(
+                output, query, pool, 3, tables, lens, *split, latent**-0.5, 0, 0.0, None, scratch
+            )
+            states = (on_meta(64, 1, width, dtype=dtype) for width in (latent, rotary))
+            latent_attention.write_latents(*states, pool, 3, slots)
         elif case.kernel == "write":
             states = on_meta(64, kv_heads, case.head_dim, dtype=dtype)
             scales = on_meta(32, 2, kv_heads, dtype=torch.float32) if case.pool not in DTYPES else None
@@ -162,6 +186,11 @@ def cases(target: str) -> Iterator[Case]:
                         yield Case(kernel, dtype, pool, head_dim, 16, 4, "", rows)
     for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
         yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
+    for (dtype, pool), head_dim, heads in itertools.product(pairs, (256, 512), (16, 32, 128)):
+        widths = latent_attention.LatentWidths(
+            heads, head_dim, head_dim + head_dim // 8, DTYPES[dtype].itemsize, POOLS[pool].itemsize
+        )
+        yield Case("latents", dtype, pool, head_dim, 16, heads, "", latent_attention.tiling(widths, device).rows)
     for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
         yield Case("layers", dtype, dtype, head_dim, 16, 4, "", 0)
     for block_size in (8, 16, 256):

@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 import hf_paged
 from hf_paged.attention.backends import triton as triton_backend
-from hf_paged.kernels import availability, cpu_layers, launch
+from hf_paged.kernels import availability, cpu_layers, launch, reference
+from hf_paged.kernels.latent_maps import LatentMaps
 from hf_paged.kernels.triton_layers import TritonLayers
 from hf_paged.model import cuda_graph, fused_layers
 
@@ -95,6 +96,17 @@ MODELS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
         sliding_window=128,
         max_position_embeddings=131072,
     ),
+    "DeepSeek-V2-Lite": lambda: hf.DeepseekV2Config(
+        **_FEW,
+        hidden_size=2048,
+        intermediate_size=10944,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        first_k_dense_replace=2,
+        num_experts_per_tok=2,
+        max_position_embeddings=32768,  # as above
+    ),
 }
 
 
@@ -132,6 +144,24 @@ def _linear(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return _zeros(states.dtype, states.device)[: math.prod(shape)].view(shape)
 
     return linear
+
+
+def _nothing(states: Tensor, width: int) -> Tensor:
+    """`[T, num_heads, width]` zeros."""
+    shape = *states.shape[:2], width
+    return _zeros(states.dtype, states.device)[: math.prod(shape)].view(shape)
+
+
+def _absorb(maps: LatentMaps, query: Tensor) -> Tensor:
+    return _nothing(query, maps.latent_dim + query.shape[2] - maps.key.shape[1])
+
+
+def _project(maps: LatentMaps, latents: Tensor) -> Tensor:
+    return _nothing(latents, maps.value.shape[1])
+
+
+def _expanded(query: Tensor, *_: object, read: Any, **__: object) -> Tensor:
+    return _project(read.__self__, query)  # of prompts over latents, which torch attends to
 
 
 class _Layers(TritonLayers):
@@ -199,6 +229,9 @@ def pretending(gpu: str) -> Iterator[list[int]]:
             (fused_layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
             (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
             (nn.functional, "linear", _linear(nn.functional.linear)),
+            (LatentMaps, "absorb", _absorb),
+            (LatentMaps, "project", _project),
+            (reference, "paged_attention", _expanded),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         yield replays

@@ -36,32 +36,25 @@ Contiguous allocation is what the same running sequences would hold at the same 
 
 from __future__ import annotations
 
-import csv
-import itertools
 import json
 import math
-import random
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import command
 from common import versions
-from tqdm import tqdm
+from simulation import Job, Simulation, Work
+from workload import QUANTILES, TRACE_BLOCK, Request, draw_requests, load_trace, poisson
 
 from hf_paged.core.batch import Batch
 from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler
-from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from hf_paged.core.sequence import Sequence, SequenceGroup
 
-QUANTILES = Path(__file__).parent / "length_quantiles.json"
-TRACE_BLOCK = 512  # tokens that one of Mooncake's hash ids stands for
 KV_BYTES = 131_072  # of a token
 NUM_POINTS = 200  # of a time series in the result
 POLICIES = ("oracle", "pow2", "max")
@@ -81,23 +74,15 @@ class CostModel:
 
     def seconds(self, output: Batch, block_size: int) -> float:
         """How long the step takes."""
-        kv = decodes = prompt = pairs = 0
-        for _, start, n in output.chunks:
-            kv += start + n
-            if n == 1:
-                decodes += 1
-            else:
-                prompt += n
-                pairs += n * start + n * (n + 1) // 2
-        swapped = len(output.swap_outs) + len(output.swap_ins)
+        work = Work.of(output, block_size)
         return (
             self.step
-            + prompt * self.prompt_token
-            + decodes * self.decode_token
-            + kv * self.kv_token
-            + pairs * self.prompt_pair
-            + swapped * block_size * self.swap_token
-            + len(output.block_copies) * block_size * self.copy_token
+            + work.prompt * self.prompt_token
+            + work.decodes * self.decode_token
+            + work.kv * self.kv_token
+            + work.pairs * self.prompt_pair
+            + work.swapped * self.swap_token
+            + work.copied * self.copy_token
         )
 
     def prefers_swap(self, group: SequenceGroup) -> bool:
@@ -107,86 +92,7 @@ class CostModel:
         return 2 * self.swap_token * tokens < self.prompt_token * tokens + self.prompt_pair * pairs
 
 
-# ------------------------------------------------------------------------------------------------------------- requests
-
-
-@dataclass(slots=True)
-class Request:
-    """One line of a trace; `hash_ids` says which of its tokens it shares, if anything is known about that."""
-
-    arrival: float
-    num_prompt: int
-    num_output: int
-    hash_ids: list[int] | None = None
-
-    @property
-    def num_total(self) -> int:
-        return self.num_prompt + self.num_output
-
-
-def load_trace(path: Path, num_requests: int | None = None) -> tuple[list[Request], bool]:
-    """A trace's first requests, in order of arrival, and whether it has arrivals (in seconds, the first at 0)."""
-    requests: list[Request] = []
-    with path.open(newline="") as lines:
-        if path.suffix in (".jsonl", ".json"):
-            for row in map(json.loads, itertools.islice(lines, num_requests)):
-                ids, length = row.get("hash_ids"), row["input_length"]
-                if ids is not None and len(ids) != -(-length // TRACE_BLOCK):
-                    raise ValueError(f"{path.name}: {len(ids)} hash ids for {length} tokens")
-                requests.append(Request(row["timestamp"] / 1000, length, row["output_length"], ids))
-            has_arrivals = True
-        else:
-            reader = csv.DictReader(lines)
-            columns = set(reader.fieldnames or ())
-            has_arrivals = "TIMESTAMP" in columns
-            if has_arrivals and {"ContextTokens", "GeneratedTokens"} <= columns:
-                names = ("ContextTokens", "GeneratedTokens")
-            elif {"num_prefill_tokens", "num_decode_tokens"} <= columns:
-                names = ("num_prefill_tokens", "num_decode_tokens")
-            else:
-                raise ValueError(f"{path.name}: no format has the columns {sorted(columns)}")
-            for row in itertools.islice(reader, num_requests):
-                # Seven digits of a second: datetime takes six.
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() if has_arrivals else 0.0
-                requests.append(Request(at, int(float(row[names[0]])), int(float(row[names[1]]))))
-    requests = [request for request in requests if request.num_prompt > 0 and request.num_output > 0]
-    if not requests:
-        raise ValueError(f"{path.name}: no requests")
-    if has_arrivals:
-        requests.sort(key=lambda request: request.arrival)
-        first = requests[0].arrival
-        for request in requests:
-            request.arrival -= first
-    return requests, has_arrivals
-
-
-def quantiles(values: list[int], probabilities: list[float]) -> list[int]:
-    """Order statistics, the nearest of each probability."""
-    ordered = sorted(values)
-    return [ordered[round(p * (len(ordered) - 1))] for p in probabilities]
-
-
-def draw(rng: random.Random, probabilities: list[float], values: list[int]) -> int:
-    """A length by inverse transform, straight lines between the quantiles."""
-    u = rng.random()
-    i = next(i for i in range(1, len(values)) if u <= probabilities[i] or i == len(values) - 1)
-    share = (u - probabilities[i - 1]) / (probabilities[i] - probabilities[i - 1])
-    return max(1, round(values[i - 1] + share * (values[i] - values[i - 1])))
-
-
-def draw_requests(name: str, num_requests: int, seed: int) -> list[Request]:
-    """Requests with the lengths of a table. Input and output are drawn apart: what ties them is not in the tables."""
-    tables = json.loads(QUANTILES.read_text())
-    p, table, rng = tables["probabilities"], tables["tables"][name], random.Random(f"{name} {seed}")
-    return [Request(0.0, draw(rng, p, table["input"]), draw(rng, p, table["output"])) for _ in range(num_requests)]
-
-
-def poisson(requests: list[Request], rate: float, seed: int) -> None:
-    """Gives requests random arrivals at so many a second."""
-    rng, now = random.Random(f"arrivals {seed}"), 0.0
-    for request in requests:
-        request.arrival = now
-        now += rng.expovariate(rate)
+# --------------------------------------------------------------------------------------------------------------- replay
 
 
 def infinite_cache(requests: list[Request], block_size: int) -> tuple[float, float]:
@@ -212,50 +118,7 @@ def infinite_cache(requests: list[Request], block_size: int) -> tuple[float, flo
     return hit_blocks / max(1, num_blocks), hit_tokens / num_tokens
 
 
-# --------------------------------------------------------------------------------------------------------------- replay
-
-
-@dataclass(slots=True)
-class Job:
-    """A request in the system."""
-
-    request: Request
-    to_fork: int  # samples that are still to branch off the prompt
-    first_token_at: float = 0.0
-
-
-@dataclass
-class Samples:
-    """What was seen at some of the steps: one list a column, all of one length."""
-
-    columns: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, **values: float) -> None:
-        for name, value in values.items():
-            self.columns.setdefault(name, []).append(value)
-
-    def mean(self, name: str) -> float:
-        """Mean over the time in which something ran."""
-        weights = self.columns["seconds"]
-        return sum(w * v for w, v in zip(weights, self.columns[name])) / max(sum(weights), 1e-12)
-
-    def thinned(self, num_points: int) -> dict[str, list[float]]:
-        """Means over equal spans of time, so many points at most."""
-        times, weights = self.columns["time"], self.columns["seconds"]
-        bins: dict[int, list[int]] = {}
-        for i, t in enumerate(times):
-            bins.setdefault(int(num_points * t / (times[-1] + 1e-9)), []).append(i)
-        return {
-            name: [
-                float(f"{sum(weights[i] * v[i] for i in rows) / sum(weights[i] for i in rows):.5g}")
-                for rows in bins.values()
-            ]
-            for name, v in self.columns.items()
-            if name != "seconds"
-        }
-
-
-class Replay:
+class Replay(Simulation):
     """Requests through `Scheduler` and `BlockManager` on a virtual clock.
 
     Args:
@@ -292,161 +155,45 @@ class Replay:
         }
         if num_swap_blocks is None:
             num_swap_blocks = 0 if preemption == "recompute" else num_blocks
-        self.block_size, self.num_samples = block_size, num_samples
-        self.sample_every, self.check_every = sample_every, check_every
-        self.manager = BlockManager(num_blocks, block_size, num_swap_blocks=num_swap_blocks)
-        self.scheduler = Scheduler(self.manager, max_num_batched_tokens, max_num_seqs, prefers[preemption])
-        # One that could never fit the pool is refused at once, as the engine does.
-        self.capacity = num_blocks * block_size
-        self.requests = [request for request in requests if request.num_total <= self.capacity]
-        self.num_refused = len(requests) - len(self.requests)
+        manager = BlockManager(num_blocks, block_size, num_swap_blocks=num_swap_blocks)
+        scheduler = Scheduler(manager, max_num_batched_tokens, max_num_seqs, prefers[preemption])
+        super().__init__(requests, manager, scheduler, num_samples, seed, sample_every, check_every)
         self.longest = max((request.num_total for request in requests), default=0)
-        self.rng = random.Random(f"tokens {seed}")
-        self.next_token: Iterator[int] = itertools.cycle(self.rng.randbytes((1 << 20) + 7))
-        self.trace_blocks: dict[int, bytes] = {}
-        self.jobs: dict[int, Job] = {}  # by the group's arrival
         self.unstarted: set[int] = set()  # sequences without a first chunk
-        self.ends: dict[int, int] = {}  # sequence -> its tokens when it is done
-        self.samples = Samples()
-        self.now = self.unseen = self.scheduler_seconds = 0.0
-        self.num_steps = self.num_outputs = self.num_failed = self.num_done = 0
-        self.num_batched = self.first_hit_tokens = self.first_query_tokens = 0
+        self.first_hit_tokens = self.first_query_tokens = 0
         self.times_to_first: list[float] = []
         self.times_a_token: list[float] = []
 
     def run(self, progress: bool = True) -> dict[str, Any]:
         """Serves all requests; returns `report()`."""
-        requests = self.requests
-        started = time.perf_counter()
-        next_request = 0
-        with tqdm(total=len(requests), unit="requests", disable=not progress, mininterval=1.0) as bar:
-            while next_request < len(requests) or self.jobs:
-                while next_request < len(requests) and requests[next_request].arrival <= self.now:
-                    self._submit(requests[next_request])
-                    next_request += 1
-                output = self._schedule()
-                if output is None:
-                    if next_request < len(requests):  # nothing to do until one comes
-                        self.now = max(self.now, requests[next_request].arrival)
-                    continue
-                seconds = self.costs.seconds(output, self.block_size)
-                self._look(output, seconds)
-                self.now += seconds
-                self._finish_step(output)
-                bar.update(self.num_done + self.num_failed - bar.n)
-        self.wall_seconds = time.perf_counter() - started
-        self.manager.check_invariants()
+        self.serve(progress)
         return self.report()
 
-    def _submit(self, request: Request) -> None:
-        sequence = self.scheduler.new_sequence()
-        sequence.token_ids = self._token_ids(request)
-        sequence.num_tokens = request.num_prompt
-        sequence.logits_from = request.num_prompt - 1
-        sequence.is_wanted = True
-        self.ends[sequence.seq_id] = request.num_total
-        self.jobs[sequence.group.arrival] = Job(request, self.num_samples - 1)
+    def seconds(self, batch: Batch) -> float:
+        return self.costs.seconds(batch, self.block_size)
+
+    def add(self, sequence: Sequence, request: Request, token_ids: list[int]) -> None:
+        super().add(sequence, request, token_ids)
         self.unstarted.add(sequence.seq_id)
-        self.scheduler.wake(sequence.group)
 
-    def _token_ids(self, request: Request) -> list[int]:
-        if request.hash_ids is None:
-            return list(self.rng.randbytes(request.num_prompt))
-        blocks = self.trace_blocks
-        for hash_id in request.hash_ids:
-            if hash_id not in blocks:
-                blocks[hash_id] = random.Random(hash_id).randbytes(TRACE_BLOCK)
-        return list(b"".join([blocks[hash_id] for hash_id in request.hash_ids])[: request.num_prompt])
+    def note_chunk(self, sequence: Sequence, first: int) -> None:
+        if self.unstarted and sequence.seq_id in self.unstarted:
+            self.unstarted.discard(sequence.seq_id)
+            self.first_hit_tokens += first
+            self.first_query_tokens += sequence.num_tokens
 
-    def _schedule(self) -> Batch | None:
-        """The next step; `None` if there is nothing to do, or if the first group in line had to be given up."""
-        scheduler = self.scheduler
-        start = time.perf_counter()
-        try:
-            output = scheduler.schedule()
-            if not output.num_seqs and scheduler.queues.has_work:
-                output = scheduler.schedule(forced=True)
-            self.scheduler_seconds += time.perf_counter() - start
-            return output if output.num_seqs else None
-        except OutOfBlocksError as error:
-            group = error.group
-            assert group is not None
-            for sequence in list(group.sequences):
-                self.unstarted.discard(sequence.seq_id)
-                scheduler.free(sequence)
-            del self.jobs[group.arrival]
-            self.num_failed += 1
-            return None
+    def sample_output(self, job: Job) -> int:
+        return self.rng.choice(self.requests).num_output
 
-    def _finish_step(self, output: Batch) -> None:
-        """Books the step; every sequence without uncomputed tokens gets its next one, or has had its last."""
-        scheduler, ends, unstarted = self.scheduler, self.ends, self.unstarted
-        chunks = scheduler.chunks(output)
-        start = time.perf_counter()
-        scheduler.update(output)
-        self.scheduler_seconds += time.perf_counter() - start
-        self.num_steps += 1
-        self.num_batched += output.num_seqs
-        if self.check_every and self.num_steps % self.check_every == 0:
-            self.manager.check_invariants()
-        for sequence, first, num_tokens in chunks:
-            if unstarted and sequence.seq_id in unstarted:
-                unstarted.discard(sequence.seq_id)
-                self.first_hit_tokens += first
-                self.first_query_tokens += sequence.num_tokens
-            if first + num_tokens < sequence.num_tokens:
-                continue
-            group = sequence.group
-            if sequence.num_tokens == self.jobs[group.arrival].request.num_prompt:
-                self._first_token(sequence)
-                for one in list(group.sequences):
-                    self._grow(one, ends)
-            else:
-                self._grow(sequence, ends)
+    def finished(self, job: Job) -> None:
+        self.times_to_first.append(job.first_token_at - job.request.arrival)
+        if job.request.num_output > 1:
+            seconds = self.now - job.first_token_at
+            self.times_a_token.append(seconds / (job.request.num_output - 1))
 
-    def _grow(self, sequence: Sequence, ends: dict[int, int]) -> None:
-        self.num_outputs += 1
-        if sequence.num_tokens + 1 >= ends[sequence.seq_id]:
-            self._end(sequence)  # its last token is never written to the cache
-            return
-        assert sequence.token_ids is not None
-        sequence.token_ids.append(next(self.next_token))
-        sequence.logits_from = sequence.num_tokens
-        sequence.num_tokens += 1
-        self.scheduler.wake(sequence.group)
-
-    def _first_token(self, sequence: Sequence) -> None:
-        job = self.jobs[sequence.group.arrival]
-        job.first_token_at = self.now
-        self.times_to_first.append(self.now - job.request.arrival)
-        for _ in range(job.to_fork):
-            other = self.rng.choice(self.requests)
-            child = self.scheduler.fork(sequence)
-            self.ends[child.seq_id] = min(job.request.num_prompt + other.num_output, self.capacity)
-
-    def _end(self, sequence: Sequence) -> None:
-        group = sequence.group
-        self.scheduler.free(sequence)
-        del self.ends[sequence.seq_id]
-        if not group.sequences:
-            job = self.jobs.pop(group.arrival)
-            self.num_done += 1
-            if job.request.num_output > 1:
-                seconds = self.now - job.first_token_at
-                self.times_a_token.append(seconds / (job.request.num_output - 1))
-
-    def _look(self, output: Batch, seconds: float) -> None:
-        """Notes the state of the pool and the queues during this step, every `sample_every` steps."""
-        self.unseen += seconds
-        if self.num_steps % self.sample_every:
-            return
-        manager, scheduler = self.manager, self.scheduler
-        running = [
-            sequence
-            for group in scheduler.queues.groups
-            if group.status is SequenceStatus.RUNNING
-            for sequence in group.sequences
-        ]
+    def look(self, batch: Batch) -> None:
+        """Notes the state of the pool and the queues during this step."""
+        manager, scheduler, running = self.manager, self.scheduler, self.running()
         own = blocks = oracle = pow2 = 0
         for sequence in running:
             own += manager.num_tokens(sequence.seq_id)
@@ -465,15 +212,14 @@ class Replay:
             waste=1 - stored / allocated,
             sharing=1 - manager.pool.num_in_use / blocks,
             shared_blocks=blocks - manager.pool.num_in_use,
-            batch=output.num_seqs,
-            prompt_tokens=sum(n for n in output.query_lens if n > 1),
+            batch=batch.num_seqs,
+            prompt_tokens=sum(n for n in batch.query_lens if n > 1),
             running=len(running),
             waiting=scheduler.queues.num_waiting,
             swapped=scheduler.queues.num_swapped,
             **{f"{name}_tokens": tokens for name, tokens in reserved.items()},
             **{f"{name}_waste": 1 - own / tokens for name, tokens in reserved.items()},
         )
-        self.unseen = 0.0
 
     def report(self) -> dict[str, Any]:
         """The numbers, and the time series behind the plot."""

@@ -23,22 +23,20 @@ For the first two, prompts of the file are put behind each other and cut where t
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import command
 import torch
-from replay import QUANTILES, draw
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LogitsProcessor
+from workload import draw_lengths
 
 import hf_paged
 from hf_paged.tools.cli import read_prompts
@@ -49,7 +47,6 @@ MODES: dict[str, dict[str, Any]] = {
     "n=4 sampling": {"do_sample": True, "num_return_sequences": WAYS},
 }
 BARS = {"beam 4": 0.44, "n=4 sampling": 0.16}  # what the paper's smallest figures for ShareGPT lengths are
-PAPER_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # PagedAttention paper, figure 11
 
 
 @dataclass
@@ -122,21 +119,6 @@ class Watch(LogitsProcessor):
         prompt, generated = count_blocks(tables, self.num_prompt_blocks, WAYS)
         self.usage.add(Usage(prompt, generated, 1))
         return scores
-
-
-def draw_lengths(name: str, seed: int) -> Iterator[tuple[int, int]]:
-    """Endless `(prompt, output)` lengths in tokens."""
-    rng = random.Random(f"{name} {seed}")
-    tables = json.loads(QUANTILES.read_text())
-    probabilities, table = tables["probabilities"], tables["tables"]["sharegpt"]
-    means = PAPER_MEANS["alpaca" if name == "alpaca" else "sharegpt"]
-    while True:
-        if name == "alpaca":
-            prompt, output = (1 + math.floor(math.log(1 - rng.random()) / math.log(1 - 1 / mean)) for mean in means)
-        else:
-            prompt = round(draw(rng, probabilities, table["input"]) * means[0] / table["mean_input"])
-            output = round(draw(rng, probabilities, table["output"]) * means[1] / table["mean_output"])
-        yield max(prompt, 1), max(output, 1)
 
 
 def expected_saving(name: str, room: int, block_size: int, seed: int, num_draws: int = 3000) -> float:

@@ -45,12 +45,12 @@ from typing import Any
 import command
 import psutil
 import torch
-from replay import draw_requests, load_trace
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+from workload import draw_requests, load_trace
 
 import hf_paged
 from hf_paged import PagedCache

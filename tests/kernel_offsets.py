@@ -32,9 +32,10 @@ from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
-from hf_paged.kernels import copy_blocks, launch, paged_decode, paged_prefill, reshape_and_cache
+from hf_paged.kernels import copy_blocks, latent_attention, launch, paged_decode, paged_prefill, reshape_and_cache
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS, KV_HEADS, GROUP, HEAD_DIM = 300_000, 16, 32, 8, 4, 128
+LATENT, ROTARY = 512, 64
 ROWS, LONGEST, TOKENS = 256, 131_072, 32_768
 
 Range = tuple[int, int]
@@ -270,6 +271,14 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
     if pool.is_contiguous():
         ids = on_meta(1000, dtype=torch.int64)
         copy_blocks.copy_blocks(pool, ids, ids)
+        latents = on_meta(NUM_BLOCKS, NUM_LAYERS, 1, 1, BLOCK_SIZE, LATENT + ROTARY, dtype=pool.dtype)
+        new = (on_meta(TOKENS, 1, width, dtype=dtype) for width in (LATENT, ROTARY))
+        latent_attention.write_latents(*new, latents, layer, on_meta(TOKENS, dtype=torch.int64))
+        query, output = (on_meta(TOKENS, 16, width, dtype=dtype) for width in (LATENT + ROTARY, LATENT))
+        latent_attention.latent_decode(
+            output, query, latents, layer, tables, lens, on_meta(2 * ROWS, 4), on_meta(ROWS, 4), 0.1, window, 0.0, None,
+            on_meta(1 << 24, dtype=torch.float32),
+        )  # fmt: skip
 
 
 def main() -> None:

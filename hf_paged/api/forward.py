@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             engine.core.check_outside()
         if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
             if engine is None or engine.ranks is None:
-                return original(self, *args, **kwargs)
+                with nullcontext() if engine is None else engine.core.undisturbed():
+                    return original(self, *args, **kwargs)
             return run_in_turn(engine, given, functools.partial(original, self, *args, **kwargs))
         # What compiles the model compiles its forward, not the engine: locks, queues, steps of other calls' rows.
         run = _uncompiled_paged if torch.compiler.is_compiling() else _forward_paged

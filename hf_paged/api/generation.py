@@ -28,6 +28,7 @@ from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_row
 from hf_paged.api.routing import (
     ENGINE,
     LoopCall,
+    can_do_without_drafts,
     engine_call,
     fall_back,
     rows_may_leave,
@@ -123,7 +124,8 @@ class PagedGenerationMixin(PagedBatchMixin):
         if generation_config.stop_strings is not None and not any(
             type(item) is StopStringCriteria for item in stopping_criteria or ()
         ):
-            own = self.paged.core.stop_strings.criterion(tokenizer, generation_config.stop_strings, self.device)
+            device = _CPU if hides_device() else self.paged.core.bound.placement[1]
+            own = self.paged.core.stop_strings.criterion(tokenizer, generation_config.stop_strings, device)
         if own is None:
             return stock(generation_config, stopping_criteria, tokenizer, **kwargs)
         generation_config = copy.copy(generation_config)
@@ -144,8 +146,8 @@ class PagedGenerationMixin(PagedBatchMixin):
         is_submitted = PREPARES_ONLY.get()  # its prompt is on the CPU
         if not is_submitted:
             self.paged.core.check_outside()
-        device = self.device
-        devices = {torch.device("cpu"), device}
+        device = self.paged.core.bound.placement[1]
+        devices = {torch.device("cpu")} | self.paged.core.bound.devices
         entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
         with deferred_interrupt(), entering, allowed_interrupt():
@@ -244,8 +246,16 @@ class PagedGenerationMixin(PagedBatchMixin):
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
-        preparation, loop = end_of_preparation(), super()._assisted_decoding  # type: ignore[misc]
-        run = functools.partial(run_loop, self, preparation, loop, call, spare_tokens=2)
+        call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, is_assisted=True)
+        loop, preparation = super()._assisted_decoding, end_of_preparation()  # type: ignore[misc]
+        run = functools.partial(self._run_assisted, call, preparation, loop)
         return self._share("_assisted_decoding", call, preparation, run)
+
+    def _run_assisted(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
+        result = self._run_rows(call, *preparation)
+        if result is not None:
+            return result
+        if len(call.input_ids) > 1 and can_do_without_drafts(call):
+            return self._run_sample(call, preparation, super()._sample)  # type: ignore[misc]
+        # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
+        return run_loop(self, preparation, loop, call, spare_tokens=2)

@@ -59,7 +59,7 @@ def run_rows(
     if is_submitted:
         is_streamable = call.input_ids.shape[0] == 1
         raise CallPrepared(PreparedCall(call, call.input_ids, generation_config, is_streamable, DRAWS.entry))
-    calls, stream = engine.calls, None if streamer is None else _Stream(streamer)
+    calls, stream = engine.calls, None if streamer is None else _Stream(streamer, call.has_drafts)
     with deferred_interrupt(), calls.leading():
         run = calls.start(call, None if stream is None else stream.put, on_end=None if stream is None else stream.close)
         if (shared := SHARED_CALL.get()) is not None:
@@ -91,14 +91,19 @@ def run_rows(
 class _Stream:
     """A call's tokens on their way to its streamer, which runs on the caller's thread."""
 
-    def __init__(self, streamer: Any) -> None:
+    def __init__(self, streamer: Any, has_drafts: bool) -> None:
         self._streamer = streamer
-        self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._has_drafts = has_drafts  # tokens of a step come together, and as a row
+        self._tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._new: list[int] = []
         self._is_over = False
 
-    def put(self, row: int, token: int, said: TokenLogprobs | None) -> None:
+    def put(self, row: int, token: int, said: TokenLogprobs | None, is_last: bool) -> None:
         """One more token of the call's one row."""
-        self._tokens.put(token)
+        self._new.append(token)
+        if is_last:
+            self._tokens.put(self._new)
+            self._new = []
 
     def close(self, run: EngineRequest) -> None:
         """No more tokens come."""
@@ -118,11 +123,11 @@ class _Stream:
 
     @allowed_interrupt()
     def _hand_out_one(self) -> None:
-        token = self._tokens.get()
-        if token is None:
+        tokens = self._tokens.get()
+        if tokens is None:
             self._is_over = True
         else:
-            self._streamer.put(torch.tensor([token], device="cpu"))
+            self._streamer.put(torch.tensor([tokens] if self._has_drafts else tokens, device="cpu"))
 
 
 def run_loop(
@@ -194,7 +199,8 @@ def run_loop(
     if not is_submitted:
         return run()
 
-    queued = Handover(model.device)  # a tensor that the caller had on a stream of its own, weights just loaded
+    # A tensor that the caller had on a stream of its own, weights just loaded.
+    queued = Handover(engine.core.bound.placement[1])
 
     def run_later(streamer: Any) -> LoopResult:
         queued.follow()

@@ -15,6 +15,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.engine import Engine
 from hf_paged.model.base_class import BASE, base_class
+from hf_paged.model.spread import rebind
 from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
 
@@ -72,6 +73,7 @@ def attach(model: Any, config: PagedConfig, traits: ModelTraits, channel: Channe
     # Past nn.Module.__setattr__: the engine is no part of the model's state.
     model.__dict__[ENGINE] = Engine(model, config, base.forward, traits, channel)
     model.__class__ = patched_class(base)
+    rebind(model, type(model).forward)
 
 
 @deferred_interrupt()
@@ -84,6 +86,7 @@ def detach(model: Any) -> None:
     model.paged.core.check_outside()
     model.destroy_cached_continuous_batching_manager()
     model.__class__ = base_class(model)
+    rebind(model, type(model).forward)
     model.__dict__.pop(ENGINE).close()
 
 

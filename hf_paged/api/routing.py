@@ -15,6 +15,8 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
+from hf_paged.engine.decoding_loop import CACHE_SALT, salted
+from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import WANTS_LOGPROBS
 from hf_paged.engine.sampled_request import SampleCall
@@ -23,15 +25,19 @@ from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.packed_forward import PackedForward
+from hf_paged.model.spread import is_wrapped
 from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.beams import BeamSettings
+from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, are_row_wise, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
 
 logger = logging.get_logger(__name__)
 
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
+# Of `_assisted_decoding` alone; prompt lookup has no use for them.
+ASSISTED_ARGUMENTS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 
 
 def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:
@@ -99,6 +105,7 @@ class LoopCall:
         criteria: Stopping criteria.
         generation_config: Prepared.
         others: The loop's other arguments, `past_key_values` among them.
+        is_assisted: It is the one that verifies candidates.
     """
 
     input_ids: Tensor
@@ -106,6 +113,7 @@ class LoopCall:
     criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     others: dict[str, Any]
+    is_assisted: bool = False
 
     @property
     def cache(self) -> PagedCache | None:
@@ -138,7 +146,11 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     """
     engine: Engine = model.paged
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
-    kwargs = call.others
+    kwargs, lookup, draft_model = call.others, None, None
+    if call.is_assisted:
+        lookup, draft_model = _lookup_settings(model, call), _draft_model(model, call)
+        if lookup is None and draft_model is None:
+            return None
     if call.cache is None or not (
         engine.forwards.is_batched()
         and rows_may_leave(engine, call)
@@ -153,7 +165,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     if beams is None and (call.generation_config.num_beams or 1) > 1:
         return None
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
-    known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD}
+    known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD, *(ASSISTED_ARGUMENTS if call.is_assisted else ())}
     wrapper = engine.core.bound.wrapper
     is_plain = not any(is_given(value) for name, value in kwargs.items() if name not in known)
     if not is_plain and wrapper is None:
@@ -162,6 +174,8 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     if kwargs.get("streamer") is not None and rows > 1:
         return None  # a streamer is given the tokens of all rows step by step
     if wrapper is not None and not (is_plain and wrapper.is_causal):
+        if call.is_assisted:
+            return None
         prompts = _given_prompts(model, call)
         return None if prompts is None else _sample_call(call, device, [0] * rows, prompts, beams)
     padding = [0] * rows
@@ -188,7 +202,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
         if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
             return None
     call.input_ids = input_ids
-    return _sample_call(call, device, padding, None, beams)
+    return _sample_call(call, device, padding, None, beams, lookup, draft_model)
 
 
 def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
@@ -211,6 +225,8 @@ def _sample_call(
     padding: list[int],
     given: list[GivenPrompt] | None,
     beams: BeamSettings | None,
+    lookup: LookupSettings | None = None,
+    draft_model: DraftModel | None = None,
 ) -> SampleCall:
     """The call as the engine samples it."""
     generation_config, processors, criteria = call.generation_config, call.processors, call.criteria
@@ -231,6 +247,8 @@ def _sample_call(
         pad_token_id=0 if pad is None else int(pad),
         generator=generator,
         beams=beams,
+        lookup=lookup,
+        draft_model=draft_model,
     )
 
 
@@ -238,6 +256,104 @@ def _fan_out(generation_config: GenerationConfig) -> int:
     """Rows of each prompt."""
     num_beams: int = generation_config.num_beams or 1
     return num_beams if num_beams > 1 else generation_config.num_return_sequences or 1
+
+
+def _lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
+    """How the engine is to look up drafts; `None`: they come from elsewhere, or transformers' loop has to.
+
+    Raises:
+        ValueError: A number of tokens below 1.
+    """
+    config, ends = call.generation_config, RowEnds.of(call.criteria)
+    if (
+        config.prompt_lookup_num_tokens is None
+        or config.assistant_early_exit is not None
+        or getattr(config, "assistant_ensemble_weight", None) is not None
+        or ends.max_length != config.max_length
+        # transformers looks at other criteria behind the tokens of a step only.
+        or (ends.others is not None and len(call.input_ids) == 1)
+        or model.paged.traits.states  # which don't go back
+    ):
+        return None
+    eos = config._eos_token_tensor
+    return LookupSettings(
+        num_tokens=config.prompt_lookup_num_tokens,
+        max_ngram=config.max_matching_ngram_size or 2,
+        max_length=config.max_length,
+        vocab_size=model.config.get_text_config().vocab_size,
+        eos=() if eos is None else tuple(eos.reshape(-1).tolist()),
+        # Draws, and what a streamer is given at once, follow from how many drafts there are.
+        adapts=not config.do_sample and call.others.get("streamer") is None,
+    )
+
+
+def _draft_model(model: Any, call: LoopCall) -> DraftModel | None:
+    """What another patched model guesses for several prompts; `None`: for one, or drafts are not such a model's.
+
+    Raises:
+        UnsupportedCallError: That model is assisted itself: two loops could wait for each other's steps.
+    """
+    config, assistant = call.generation_config, call.others.get("assistant_model")
+    if assistant is None or ENGINE not in vars(assistant):
+        return None
+    own: Engine = model.paged
+    engine: Engine = assistant.paged
+    if (
+        engine is own
+        or len(call.input_ids) == 1
+        or config.prompt_lookup_num_tokens is not None
+        or config.assistant_early_exit is not None
+        or getattr(config, "assistant_ensemble_weight", None) is not None
+        or getattr(config, "speculation_type", None) is not None
+        or getattr(config, "use_mtp", None)
+        or RowEnds.of(call.criteria).max_length != config.max_length
+        or call.others.get("assistant_tokenizer") is not None
+        or model.config.get_text_config().vocab_size != assistant.config.get_text_config().vocab_size
+        or not engine.forwards.is_batched()
+        or engine.core.bound.wrapper is not None
+        or own.traits.states
+        or engine.ranks is not None
+        or own.ranks is not None
+    ):
+        return None
+    if any(run.is_assisted for run in list(engine.core.runs)):
+        raise UnsupportedCallError(
+            "the assistant model is itself assisted by another model at the moment: wait for that call to end, or "
+            "leave assistant_model out"
+        )
+    calls, device, salt = engine.calls, assistant.device, CACHE_SALT.get()
+
+    def generate(
+        ids: Tensor, padding: list[int], processors: LogitsProcessorList, criteria: StoppingCriteriaList
+    ) -> list[list[int]]:
+        rows = SampleCall(ids, padding, 1, processors, criteria, device, do_sample=False, pad_token_id=0)
+        with salted(salt), calls.leading():
+            run = calls.start(rows)
+            try:
+                run.wait()
+            except BaseException:
+                calls.cancel(run)
+                calls.wake()
+                raise
+        if run.error is not None:
+            raise run.error
+        return [row.tokens for row in run.rows]
+
+    return DraftModel(generate, assistant.generation_config.num_assistant_tokens or 20, adapts=not config.do_sample)
+
+
+def can_do_without_drafts(call: LoopCall) -> bool:
+    """Makes a call with prompt lookup one without, if it can be: its tokens are the same. Says that it does."""
+    if call.generation_config.prompt_lookup_num_tokens is None or call.cache is None:
+        return False
+    logger.warning_once(
+        "hf_paged: prompt_lookup_num_tokens is left out of this call: with several prompts it is for plain rows, "
+        "without outputs of each step, processors and criteria of your own, hooks on inner modules"
+    )
+    call.is_assisted = False
+    for name in ASSISTED_ARGUMENTS:
+        call.others.pop(name, None)
+    return True
 
 
 def _beam_settings(call: LoopCall) -> BeamSettings | None:
@@ -274,12 +390,13 @@ def _is_plain(model: Any) -> bool:
         *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample"),
         *("_beam_search", "_get_top_k_continuations", "_get_running_beams_for_next_iteration"),
         *("_update_finished_beams", "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences"),
+        *("_assisted_decoding", "_get_candidate_generator"),
     )
     methods = (getattr(base_class(model), name, None) for name in names)
     return (
         not model._forward_hooks
         and not model._forward_pre_hooks
-        and "forward" not in own
+        and ("forward" not in own or is_wrapped(model))
         and not any(name in own for name in names)
         and all(method is None or method.__module__.startswith("transformers.") for method in methods)
     )

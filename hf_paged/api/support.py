@@ -16,7 +16,9 @@ from hf_paged.api.stored_layers import as_their_modules_say, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
+from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import local_layers, ranks_of, why_not_whole
+from hf_paged.model.spread import is_hooked, is_wrapped, offloading
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.wrapper import inner_path
 
@@ -127,6 +129,9 @@ def is_supported(model: Any) -> SupportReport:
             if reason is not None:
                 return SupportReport(False, (reason,))
             layers = local_layers(layers, model)
+        reason = _why_not_on_devices(report.traits, model)
+        if reason is not None:
+            return SupportReport(False, (reason,))
         return replace(report, traits=replace(report.traits, layers=layers))
     except Exception as error:  # half constructed, or with a config that raises where it is read
         return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
@@ -142,6 +147,21 @@ def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several processes (tp_plan): load it on one" if found else None
+
+
+def _why_not_on_devices(traits: ModelTraits, model: PreTrainedModel) -> str | None:
+    """Why a model of these traits can't be served on the devices that its layers run on, or `None`."""
+    if not is_hooked(model) or Placement(model).layers(traits.num_layers) is None:
+        return None
+    kinds = {
+        "its layers keep a state": bool(traits.states),
+        "its layers have indexers": bool(traits.indexers),
+        "some of its layers attend to others' keys": None in traits.layers or traits.shares_attention,
+        "its layers are told positions": traits.tells_positions,
+        "its rows depend on each other": not traits.is_batched,
+    }
+    found = [kind for kind, is_so in kinds.items() if is_so]
+    return f"{found[0]}, which is not taken over several devices: load it on one (device_map=0)" if found else None
 
 
 def is_architecture_supported(base: type[PreTrainedModel], config: PreTrainedConfig) -> SupportReport:
@@ -180,13 +200,30 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     share = why_not_whole(model)
     if share is not None:
         reasons.append(share)
-    if "forward" in vars(model):
-        reasons.append("its forward was replaced on the instance (accelerate hooks, a wrapper): patch it before that")
+    if "forward" in vars(model) and not is_wrapped(model):
+        reasons.append("its forward was replaced on the instance (by a wrapper): patch it before that")
+    if is_hooked(model):
+        reason = _why_not_spread(model)
+        return [*reasons, reason] if reason is not None else reasons
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        reasons.append("its weights lie on several devices, the pool on one")
+        reasons.append("its weights lie on several devices, and nothing moves its inputs there: load it by device_map")
     elif any(parameter.device.type == "meta" for parameter in model.parameters()):
         reasons.append("its weights are on the meta device: load them first")
     return reasons
+
+
+def _why_not_spread(model: PreTrainedModel) -> str | None:
+    """Why a model that accelerate has spread can't be served, or `None`."""
+    if ranks_of(model) is not None:
+        return "it is shared out between processes (tp_plan) and spread by accelerate: one of the two is taken"
+    if inner_path(model) not in (None, ""):
+        return "it is multimodal, and accelerate has spread its weights (device_map, offloading): load it on one device"
+    if offloading(model):
+        return "accelerate offloads weights of the whole model, not of modules: leave out preload_module_classes"
+    kept = {id(t) for module in model.modules() if offloading(module) for t in module.parameters()}
+    if any(parameter.device.type == "meta" and id(parameter) not in kept for parameter in model.parameters()):
+        return "some of its weights are on the meta device, and nothing fetches them: load them first"
+    return None
 
 
 def _architecture_reasons(model: PreTrainedModel) -> list[str]:

@@ -32,15 +32,31 @@ class ForwardContext:
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("hf_paged_forward", default=None)
 
 
+class _Staying(Tensor):
+    """A tensor without content, which stays what it is where it is said to be moved."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> _Staying:
+        return self
+
+
 @contextmanager
-def forward_context(step: PagedStep, device: torch.device) -> Iterator[Tensor]:
+def forward_context(step: PagedStep, device: torch.device, is_moved: bool = False) -> Iterator[Tensor]:
     """Within it, attention called with the mask that it yields runs over this step; on this thread only.
 
     The mask has no content. It is the one argument that every model hands down to its attention (some drop extra
     keyword arguments on the way), and the mask builders of transformers return a 4-D mask as it is, so none is built. A
     forward inside this one (a hook's, of another model) has a mask of its own, by which its attention is none of ours.
+
+    Args:
+        step: The step.
+        device: Where the model's inputs are.
+        is_moved: Whether inputs are moved from device to device on their way.
     """
     sentinel = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
+    if is_moved:
+        sentinel = sentinel.as_subclass(_Staying)
     setattr(sentinel, _MARK, True)
     token = _CURRENT.set(ForwardContext(step, sentinel))
     try:

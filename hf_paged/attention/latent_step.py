@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from hf_paged.kernels.latent_maps import LatentMaps
 from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
 
+MOST_EXPANDED = 2**27  # numbers of keys and values that are made of latents at once: of few heads, if tokens are many
 AttendRows = Callable[[Tensor, AttentionMetadata, AttentionParams], Tensor]
 
 
@@ -32,6 +33,11 @@ class LatentPlan:
     absorbed: AttentionMetadata | None
     tokens: Tensor | None
     expanded: list[PaddedGroup]
+
+    @property
+    def num_expanded(self) -> int:
+        """Tokens of the group that has most."""
+        return max(len(group.seq_lens) * group.longest for group in self.expanded)
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, maps: LatentMaps, device: torch.device) -> LatentPlan:
@@ -84,6 +90,22 @@ class LatentAttention:
         if not plan.expanded:
             assert result is not None
             return result
+        num_heads, width = query.shape[1], query.shape[2] + maps.value.shape[1]
+        at_once = max(1, MOST_EXPANDED // (plan.num_expanded * width))
+        if at_once >= num_heads:
+            return self._expand(query, params, maps, plan, result)
+        if result is None:
+            result = query.new_empty(*query.shape[:2], maps.value.shape[1])
+        for first in range(0, num_heads, at_once):
+            heads = slice(first, first + at_once)
+            sinks = None if params.sinks is None else params.sinks[heads]
+            own = replace(params, sinks=sinks)
+            self._expand(query[:, heads], own, maps.of_heads(first, first + at_once), plan, result[:, heads])
+        return result
+
+    def _expand(
+        self, query: Tensor, params: AttentionParams, maps: LatentMaps, plan: LatentPlan, result: Tensor | None
+    ) -> Tensor:
         return reference.paged_attention(
             query,
             self._kv_cache,

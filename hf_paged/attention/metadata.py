@@ -16,6 +16,22 @@ from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
 
 
+def one_by_one(
+    tables: Sequence[np.ndarray], query_lens: np.ndarray, seq_lens: np.ndarray, most: int
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """A step whose rows of up to `most` new tokens are so many rows, each of which sees one token more.
+
+    The same attention, since all keys of a step are written before any is read. Arguments as `AttentionMetadata`'s,
+    with tables of each group of layers.
+    """
+    counts = np.where(query_lens <= most, query_lens, 1)
+    rows = np.repeat(np.arange(len(query_lens)), counts)
+    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]  # among its row's
+    is_cut = query_lens[rows] <= most
+    lens = np.where(is_cut, (seq_lens - query_lens)[rows] + place + 1, seq_lens[rows])
+    return [own[rows] for own in tables], np.where(is_cut, 1, query_lens[rows]), lens
+
+
 class AttentionMetadata:
     """One step's packed batch: `T` tokens of `S` sequences, sequence after sequence.
 
@@ -85,6 +101,17 @@ class AttentionMetadata:
             vars(other).pop(own, None)
         other._same_lens = self
         other._use(tables)
+        return other
+
+    def on(self, device: torch.device) -> AttentionMetadata:
+        """The same step for layers on another device."""
+        if device == self._device:
+            return self
+        other = copy.copy(self)
+        for own in ("block_tables", "groups", "prefill_groups", "seq_lens", "query_start_loc"):
+            vars(other).pop(own, None)
+        other._device, other._same_lens, other._query_tiles, other._decode_work = device, None, {}, {}
+        other._use(self.host_tables)
         return other
 
     def in_chunks(self, tables: np.ndarray, chunk: int) -> AttentionMetadata:

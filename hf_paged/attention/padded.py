@@ -86,7 +86,7 @@ class PaddedCache(Cache):
         self._past = layout.width - layout.query_width
         self._lengths = [self._past] * len(self._places)
         places = layout.token_index.reshape(-1)
-        device = kv_cache.tensor.device
+        device = kv_cache.device
         self.real = None if (places >= 0).all() else to_device(np.nonzero(places >= 0)[0], device)
         self._slots = [to_device(own.slots, device) for own in layouts]
 
@@ -94,15 +94,17 @@ class PaddedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores `[B, num_kv_heads, Q, width]` keys and values; returns `[B, num_kv_heads, W, width]`."""
-        new = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        key, value = new if self.real is None else (states.index_select(0, self.real) for states in new)
+        key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+        if self.real is not None:
+            real = self.real.to(key.device)
+            key, value = key.index_select(0, real), value.index_select(0, real)
         self._step.write(key, value, layer_idx)
         self._lengths[layer_idx] = self._layout.width
-        group, index = self._places[layer_idx]
-        pool = self._kv_cache.views[group]
+        pool, index, key_dim = self._kv_cache.at(layer_idx)
         if self._past == 0 and key_states.dtype is pool.dtype:
             return key_states, value_states
-        key, value = reference.gather_slots(pool, index, self._slots[group], self._kv_cache.key_dims[group])
+        slots = self._slots[self._places[layer_idx][0]].to(pool.device)
+        key, value = reference.gather_slots(pool, index, slots, key_dim)
         return key.to(key_states.dtype), value.to(value_states.dtype)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:

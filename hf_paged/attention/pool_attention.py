@@ -41,6 +41,11 @@ class PoolAttention:
         """The first group's, which does what concerns whole blocks."""
         return self.backends[0]
 
+    @property
+    def most_one_by_one(self) -> int:
+        """See `Backend`, of all of them."""
+        return min((backend.most_one_by_one for backend in self.backends), default=1)
+
     def step(self, metadata: Sequence[AttentionMetadata]) -> PagedStep:
         """What every layer of a forward calls; with metadata of each group."""
         return paged_step(self.backends, metadata, self.kv_cache.groups)

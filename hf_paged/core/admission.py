@@ -56,12 +56,15 @@ class Admission:
 
     def _let_in(self, step: Step, group: SequenceGroup) -> bool:
         """Runs a group that has no blocks in the pool, if the policy lets it and it fits."""
-        spare = self._queues.policy.spare(group, not self._queues.resident, step.forced)
+        spare = self._spare(step, group)
         if spare is None:
             return False
         if group.status is SequenceStatus.SWAPPED:
             return self._bring_back(step, group, spare)
         return self._start(step, group, spare)
+
+    def _spare(self, step: Step, group: SequenceGroup) -> int | None:
+        return self._queues.policy.spare(group, not self._queues.resident, step.forced)
 
     def _bring_back(self, step: Step, group: SequenceGroup, spare: int) -> bool:
         """Swaps a group in and runs it, if it fits with what it is about to add."""
@@ -94,7 +97,11 @@ class Admission:
             if self._was_refused(group):
                 self.num_stalls += 1
                 return
-            if not self._let_in(step, group):
+            spare = self._spare(step, group)
+            if spare is None:  # asked again in the next step, since that costs no prefix match
+                self.num_stalls += 1
+                return
+            if not self._start(step, group, spare):
                 if not step.hashes and not self.offered:
                     self.num_stalls += 1
                     self._refused = (group.arrival, self._manager.pool.num_free)

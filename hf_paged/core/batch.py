@@ -232,7 +232,7 @@ class _Tokens:
         num: int,
     ) -> bool:
         """The first `num` rows column by column, if they are their sequences' last tokens, known and wanted; or not."""
-        if wanted.count(None) < len(wanted) or list(map(sub, lengths[:num], starts)) != [1] * num:
+        if wanted[:num].count(None) < num or list(map(sub, lengths[:num], starts)) != [1] * num:
             return False
         try:
             self.ids = array("q", map(getitem, known[:num], starts))  # type: ignore[arg-type]

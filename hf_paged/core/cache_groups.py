@@ -15,6 +15,9 @@ from typing import Protocol
 
 # What fewer groups may leave empty, as a share of what is filled: by all layers, and by those of any kind.
 MAX_PADDING, MAX_PADDING_OF_A_KIND = 0.1, 0.125
+# By layers that see all tokens, beside others with windows: they hold nearly all of a long text. Unless that takes more
+# groups, each of which costs a step time, than so many.
+MAX_PADDING_BESIDE_WINDOWS, MANY_GROUPS = 0.05, 16
 NOWHERE = (-1, -1)  # the place of a layer that stores nothing
 
 
@@ -69,7 +72,8 @@ class CacheGroups:
     def of(cls, layers: Sequence[LayerKind | None]) -> CacheGroups:
         """The fewest groups with at most `MAX_PADDING` of empty places; layers that are all alike are one group.
 
-        Where the kinds' sizes have no page in common that keeps to that, the one that leaves least empty.
+        Where some layers have windows, up to `MANY_GROUPS` that leave little empty in those that have none. Where the
+        kinds' sizes have no page in common that keeps to that, the one that leaves least empty.
 
         Args:
             layers: Of each layer, in the model's order; `None`: it stores nothing. If none does, there are no groups.
@@ -113,13 +117,24 @@ def _elements_per_page(counts: dict[LayerKind, int]) -> int:
         num_groups = -(-count // (elements // kind.elements_per_token))
         return num_groups, num_groups * elements - filled[kind]
 
-    def cost(elements: int) -> tuple[bool, int, int, int]:
+    are_mixed = len({kind.window is None for kind in counts}) > 1
+
+    def cost(elements: int) -> tuple[bool, bool, int, int, int]:
         found = {kind: padding(elements, kind, count) for kind, count in counts.items()}
         num_groups, empty = (sum(numbers) for numbers in zip(*found.values(), strict=True))
         is_wide = empty > MAX_PADDING * sum(filled.values()) or any(
             own > MAX_PADDING_OF_A_KIND * filled[kind] for kind, (_, own) in found.items()
         )
-        return is_wide, empty if is_wide else num_groups, num_groups if is_wide else empty, elements
+        is_costly = are_mixed and (
+            num_groups > MANY_GROUPS
+            or any(
+                own > MAX_PADDING_BESIDE_WINDOWS * filled[kind]
+                for kind, (_, own) in found.items()
+                if kind.window is None
+            )
+        )
+        first, second = (empty, num_groups) if is_wide else (num_groups, empty)
+        return is_wide, is_costly and not is_wide, first, second, elements
 
     least = max(kind.elements_per_token for kind in counts)
     sizes = {

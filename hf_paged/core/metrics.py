@@ -32,6 +32,8 @@ class EngineStats:
         num_steps: Model forwards run (counter).
         num_prefill_tokens: Tokens computed beyond one a sequence and step, recomputation included (counter).
         num_generated_tokens: Tokens handed to callers by `generate()` (counter).
+        num_draft_tokens: Drafts that were verified: of prompt lookup, in the engine (counter).
+        num_accepted_tokens: Those of them that were right (counter).
     """
 
     num_blocks: int = 0
@@ -55,3 +57,5 @@ class EngineStats:
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

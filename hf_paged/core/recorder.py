@@ -33,6 +33,8 @@ COMMANDS = (
     "wake",
     "add_placeholder",
     "resolve_token",
+    "add_drafts",
+    "settle_drafts",
     "renew",
     "reset_prefix_cache",
     "update",
@@ -53,6 +55,7 @@ SEQUENCE_FACTS = (
     "given_end",
     "is_stale",
     "spans",
+    "num_drafts",
 )
 
 

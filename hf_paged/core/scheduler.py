@@ -221,6 +221,29 @@ class Scheduler:
         if is_full and sequence.is_recomputable:
             self._manager.prefix.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
 
+    def add_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Adds guesses behind what is known, and asks for the logits of each and of the token before them.
+
+        `settle_drafts` says what becomes of them, before others are added.
+        """
+        assert sequence.token_ids is not None
+        first = sequence.num_tokens - 1
+        sequence.token_ids += token_ids
+        sequence.num_tokens += len(token_ids)
+        sequence.num_drafts = len(token_ids)
+        sequence.logits_from = first
+        sequence.wanted = list(range(first, sequence.num_tokens)) if token_ids else None
+        self.queues.wake(sequence.group)
+
+    def settle_drafts(self, sequence: Sequence, num_kept: int) -> None:
+        """So many drafts are tokens from here on; those behind them are cut. It must not be in a running step."""
+        num_cut = sequence.num_drafts - num_kept
+        sequence.num_drafts, sequence.wanted = 0, None
+        if num_cut:
+            self.crop(sequence, sequence.num_tokens - num_cut)
+        if self._manager.sliding:
+            self.slide(sequence)
+
     # A step
 
     def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> Batch:
@@ -348,7 +371,8 @@ class Scheduler:
             for sequence, start, num_tokens in chunks:
                 end = start + num_tokens
                 if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_recomputable:
-                    self._manager.slide(sequence.seq_id, end)
+                    # Behind drafts that are taken back it goes on from the token before them.
+                    self._manager.slide(sequence.seq_id, min(end, sequence.num_tokens - sequence.num_drafts))
         self.admission.offered.update(offer.block_hash for offer in offers)
         return offers
 

@@ -149,6 +149,7 @@ class Sequence:
             (those of a picture, of some models): they are computed in one step.
         wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
         placeholder: Of a token that only the device knows: its place among those that the last step has chosen.
+        num_drafts: How many of its tokens, the last ones, are guesses that may be taken back.
     """
 
     seq_id: int
@@ -168,6 +169,7 @@ class Sequence:
     spans: tuple[tuple[int, int], ...] = ()
     wanted: list[int] | None = None
     placeholder: int = -1
+    num_drafts: int = 0
 
     @property
     def is_recomputable(self) -> bool:

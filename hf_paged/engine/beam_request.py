@@ -72,7 +72,14 @@ class BeamRequest:
         rows: The rows of the result, when it is done.
         scores: Of each row.
         error: Why it failed.
+        num_drafts: None here, as of
+        num_accepted: those that were right.
+        is_assisted: Never.
     """
+
+    num_drafts = 0
+    num_accepted = 0
+    is_assisted = False
 
     def __init__(
         self,

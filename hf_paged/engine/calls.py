@@ -16,6 +16,7 @@ from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.room import Room
 from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCallback
+from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 
 
@@ -80,6 +81,7 @@ class Calls:
             assert run is not None
             core.runs.discard(run)
             core.num_generated_tokens += run.num_tokens
+            core.num_drafts = core.num_drafts[0] + run.num_drafts, core.num_drafts[1] + run.num_accepted
             if on_end is not None:
                 on_end(run)
 
@@ -90,7 +92,8 @@ class Calls:
                 if call.beams is not None:
                     run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:
-                    run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
+                    kind = SpeculativeRequest if call.has_drafts else SampledRequest
+                    run = kind(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 core.runs.add(run)
             if not waits:
                 core.worker.resign()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class EngineCore:
         runs: Calls whose rows the engine samples.
         ranks: This rank's end of what several do together; `None`: the model is whole.
         num_generated_tokens: Of calls that are over.
+        num_drafts: Verified in them: all, and those that were right.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class EngineCore:
             lambda: bound.placement,
             lambda: find_size(config, groups, bound, StepMemory(bound, config)),
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
+            lambda: bound.layer_devices,
         )
         self.executor = StepExecutor(self.pool, bound, self.runner)
         self.ranks: Leader | Follower | None = None
@@ -108,6 +110,7 @@ class EngineCore:
         self._posted: deque[Callable[[], None]] = deque()
         self.runs: set[EngineRequest] = set()
         self.num_generated_tokens = 0
+        self.num_drafts = (0, 0)
 
     @contextmanager
     def _layers(self) -> Iterator[None]:
@@ -155,6 +158,12 @@ class EngineCore:
             yield
         finally:
             _CURRENT.reset(token)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Around a forward that no step is: of weights that are there only while their module computes, no step runs
+        beside it, whose modules would take them away.
+        """
+        return self.worker.loop.exclusive() if self.bound.is_offloaded else nullcontext()
 
     # Tables
 
@@ -230,6 +239,8 @@ class EngineCore:
             num_steps=self.executor.num_steps,
             num_prefill_tokens=self.executor.num_prefill_tokens,
             num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),
+            num_draft_tokens=self.num_drafts[0] + sum(run.num_drafts for run in self.runs),
+            num_accepted_tokens=self.num_drafts[1] + sum(run.num_accepted for run in self.runs),
         )
 
     # Everything at once

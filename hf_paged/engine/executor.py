@@ -16,6 +16,7 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.block_table import Offer
 from hf_paged.core.event_log import StepRows
 from hf_paged.core.sequence import GivenToken
+from hf_paged.engine.draft_budget import StepCosts
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.leader import Leader
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
@@ -87,6 +88,7 @@ class _StepInFlight:
             batch, and their rows.
         offers: Blocks that it filled, to be shared if they are finite, and
         check: sums that tell, or what asking for them raised; `None`: there are no offers.
+        is_decode: The logits of all its tokens were wanted.
     """
 
     number: int
@@ -97,6 +99,7 @@ class _StepInFlight:
     parts: list[_Part]
     offers: list[Offer]
     check: ToHost | Exception | None
+    is_decode: bool
 
 
 class StepExecutor:
@@ -111,6 +114,8 @@ class StepExecutor:
         num_steps: Model steps run.
         num_prefill_tokens: Tokens computed beyond one a sequence and step.
         is_handing_out: The tokens of a step are on their way to their requests.
+        costs: What steps have cost, if there is a use for that.
+        deferred: What is to be done when they are, with the step lock held and not the pool's.
         step_listeners: Called when all of them are there, with the step lock held: they must only hand that on.
     """
 
@@ -126,6 +131,8 @@ class StepExecutor:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.is_handing_out = False
+        self.costs: StepCosts | None = None
+        self.deferred: deque[Callable[[], None]] = deque()
         self.step_listeners: list[Callable[[], None]] = []
 
     @property
@@ -190,7 +197,8 @@ class StepExecutor:
             number = self.count_step(batch.num_seqs, batch.num_tokens)
             parts = self._deliver(batch, output) if called is None else []
             chosen = next((part for part, _ in parts if isinstance(part, SampledTokens)), None)
-            step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, parts, offers, check)
+            is_decode = len(batch.logit_rows) == batch.num_tokens
+            step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, parts, offers, check, is_decode)
             self._in_flight.append(step)
             timer.stop()
         return output
@@ -229,9 +237,13 @@ class StepExecutor:
                     consumer.fail(error)
             self.is_handing_out = False
             self.note_step(done.number, done.rows, seconds, done.is_stalled)
-            num_tokens = done.rows.num_tokens
-            if num_tokens > 4 * len(done.rows.columns[0]):
+            num_tokens, num_rows = done.rows.num_tokens, len(done.rows.columns[0])
+            if not done.is_decode and num_tokens > 4 * num_rows:
                 self._pool.cost.note_prefill(num_tokens, seconds)
+            elif done.is_decode and self.costs is not None:
+                self.costs.note(num_rows, num_tokens, seconds)
+        while self.deferred:
+            self.deferred.popleft()()
         for listener in self.step_listeners:
             listener()
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.attention.spread_attention import SpreadAttention
 from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
@@ -27,6 +28,7 @@ from hf_paged.core.step_message import COPIES, Copy
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.memory.spec import StateSpec
+from hf_paged.memory.spread_cache import Devices, SpreadKVCache
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import on_steps_stream
 
@@ -77,6 +79,7 @@ class KVPool:
         placement: Callable[[], tuple[torch.dtype, torch.device]],
         find_size: Callable[[], PoolSize],
         states: StateNeeds | None = None,
+        layer_devices: Callable[[], Devices | None] = lambda: None,
     ) -> None:
         """Makes an empty pool; no memory is taken yet.
 
@@ -87,7 +90,9 @@ class KVPool:
             placement: The model's dtype and device, which the tensor follows.
             find_size: Called at the first use.
             states: What its layers keep of all of a sequence's tokens together.
+            layer_devices: Where each layer runs; `None`: all where the model is.
         """
+        self._layer_devices = layer_devices
         self.config = config
         self._states = states
         self._groups = groups
@@ -130,7 +135,7 @@ class KVPool:
     @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
-        return self._placement()[1] if self._attention is None else self._attention.kv_cache.tensor.device
+        return self._placement()[1] if self._attention is None else self._attention.kv_cache.device
 
     @property
     def bytes_per_block(self) -> int:
@@ -231,7 +236,7 @@ class KVPool:
         elif self.tell is not None and self._pending:
             self.tell(list(self._pending))
         if self._pending:
-            with on_steps_stream(attention.kv_cache.tensor.device):
+            with on_steps_stream(attention.kv_cache.device):
                 while self._pending:
                     self._copy(attention, *self._pending[0])
                     self._pending.popleft()
@@ -267,8 +272,14 @@ class KVPool:
         dtype.
         """
         dtype, device = self._placement()
+        layers = self._layer_devices()
         held = self._attention
-        if held is not None and held.kv_cache.compute_dtype is dtype and held.kv_cache.tensor.device == device:
+        if (
+            held is not None
+            and held.kv_cache.compute_dtype is dtype
+            and held.kv_cache.device == device
+            and held.kv_cache.layer_devices == layers
+        ):
             return held
         with self.lock:
             if self._attention is not held:
@@ -280,8 +291,13 @@ class KVPool:
             if isinstance(manager, StateBlockManager) and layout is not None:
                 manager.resize_states(layout.num_pages)
             with on_steps_stream(device):
-                kv_cache = KVCache(geometry, num_blocks, self.config.block_size, device, dtype, self._groups, layout)
-                self._attention = PoolAttention(kv_cache, self.config.attention_backend)
+                size, backend = (num_blocks, self.config.block_size), self.config.attention_backend
+                if layers is None:
+                    kv_cache = KVCache(geometry, *size, device, dtype, self._groups, layout)
+                    self._attention = PoolAttention(kv_cache, backend)
+                else:
+                    spread = SpreadKVCache(geometry, *size, device, dtype, self._groups, layers)
+                    self._attention = SpreadAttention(spread, backend)
             return self._attention
 
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:

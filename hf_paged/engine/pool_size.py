@@ -6,6 +6,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.engine.kv_pool import KV_DTYPES, PoolSize
 from hf_paged.memory.kv_cache import check_size, num_blocks_for_memory
+from hf_paged.memory.spread_cache import shares
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.bound_model import BoundModel
@@ -26,15 +27,24 @@ def find_size(config: PagedConfig, groups: CacheGroups, model: BoundModel, memor
     if traits.states:
         page_bytes = geometry.bytes_per_block(block_size)
         state_blocks = StateLayout.of(traits.states, page_bytes, dtype).num_pages
+    parts = shares(geometry, groups, model.layer_devices, device)
     num_blocks = config.num_blocks
     if num_blocks is None:
         with among_steps(device):  # a trial step, whose memory is then theirs
             reserved = memory.reserved_bytes(min(config.max_num_batched_tokens, max_context), block_size, num_groups)
-            null_block = geometry.bytes_per_block(block_size)
             # Of states one that a sequence goes on with, and one that is kept.
             most = config.max_num_seqs * (max_context * num_groups + 2 * state_blocks * block_size)
-            num_blocks = num_blocks_for_memory(
-                geometry, block_size, config.memory_fraction, most, device, null_block + reserved
+            num_blocks = min(
+                num_blocks_for_memory(
+                    part.geometry,
+                    block_size,
+                    config.memory_fraction,
+                    most,
+                    part.device,
+                    part.geometry.bytes_per_block(block_size) + reserved,
+                )
+                for part in parts
             )
-    check_size(geometry, num_blocks, block_size, device)
+    for part in parts:
+        check_size(part.geometry, num_blocks, block_size, part.device)
     return PoolSize(num_blocks, max_context)

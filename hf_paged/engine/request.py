@@ -112,13 +112,14 @@ class RequestState:
     def is_done(self) -> bool:
         return self.output is not None or self.error is not None
 
-    def push(self, index: int, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """One more token of a sequence."""
+    def push(self, index: int, token: int, logprobs: TokenLogprobs | None = None, is_last: bool = True) -> None:
+        """One more token of a sequence; unless it `is_last`, another one comes at the same moment."""
         with self.condition:
             if self.first_token_time is None:
                 self.first_token_time = time.monotonic()
             self.events.append(TokenEvent(index, token, logprobs))
-            self.announce()
+            if is_last:
+                self.announce()
 
     def finish(
         self,

@@ -217,14 +217,14 @@ class RowStore:
     def _write(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
         with among_steps(key.device), self.transaction():
             length = key.shape[2]
-            group, index = self._place(layer)
+            group = self._group(layer)
             slots = np.stack(
                 [
                     self._slots(sequence, group, np.arange(first, first + length))
                     for sequence, first in zip(sequences, start, strict=True)
                 ]
             )
-            kv_cache = self._pool.kv_cache.views[group]
+            kv_cache, index, _ = self._pool.kv_cache.at(layer)
             reference.reshape_and_cache(
                 key.detach().transpose(1, 2).flatten(0, 1),
                 value.detach().transpose(1, 2).flatten(0, 1),
@@ -245,14 +245,13 @@ class RowStore:
             raise not_shared_out("reading the keys and values of a PagedCache")
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self.residency.holding(held), self.transaction():
-            group, index = self._place(layer)
+            group = self._group(layer)
             null_slot = self._pool.kv_cache.null_block * self._core.config.block_size
             slots = np.full((len(sequences), width), null_slot, dtype=np.int64)
             for row, (sequence, pad) in enumerate(zip(sequences, padding, strict=True)):
                 if sequence is not None:
                     slots[row, pad:] = self._slots(sequence, group, np.arange(width - pad))
-            pool = self._pool.flush_copies().kv_cache
-            kv_cache, key_dim = pool.views[group], pool.key_dims[group]
+            kv_cache, index, key_dim = self._pool.flush_copies().kv_cache.at(layer)
             key, value = reference.gather_slots(kv_cache, index, to_device(slots, kv_cache.device), key_dim)
             if kv_cache.dtype in KV_DTYPES.values():
                 dtype = self._core.model.dtype
@@ -260,10 +259,10 @@ class RowStore:
         hand_out((key, value))
         return key, value
 
-    def _place(self, layer: int) -> tuple[int, int]:
+    def _group(self, layer: int) -> int:
         if not self.stores(layer):
             raise ValueError(f"layer {layer} stores no keys and values of its own")
-        return self._pool.kv_cache.groups.places[layer]
+        return self._pool.kv_cache.groups.places[layer][0]
 
     def _slots(self, sequence: Sequence, group: int, token_index: np.ndarray) -> np.ndarray:
         table = np.array(self._core.manager.blocks(sequence.seq_id, group), dtype=np.int64)

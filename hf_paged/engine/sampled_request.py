@@ -17,18 +17,21 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenPrompt, Sequence
 from hf_paged.engine.decoding_loop import CACHE_SALT
+from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
+from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
-from hf_paged.sampling.random import SamplingNoise
+from hf_paged.sampling.random import DraftNoise, SamplingNoise
 from hf_paged.sampling.sampler import Chosen, Outcome, RowSampler, SamplingBatch
 from hf_paged.sampling.token_table import TokenTable
 
-TokenCallback = Callable[[int, int, TokenLogprobs | None], None]  # row, token, and what is said of it
+# Row, token, what is said of it, and whether no other follows at the same moment.
+TokenCallback = Callable[[int, int, TokenLogprobs | None, bool], None]
 
 
 @dataclass(slots=True)
@@ -52,6 +55,8 @@ class SampleCall:
         logprobs: What is to be said of each token.
         grammar: What each row is to follow.
         beams: How they are searched, if a prompt's rows are beams.
+        lookup: How drafts of its rows are looked up, if that is where they come from.
+        draft_model: The same, if they come from another model.
         prompts: The rows' tokens, without padding.
         kinds: Of `processors`, what the sampler has to know.
         ends: What ends a row.
@@ -72,9 +77,16 @@ class SampleCall:
     logprobs: LogprobsWanted | None = None
     grammar: Grammar | None = None
     beams: BeamSettings | None = None
+    lookup: LookupSettings | None = None
+    draft_model: DraftModel | None = None
     prompts: list[list[int]] = field(init=False)
     kinds: list[Hashable] = field(init=False)
     ends: RowEnds = field(init=False)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether its rows' tokens are guessed before they are chosen."""
+        return self.lookup is not None or self.draft_model is not None
 
     def __post_init__(self) -> None:
         self.prompts = [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
@@ -108,7 +120,7 @@ def new_sequences(
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """One row of the result.
 
     Attributes:
@@ -137,7 +149,12 @@ class SampledRequest:
         rows: The rows of the result.
         error: Why it failed.
         scores: Of beams only: there are none here.
+        num_drafts: Drafts that were verified; none here.
+        num_accepted: Those of them that were right.
     """
+
+    num_drafts = 0
+    num_accepted = 0
 
     def __init__(
         self,
@@ -171,10 +188,10 @@ class SampledRequest:
         num_rows, self._width = call.input_ids.shape
         # Of new tokens, which no row may have more of.
         self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
-        self.rows = [_Row() for _ in range(num_rows)]
+        self.rows = [Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._max_context = pool.max_context
-        self._noise = SamplingNoise(call.generator, num_rows) if call.generator is not None else None
+        self._noise = None if call.generator is None else self._new_noise(call.generator, num_rows)
         self._matchers = None if call.grammar is None else call.grammar.matchers(num_rows)
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
@@ -200,12 +217,24 @@ class SampledRequest:
         prompts = new_sequences(call, pool, self, weights_key, batch_key)
         for row, sequence in prompts:
             self.rows[row].sequence = sequence
+        self._begin()
         worker.add(self, prompts)
+
+    def _new_noise(self, generator: torch.Generator, num_rows: int) -> SamplingNoise | DraftNoise:
+        return SamplingNoise(generator, num_rows)
+
+    def _begin(self) -> None:
+        """What is to be done with the prompts before they are queued."""
 
     @property
     def is_done(self) -> bool:
         """Whether all rows have ended, or the run has failed."""
         return self._done.is_set()
+
+    @property
+    def is_assisted(self) -> bool:
+        """Whether another model guesses its tokens."""
+        return self._call.draft_model is not None
 
     @property
     def num_new_columns(self) -> int:
@@ -318,27 +347,33 @@ class SampledRequest:
         return self._call.num_samples
 
     def _append(self, scheduler: Scheduler, index: int, token: int, stops: bool) -> None:
+        row = self.rows[index]
+        reason = self._note_token(index, token, stops)
+        if self._on_token is not None:
+            self._on_token(index, token, row.logprobs[-1] if row.logprobs else None, True)
+        if reason is not None:
+            self._end(row, reason)
+            return
+        assert row.sequence is not None
+        if not row.sequence.has_placeholders:
+            row.sequence.is_wanted = True
+            scheduler.add_placeholder(row.sequence, -1)  # it is known right away
+        scheduler.resolve_token(row.sequence, token)
+
+    def _note_token(self, index: int, token: int, stops: bool) -> str | None:
+        """One more token of a row; returns why the row ends with it, if it does."""
         if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         row = self.rows[index]
         row.tokens.append(token)
-        if self._on_token is not None:
-            self._on_token(index, token, row.logprobs[-1] if row.logprobs else None)
         is_complete = self._matchers is not None and self._matchers[index].accept(token)
         if token in self._call.ends.eos:
-            self._end(row, "eos")
-        elif stops or is_complete:
-            self._end(row, "stop")
-        elif len(row.tokens) >= self._limit:
-            self._end(row, "length")
-        else:
-            assert row.sequence is not None
-            if not row.sequence.has_placeholders:
-                row.sequence.is_wanted = True
-                scheduler.add_placeholder(row.sequence, -1)  # it is known right away
-            scheduler.resolve_token(row.sequence, token)
+            return "eos"
+        if stops or is_complete:
+            return "stop"
+        return "length" if len(row.tokens) >= self._limit else None
 
-    def _end(self, row: _Row, reason: str) -> None:
+    def _end(self, row: Row, reason: str) -> None:
         if row.finish_reason is not None:
             return
         row.finish_reason = reason
@@ -351,7 +386,7 @@ class SampledRequest:
             on_end, self._on_end, self._on_token = self._on_end, None, None  # they know it, too
             if self._table is not None:
                 self._table.remove(self._table_rows)
-            if self._noise is not None:
+            if isinstance(self._noise, SamplingNoise):
                 self._noise.rewind(self.num_new_columns)
             self._done.set()
             if on_end is not None:

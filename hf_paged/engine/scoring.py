@@ -51,7 +51,7 @@ def token_logprobs(
         num_top: Likeliest tokens beside each.
         rows: What the logits count among.
     """
-    device = model.get_input_embeddings().weight.device
+    device = model.paged.core.bound.placement[1]
     ids = torch.tensor([tokens], dtype=torch.int64, device=device)
     cache, rows = PagedCache(model), rows or LogitRows()
     found: list[TokenLogprobs] = []

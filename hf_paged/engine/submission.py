@@ -60,7 +60,7 @@ class Submissions:
     """Turns prompts into requests.
 
     `model.generate()` prepares and validates every request on the submitting thread. Greedy and sampling requests go on
-    as rows that the engine drives; all others (beams, a caller's own processors, assisted decoding) run transformers'
+    as rows that the engine drives; all others (a caller's own processors, an assistant model) run transformers'
     own loop on a thread of the engine's, at most `max_num_seqs` at a time.
     """
 
@@ -419,7 +419,8 @@ def _check_logprobs(
 
 def _check_grammar(call: PreparedCall) -> None:
     """Raises `ValueError` where it isn't the engine's own sampling that chooses the tokens."""
-    if not isinstance(call.work, SampleCall) or call.work.beams is not None:
+    work = call.work
+    if not isinstance(work, SampleCall) or work.beams is not None or work.has_drafts:
         raise ValueError(
             "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors of "
             "your own"

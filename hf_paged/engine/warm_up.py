@@ -64,7 +64,7 @@ def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop
     no_graphs: str | None = "the model's own attention runs, over gathered keys and values"
     with loop.exclusive(), without_modes():
         attention = pool.attention
-        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
+        kv_cache, device = attention.kv_cache, attention.kv_cache.device
         with among_steps(device), torch.autocast(device.type, enabled=False):
             if runs_packed:
                 with _counting(attention) as kernels, kv_cache.lent_null_block():

@@ -11,6 +11,7 @@ import torch
 
 from hf_paged.core.interrupts import check_interrupt, wait_interruptibly
 from hf_paged.core.sequence import Sequence
+from hf_paged.engine.draft_budget import StepCosts
 from hf_paged.engine.executor import LogitsConsumer, StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.lifetime import EXIT_SECONDS, at_work
@@ -59,6 +60,16 @@ class StepWorker:
     def token_table(self, device: torch.device) -> TokenTable:
         """See `StepExecutor.token_table`."""
         return self._executor.token_table(device)
+
+    def costs(self) -> StepCosts:
+        """What steps cost, measured from the first time on that this is asked for. The pool's lock is held."""
+        if self._executor.costs is None:
+            self._executor.costs = StepCosts()
+        return self._executor.costs
+
+    def defer(self, action: Callable[[], None]) -> None:
+        """Has something done behind the step whose tokens are being handed out. The pool's lock is held."""
+        self._executor.deferred.append(action)
 
     def notify(self) -> None:
         """Wakes the thread that runs the steps, or starts the worker's if there is none. The pool's lock is held."""

@@ -47,10 +47,17 @@ class LatentMaps:
 
         Rows of padding, which are zero, stay so.
         """
-        latents, rotary = states[..., : self.latent_dim], states[..., self.latent_dim :]
-        key = torch.matmul(latents, self.key.transpose(1, 2))
-        value = torch.matmul(latents, self.value.transpose(1, 2))
+        latents, rotary = states[:, 0, :, : self.latent_dim], states[..., self.latent_dim :]
+        rows = latents.flatten(0, 1).expand(len(self.key), -1, -1)  # the same for all heads: not copied
+        key, value = (
+            torch.bmm(rows, own.transpose(1, 2)).unflatten(1, latents.shape[:2]).transpose(0, 1)
+            for own in (self.key, self.value)
+        )
         return torch.cat([key, rotary.expand(-1, key.shape[1], -1, -1)], dim=-1), value
+
+    def of_heads(self, first: int, last: int) -> LatentMaps:
+        """Those of some heads."""
+        return LatentMaps(self.key[first:last], self.value[first:last])
 
     def is_expanded(self, num_new: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Which of some sequences cost fewer multiplications expanded than absorbed, `[S]` bool on the host.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import copy_blocks as copy_kernel
+from hf_paged.kernels import latent_attention as latents
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kernels import reshape_and_cache as write_kernel
@@ -29,6 +30,14 @@ _LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor? decode_items, Tensor? split, int max_parts, Tensor? query_tiles, int query_rows, "
     "float scale, int window, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? kv_scales, "
+    "Tensor(a!) partials) -> Tensor"
+)
+_LIBRARY.define(
+    "write_latents(Tensor latent, Tensor rotary, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
+)
+_LIBRARY.define(
+    "latent_attention(Tensor query, Tensor kv_cache, int layer, int latent_dim, Tensor block_tables, Tensor seq_lens, "
+    "Tensor items, Tensor split, int max_parts, float scale, int window, float softcap, Tensor? sinks, "
     "Tensor(a!) partials) -> Tensor"
 )
 
@@ -116,6 +125,65 @@ def _paged_attention(
     return output
 
 
+def _write_latents(latent: Tensor, rotary: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    _check_latents(kv_cache)
+    _check_layer(kv_cache, layer)
+    num_tokens, width = slot_mapping.shape[0], kv_cache.shape[5]
+    if latent.shape[:2] != (num_tokens, 1) or rotary.shape != (num_tokens, 1, width - latent.shape[2]):
+        raise ValueError(
+            f"latents and rotary keys must be [{num_tokens}, 1, ...], {width} wide together, "
+            f"got {list(latent.shape)} and {list(rotary.shape)}"
+        )
+    latents.write_latents(latent, rotary, kv_cache, layer, slot_mapping.contiguous())
+
+
+def _latent_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    latent_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    items: Tensor,
+    split: Tensor,
+    max_parts: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    partials: Tensor,
+) -> Tensor:
+    _check_latents(kv_cache)
+    _check_layer(kv_cache, layer)
+    width = kv_cache.shape[5]
+    if query.dim() != 3 or query.shape[2] != width or not 0 < latent_dim < width:
+        raise ValueError(f"query must be [rows, num_heads, {width}] with a latent in it, got {list(query.shape)}")
+    if scale <= 0 or softcap < 0 or window < 0:
+        raise ValueError(
+            f"scale must be above 0, softcap and window at least 0 (none), got {scale}, {softcap}, {window}"
+        )
+    needed = decode.partials_size(max_parts, query.shape[1], latent_dim)
+    if partials.numel() < needed or partials.dtype != torch.float32:
+        raise ValueError(f"partials must hold {needed} float32 numbers, got {partials.numel()} of {partials.dtype}")
+    output = query.new_empty(*query.shape[:2], latent_dim)
+    latents.latent_decode(
+        output,
+        query.contiguous(),
+        kv_cache,
+        layer,
+        block_tables if block_tables.stride(1) == 1 else block_tables.contiguous(),
+        seq_lens.contiguous(),
+        items.contiguous(),
+        split.contiguous(),
+        scale,
+        window,
+        softcap,
+        sinks.contiguous() if sinks is not None else None,
+        partials,
+    )
+    return output
+
+
 def _copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     copy_kernel.copy_blocks(kv_cache, sources.contiguous(), destinations.contiguous())
 
@@ -137,6 +205,8 @@ for _name, _function, _kv_cache_index in (
     ("reshape_and_cache", _reshape_and_cache, 2),
     ("paged_attention", _paged_attention, 1),
     ("copy_blocks", _copy_blocks, 0),
+    ("write_latents", _write_latents, 2),
+    ("latent_attention", _latent_attention, 1),
 ):
     _LIBRARY.impl(_name, _function, "CPU")
     _LIBRARY.impl(_name, _on_its_device(_function, _kv_cache_index), "CUDA")  # ROCm's key, too
@@ -155,6 +225,25 @@ def _(*_: object) -> None:
 @torch.library.register_fake("hf_paged::paged_attention", lib=_LIBRARY)
 def _(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape)
+
+
+@torch.library.register_fake("hf_paged::write_latents", lib=_LIBRARY)
+def _(*_: object) -> None:
+    return None
+
+
+@torch.library.register_fake("hf_paged::latent_attention", lib=_LIBRARY)
+def _(query: Tensor, kv_cache: Tensor, layer: int, latent_dim: int, *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:2], latent_dim)
+
+
+def _check_latents(kv_cache: Tensor) -> None:
+    width = kv_cache.shape[-1]
+    if kv_cache.dim() != 6 or kv_cache.shape[2:4] != (1, 1) or kv_cache.stride()[4:] != (width, 1):
+        raise ValueError(
+            "a pool of latents must be [num_blocks, num_layers, 1, 1, block_size, width], a block's tokens contiguous, "
+            f"got {list(kv_cache.shape)} with strides {kv_cache.stride()}"
+        )
 
 
 def _check_layer(kv_cache: Tensor, layer: int) -> None:
@@ -220,6 +309,12 @@ def decode_plan(query: Tensor, kv_cache: Tensor) -> tuple[int, int]:
     """Tokens of a KV tile of decoding with these queries `[T, num_heads, head_dim]`, and items it works on at once."""
     sizes = query.shape[1], kv_cache.shape[3], kv_cache.shape[5], query.element_size(), kv_cache.element_size()
     shape, slots = decode.plan(*sizes, device_of(query.device))
+    return shape.tokens, slots
+
+
+def latent_plan(query: Tensor, kv_cache: Tensor, latent_dim: int) -> tuple[int, int]:
+    """As `decode_plan`, of absorbed queries `[T, num_heads, latent_dim + rotary_dim]`."""
+    shape, slots = latents.plan(latents.LatentWidths.of(query, kv_cache, latent_dim), device_of(query.device))
     return shape.tokens, slots
 
 

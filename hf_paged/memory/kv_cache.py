@@ -193,6 +193,21 @@ class KVCache:
             self.views = [views[own] for own in geometry.groups]
         self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs are wanted."""
+        return self.tensor.device
+
+    @property
+    def layer_devices(self) -> tuple[torch.device | None, ...] | None:
+        """Where each layer's keys and values are; `None`: all where the inputs are."""
+        return None
+
+    def at(self, layer: int) -> tuple[Tensor, int, int]:
+        """Where a layer's keys and values are: the view of its group, its index there, and the width of a key."""
+        group, index = self.groups.places[layer]
+        return self.views[group], index, self.key_dims[group]
+
     def _view(self, page: PageShape) -> Tensor:
         shape = page.tensor_shape(self.block_size)
         return self.tensor[:, : math.prod(shape)].unflatten(1, shape)

@@ -108,6 +108,22 @@ class BoundModel:
         return self._placement() or (self.model.dtype, self.model.device)
 
     @property
+    def devices(self) -> set[torch.device]:
+        """Where it takes inputs, and where its layers run."""
+        main = self.placement[1]
+        return {main} | {device or main for device in self.layer_devices or ()}
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether some weights are there only while their module computes."""
+        return self._placement.is_offloaded
+
+    @property
+    def layer_devices(self) -> tuple[torch.device | None, ...] | None:
+        """See `Placement.layers`."""
+        return self._placement.layers(self.traits.num_layers)
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing but torch's and transformers' own code runs in forwards now."""
         return self._is_plain()
@@ -115,6 +131,11 @@ class BoundModel:
     @property
     def may_infer(self) -> bool:
         """Whether forwards may run in inference mode now."""
+        return self.runs_known_code and not self._placement.is_offloaded  # which gives the model tensors to keep
+
+    @property
+    def runs_known_code(self) -> bool:
+        """Whether a forward of no call's leaves the model as it is."""
         return self.traits.allows_inference_mode and self._is_plain()
 
     def mode(self) -> AbstractContextManager[Any]:
@@ -224,7 +245,7 @@ class BoundModel:
                 forward, model, attention_mask=attention_mask, use_cache=True, return_dict=True, **inputs
             )
         logits: Tensor = output.logits
-        return logits
+        return logits.to(self.placement[1]) if self._placement.is_spread else logits
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._inside = threading.get_ident()

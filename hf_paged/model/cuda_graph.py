@@ -263,7 +263,7 @@ class DecodeGraphs:
         self._kv_cache = weakref.ref(kv_cache)
         self._sizes = capture_sizes(max_num_seqs)
         self._record = record
-        self._device = kv_cache.tensor.device
+        self._device = kv_cache.device
         self._block_size, self._null_block, self.max_blocks = kv_cache.block_size, kv_cache.null_block, max_blocks
         self._windows = kv_cache.groups.windows
         self._inputs: DecodeInputs | None = None
@@ -431,7 +431,7 @@ def _agree(result: Tensor, expected: Tensor) -> bool:
 def recorder(attention: PoolAttention) -> Callable[[Callable[[], Tensor]], Recording] | str:
     """What records steps over this pool, or why nothing can."""
     kv_cache = attention.kv_cache
-    device = kv_cache.tensor.device
+    device = kv_cache.device
     if device.type != "cuda":
         return f"need a CUDA device, the model is on {device}"
     if any(kv_cache.groups.chunks):

@@ -96,7 +96,7 @@ class FusedLayers:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within it, forwards on this thread take the kernels. Autocast and autograd take the modules' own way."""
-        placement = self._placement()
+        placement = None if self._placement.is_spread else self._placement()  # else they may be anywhere
         if placement is None or torch.is_grad_enabled() or torch.is_autocast_enabled(placement[1].type):
             with not_overriding(self._calls or ()):
                 yield

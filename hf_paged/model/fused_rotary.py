@@ -40,14 +40,16 @@ class _Rotary:
         self._rounds = rounds
         self._takes_part = takes_part
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """`[1, heads, tokens, dim]` queries and keys; everything else goes to the function itself."""
-        if not (args or kwargs) and (self._takes_part or cos.shape[-1:] == q.shape[-1:]):
-            try:
-                return self._kernels.rotary(q, k, cos, sin, self._interleaved, self._rounds)
-            except InputError:
-                pass
-        return self._names[NAME](q, k, cos, sin, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`[1, heads, tokens, dim]` queries and keys, cos and sin; everything else goes to the function itself."""
+        if len(args) == 4 and not kwargs:
+            q, k, cos, sin = args
+            if self._takes_part or cos.shape[-1:] == q.shape[-1:]:
+                try:
+                    return self._kernels.rotary(q, k, cos, sin, self._interleaved, self._rounds)
+                except InputError:
+                    pass
+        return self._names[NAME](*args, **kwargs)
 
 
 class RotaryForward:

@@ -133,7 +133,7 @@ class StateStep:
         if rows is not None:
             pages, starts, query_lens, nums_at_once = (a[rows] for a in (pages, starts, query_lens, nums_at_once))
         way = MixerWay(traits.states, traits.carries_state, traits.forms_differ)
-        return cls(kv_cache.states, way, pages, starts, query_lens, nums_at_once, kv_cache.tensor.device)
+        return cls(kv_cache.states, way, pages, starts, query_lens, nums_at_once, kv_cache.device)
 
     def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.

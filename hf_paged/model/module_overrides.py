@@ -132,8 +132,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_library_code(module: nn.Module) -> bool:
     """Whether its forward is torch's or transformers': to be called for a trial, it does nothing but compute."""
-    kind = type(module)
-    return "forward" not in vars(module) and all(
+    return "forward" not in vars(module) and is_of_library(type(module))
+
+
+def is_of_library(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is torch's or transformers'."""
+    return all(
         name.partition(".")[0] in ("torch", "transformers")
         for name in (kind.__module__, getattr(kind.forward, "__module__", ""))
     )

@@ -20,6 +20,16 @@ from hf_paged.model.mixers import StateStep
 from hf_paged.model.token_inputs import TokenInputs
 
 
+def rows_of(rows: np.ndarray, attention: PoolAttention) -> Tensor:
+    """`[K]` int64, the tokens whose logits are wanted, where hidden states can be indexed by it.
+
+    Where layers are on several devices, the last one need not be where the inputs are: an index on the host is taken
+    everywhere.
+    """
+    kv_cache = attention.kv_cache
+    return torch.from_numpy(rows) if kv_cache.layer_devices is not None else to_device(rows, kv_cache.device)
+
+
 class PackedRunner:
     """Runs real tokens side by side."""
 
@@ -65,7 +75,8 @@ class PackedRunner:
             step = SharedLayersStep(step, cache)
         else:
             cache = StepCache(states, tokens.position_ids if traits.tells_positions else None)
-        with forward_context(step, tokens.input_ids.device) as sentinel:
+        is_moved = attention.kv_cache.layer_devices is not None
+        with forward_context(step, tokens.input_ids.device, is_moved) as sentinel:
             logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled)[0]
         return logits if model.chooses_logits or rows is None else logits[rows]
 
@@ -76,7 +87,7 @@ class PackedRunner:
             attention: Over the pool.
             lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
         """
-        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
+        kv_cache, device = attention.kv_cache, attention.kv_cache.device
         query_lens, seq_lens = np.array(lens, dtype=np.int64).T
         num_blocks = -(-seq_lens // kv_cache.block_size)
         blocks = np.full(num_blocks.sum(), kv_cache.null_block)
@@ -85,7 +96,7 @@ class PackedRunner:
         )
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._model.vocab_size, device), to_device(positions, device))
-        rows = to_device(np.cumsum(query_lens) - 1, device)
+        rows = rows_of(np.cumsum(query_lens) - 1, attention)
         others = (metadata.with_tables(metadata.host_tables) for _ in kv_cache.groups.windows[1:])
         with self._model.mode():
             self.run(tokens, [metadata, *others], attention, rows)

@@ -90,7 +90,7 @@ class PaddedRunner:
                 from_end = start[sequence[mine] + 1] - logit_rows[mine]  # rows end in the last column
                 wanted = np.searchsorted(rows, sequence[mine]), from_end
                 own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
-                layouts = [PaddedLayout(each, start[rows], kv_cache.tensor.device) for each in own]
+                layouts = [PaddedLayout(each, start[rows], kv_cache.device) for each in own]
                 states = None if batch is None else StateStep.of(batch, self._model.traits, kv_cache, rows)
                 cache = PaddedCache(layouts, attention.step(own), kv_cache, states)
                 parts.append(self._run_rows(tokens, layouts[0], cache, wanted, self._masks(layouts[0], rows, spans)))
@@ -157,7 +157,7 @@ class PaddedRunner:
             What the model's forward does.
         """
         kv_cache, model = attention.kv_cache, self._model
-        device, null_block = kv_cache.tensor.device, kv_cache.null_block
+        device, null_block = kv_cache.device, kv_cache.null_block
         starts, new = (called.spread(np.frombuffer(a, np.int64), 0) for a in (batch.starts, batch.query_lens))
         lengths = starts + new
         padded = padded_tables(batch.tables, kv_cache.groups.windows, null_block, np.int64)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
+
+from hf_paged.model.spread import is_offloaded, layer_devices, main_device
 
 
 class Placement:
     """Reads one parameter of a model, the one that `model.dtype` finds by a walk over the modules each time.
 
-    Called, it returns dtype and device; `None` when the model has no such parameter or is gone.
+    Called, it returns dtype and device; `None` when the model has no such parameter or is gone. The device of a model
+    that accelerate has spread is the one that inputs are wanted on.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """The model is held weakly. A parameter may be replaced later, its module may not."""
+        self._model = weakref.ref(model)
+        self._hook: Any = None  # accelerate's on the model, when the two were found out:
+        self._main: torch.device | None = None
+        self._layers: tuple[torch.device | None, ...] | None = None
+        self._is_offloaded = False
         self._module: weakref.ref[nn.Module] | None = None
         self._name = ""
         for module in model.modules():
@@ -27,4 +36,38 @@ class Placement:
     def __call__(self) -> tuple[torch.dtype, torch.device] | None:
         module = None if self._module is None else self._module()
         parameter = None if module is None else module._parameters.get(self._name)
-        return None if parameter is None else (parameter.dtype, parameter.device)
+        if parameter is None:
+            return None
+        self._look()
+        return parameter.dtype, self._main or parameter.device
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether accelerate moves inputs or weights in its forwards."""
+        self._look()
+        return self._main is not None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether some weights are there only while their module computes."""
+        self._look()
+        return self._is_offloaded
+
+    def layers(self, num_layers: int) -> tuple[torch.device | None, ...] | None:
+        """Where the attention of each layer runs; `None`: where the model is. The same object until that changes."""
+        self._look()
+        model = self._model()
+        if self._main is None or model is None:
+            return None
+        if self._layers is None:
+            self._layers = layer_devices(model, num_layers)
+        return None if set(self._layers) <= {self._main, None} else self._layers
+
+    def _look(self) -> None:
+        model = self._model()
+        hook = None if model is None else model.__dict__.get("_hf_hook")
+        if hook is not self._hook:
+            self._hook, self._layers = hook, None
+            self._main, self._is_offloaded = None, False
+            if hook is not None and model is not None:
+                self._main, self._is_offloaded = main_device(model), is_offloaded(model)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata, padded_tables
+from hf_paged.attention.metadata import AttentionMetadata, one_by_one, padded_tables
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
@@ -16,7 +16,7 @@ from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.graph_runner import GraphRunner
 from hf_paged.model.mixers import StateStep
-from hf_paged.model.packed_runner import PackedRunner
+from hf_paged.model.packed_runner import PackedRunner, rows_of
 from hf_paged.model.padded_runner import PaddedRunner
 from hf_paged.model.token_inputs import TokenInputs
 
@@ -70,12 +70,15 @@ class ModelRunner:
             return self._run(batch, attention, embeddings, chosen)
 
     def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
-        kv_cache, device = attention.kv_cache, attention.kv_cache.tensor.device
+        kv_cache, device = attention.kv_cache, attention.kv_cache.device
         tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
         starts, query_lens = np.frombuffer(batch.starts, np.int64), np.frombuffer(batch.query_lens, np.int64)
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
+        seq_lens = starts + query_lens
+        if batch.num_tokens > batch.num_seqs and self._model.traits.runs_packed and not batch.spans:
+            tables, query_lens, seq_lens = one_by_one(tables, query_lens, seq_lens, attention.most_one_by_one)
         metadata = AttentionMetadata.of_groups(
-            tables, query_lens, starts + query_lens, kv_cache.block_size, kv_cache.null_block, device
+            tables, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
         )
         for group, chunk in enumerate(kv_cache.groups.chunks):
             if chunk is not None:
@@ -87,7 +90,7 @@ class ModelRunner:
         if batch.spans:
             return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
         states = StateStep.of(batch, self._model.traits, kv_cache)
-        return self.packed.run(tokens, metadata, attention, to_device(logit_rows, device), states)
+        return self.packed.run(tokens, metadata, attention, rows_of(logit_rows, attention), states)
 
     def _run_apart(
         self,
@@ -98,7 +101,7 @@ class ModelRunner:
         logit_rows: np.ndarray,
     ) -> Tensor:
         """A step some of whose tokens see others behind them: their rows by the model's own attention, under masks."""
-        device, lens = attention.kv_cache.tensor.device, metadata[0].host_query_lens
+        device, lens = attention.kv_cache.device, metadata[0].host_query_lens
         token_rows = np.repeat(np.arange(len(lens)), lens)
         has_spans = np.isin(np.arange(len(lens)), [row for row, _, _ in spans])
         logits: list[tuple[np.ndarray, Tensor]] = []
@@ -117,7 +120,7 @@ class ModelRunner:
                 own_spans = [(renamed[row], *span) for row, *span in spans]
                 found = self.padded.run(own_tokens, own_metadata, attention, own_rows, own_spans)
             else:
-                found = self.packed.run(own_tokens, own_metadata, attention, to_device(own_rows, device))
+                found = self.packed.run(own_tokens, own_metadata, attention, rows_of(own_rows, attention))
             if len(wanted):
                 logits.append((wanted, found))
         if len(logits) == 1:

@@ -38,7 +38,7 @@ class StepMemory:
         """
         bound = self._model
         dtype, device = bound.placement
-        if device.type != "cuda" or not bound.may_infer:
+        if device.type != "cuda" or not bound.runs_known_code:
             return 0
         rows = self._config.max_num_seqs
         logits = bound.vocab_size, dtype.itemsize
@@ -60,7 +60,7 @@ class StepMemory:
         """
         bound = self._model
         device = bound.placement[1]
-        if device.type != "cuda" or not bound.may_infer:
+        if device.type != "cuda" or not bound.runs_known_code:
             return 0
         inputs: dict[str, Any] = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64, device=device)}
         if bound.chooses_logits:

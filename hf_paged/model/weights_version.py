@@ -19,9 +19,11 @@ from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules
 from hf_paged.model.latents import Latents
-from hf_paged.model.module_overrides import CALL, is_library_code
+from hf_paged.model.module_overrides import CALL, is_library_code, is_of_library
 from hf_paged.model.packed_linears import PackedLinears
+from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of, why_not_whole
+from hf_paged.model.spread import is_wrapped, offloading, stored
 
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
@@ -75,6 +77,8 @@ class WeightsVersion:
         self._getters: list[tuple[int, Callable[[dict[str, Any]], Any]]] = []  # of the numbers of a module
         self._numbers: list[Any] = []
         self._tuners: list[int] = []
+        self._fetched: dict[int, list[Any]] = {}  # hooks that offload, by the place of their module
+        self._placement = Placement(model)
         self._is_library = False
         self._epoch = 0
         self.hooks = HookWatch()
@@ -96,7 +100,8 @@ class WeightsVersion:
         modules = all_modules(model)
         self.hooks.look(model, modules)
         attributes = [module.__dict__ for module in modules]
-        tensors = _tensors(attributes)
+        is_same_code = self._has_same_code(modules, attributes)
+        tensors = self._held(modules, attributes)
         # Of a tensor that is shared out, its share: what stands for the whole has no version and no address.
         held = tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
         versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in held]
@@ -106,7 +111,6 @@ class WeightsVersion:
             # Identity, not id(): a new parameter may lie where an old one was.
             and all(seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True))
         )
-        is_same_code = self._has_same_code(modules, attributes)
         is_same_numbers = self._has_same_numbers(modules, attributes, is_same_code)
         if not is_same_tensors or not is_same_code:
             reason = why_not_whole(model)
@@ -128,7 +132,7 @@ class WeightsVersion:
         if not is_same_tensors:
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
             self._was_stepped = False
-        device = tensors[0].device.type if tensors else "cpu"
+        device = placed[1].type if (placed := self._placement()) is not None else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
         found = (self._epoch, _adapters([modules[index] for index in self._tuners]), self.hooks.numbers)
@@ -154,10 +158,25 @@ class WeightsVersion:
             self._kinds = kinds
             # Weak: a closure usually leads to the model. By reference: a new one may lie where an old one was.
             self._forwards = [None if forward is None else _reference(forward) for forward in forwards]
-            self._is_library = all(map(is_library_code, modules))
+            # Within accelerate's hooks, which move and fetch, it is the class's forward that computes.
+            self._is_library = all(is_library_code(m) or (is_wrapped(m) and is_of_library(type(m))) for m in modules)
+            self._fetched = {index: hooks for index, module in enumerate(modules) if (hooks := offloading(module))}
             self._tuners = [index for index, module in enumerate(modules) if _is_tuner(module)]
             self._sizes = []
         return is_same
+
+    def _held(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> list[Tensor]:
+        """The model's tensors; of weights that are fetched for each forward, what they are fetched from."""
+        if not self._fetched:
+            return _tensors(attributes)
+        away = {
+            id(part)
+            for index, hooks in self._fetched.items()
+            for part in (modules[index].modules() if hooks[0].place_submodules else [modules[index]])
+        }
+        here = [own for module, own in zip(modules, attributes, strict=True) if id(module) not in away]
+        fetched = [x for index, hooks in self._fetched.items() for hook in hooks for x in stored(hook, modules[index])]
+        return _tensors(here) + fetched
 
     def _has_same_numbers(self, modules: list[nn.Module], attributes: list[dict[str, Any]], is_same_code: bool) -> bool:
         """Whether the modules' numbers are what they were; notes what they are."""

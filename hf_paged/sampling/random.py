@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -182,3 +183,44 @@ class SamplingNoise:
         if self._num_rows > 1:
             self._latest = (token_index, noise)
         return noise
+
+
+class DraftNoise:
+    """The noise of a sampling call with drafts: at once for all tokens that a row chooses in a step.
+
+    Each row draws from a generator of its own, as if it were the only one: `[places, vocab_size]` numbers a step, as
+    `torch.multinomial` does for so many rows. The first row's is the call's.
+    """
+
+    def __init__(self, generator: torch.Generator, num_rows: int) -> None:
+        """Draws from `generator`, which the call owns, and from others that begin where it and the row's number say."""
+        state = bytes(generator.get_state().numpy())
+        self._generators = [generator]
+        for row in range(1, num_rows):
+            seed = hashlib.blake2b(state + row.to_bytes(8), digest_size=8).digest()
+            self._generators.append(torch.Generator(generator.device).manual_seed(int.from_bytes(seed) >> 2))
+        self._spans = [(0, 0)] * num_rows
+        self._drawn: list[Tensor | None] = [None] * num_rows
+
+    def expect(self, row: int, first_index: int, count: int) -> None:
+        """A row's next `count` tokens are chosen at once, from `first_index` on."""
+        self._spans[row] = (first_index, count)
+        self._drawn[row] = None
+
+    def rows(self, token_indices: list[int], rows: list[int], like: Tensor) -> Tensor:
+        """`[len(rows), vocab_size]`, of tokens of these rows, each with its index among its row's."""
+        first = [self._spans[row][0] for row in rows]
+        return torch.cat(
+            [
+                self._noise(row, like)[index - start][None]
+                for row, index, start in zip(rows, token_indices, first, strict=True)
+            ]
+        )
+
+    def _noise(self, row: int, like: Tensor) -> Tensor:
+        drawn = self._drawn[row]
+        if drawn is None:
+            drawn = like.new_empty(self._spans[row][1], like.shape[-1])
+            drawn.exponential_(1, generator=self._generators[row])
+            self._drawn[row] = drawn
+        return drawn

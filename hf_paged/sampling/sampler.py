@@ -15,7 +15,7 @@ from hf_paged.sampling.beams import Selection
 from hf_paged.sampling.grammar import GrammarMatcher, mask_tokens
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import process
-from hf_paged.sampling.random import SamplingNoise
+from hf_paged.sampling.random import DraftNoise, SamplingNoise
 from hf_paged.sampling.token_table import TokenTable
 
 
@@ -39,7 +39,7 @@ class RowSampler:
     def __init__(
         self,
         processors: Sequence[Any],
-        noise: SamplingNoise | None,
+        noise: SamplingNoise | DraftNoise | None,
         kinds: list[Hashable],
         criteria: Callable[[Tensor, Any], Tensor] | None = None,
         table: TokenTable | None = None,
@@ -94,6 +94,33 @@ class SamplingBatch:
     def lengths(self) -> list[int]:
         """Tokens that its rows have, padding included."""
         return [self.sampler.width + self.token_index] * len(self.rows)
+
+    def noise(self, like: Tensor) -> Tensor:
+        """`[len(rows), vocab_size]`, of the dtype and on the device of `like`."""
+        noise = self.sampler.noise
+        assert isinstance(noise, SamplingNoise)
+        return noise.rows(self.token_index, self.rows, like, self.oldest_index)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch(SamplingBatch):
+    """Rows of one call that are to choose a token behind each of their drafts: a row is there once for each.
+
+    Attributes:
+        token_indices: How many tokens there are before each, drafts included; all the same, if the call's processors
+            are not batched.
+    """
+
+    token_indices: list[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.sampler.width + index for index in self.token_indices]
+
+    def noise(self, like: Tensor) -> Tensor:
+        noise = self.sampler.noise
+        assert isinstance(noise, DraftNoise)
+        return noise.rows(self.token_indices, self.rows, like)
 
 
 class Chosen(NamedTuple):
@@ -239,11 +266,7 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
         tokens = scores.argmax(dim=-1)
     else:
         probs = scores.softmax(dim=-1)
-        noise = [
-            batch.sampler.noise.rows(batch.token_index, batch.rows, probs, batch.oldest_index)
-            for batch in batches
-            if batch.sampler.noise is not None
-        ]
+        noise = [batch.noise(probs) for batch in batches]
         tokens = (probs / (noise[0] if len(noise) == 1 else torch.cat(noise))).argmax(dim=-1)
         # A row with a NaN anywhere is all NaN behind the softmax.
         is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0

@@ -99,13 +99,14 @@ def _silence() -> Iterator[None]:
 
 
 def families_table(found: list[Family], as_markdown: bool = False) -> Table:
-    """A line a family: how it is taken and what a token costs in bfloat16, or why it is refused."""
+    """A line a family: how it is taken and what a token costs in bfloat16, and why it is refused or padded."""
     table = Table(box=box.MARKDOWN if as_markdown else box.SIMPLE, show_edge=as_markdown)
     table.add_column("family", no_wrap=True)
     table.add_column("taken", no_wrap=True)
     table.add_column("bytes a token", justify="right", no_wrap=True)
-    table.add_column("refused because", overflow="fold")
+    table.add_column("refused, or not packed, because", overflow="fold")
     for family in found:
         size = f"{family.report.bytes_per_token(torch.bfloat16):,}" if family.report else ""
-        table.add_row(family.name, family.how, size, family.reason.replace("|", "/"))
+        reason = family.reason or " ".join(family.report.why_padded.split())
+        table.add_row(family.name, family.how, size, reason.replace("|", "/"))
     return table

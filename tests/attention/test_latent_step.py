@@ -10,12 +10,17 @@ import torch
 from kernel_cases import random_tensor, step_metadata
 from torch import Tensor
 
+from hf_paged.attention import latent_step
 from hf_paged.attention.backends.cpu import CPUBackend
+from hf_paged.attention.backends.registry import Backend
 from hf_paged.attention.backends.torch import TorchBackend
+from hf_paged.attention.backends.triton import TritonBackend
+from hf_paged.attention.decode_work import WorkKind
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels.latent_maps import LatentMaps
 
 CPU = torch.device("cpu")
+BACKENDS: list[type[Backend]] = [CPUBackend, TorchBackend, TritonBackend]
 BLOCK, LAYERS, SCALE = 4, 2, 0.3
 # New tokens and tokens of each sequence: those with one new token first.
 STEPS: dict[str, tuple[list[int], list[int]]] = {
@@ -90,20 +95,21 @@ def error_of(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("backend", [CPUBackend, TorchBackend])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step(step: str, widths: str, extra: str, backend: type[TorchBackend]) -> None:
+def test_a_step(step: str, widths: str, extra: str, backend: type[Backend]) -> None:
     case = Case(step, widths, torch.float32, extra)
     found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
     assert error_of(found, case.truth()) < 1e-6
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("step", STEPS)
-def test_bfloat16(step: str) -> None:
+def test_bfloat16(step: str, backend: type[Backend]) -> None:
     case = Case(step, "wide", torch.bfloat16)
-    found = CPUBackend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
+    found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
     assert error_of(found, case.truth()) < 2e-2
 
 
@@ -113,8 +119,18 @@ def test_either_way(step: str, expanded: bool, monkeypatch: pytest.MonkeyPatch) 
     """Would break: tokens that are put back elsewhere, a way that sees what lies behind a token."""
     monkeypatch.setattr(LatentMaps, "is_expanded", lambda self, new, tokens: np.full(len(new), expanded))
     case = Case(step, "wide", torch.float32)
-    for backend in (CPUBackend, TorchBackend):
+    for backend in BACKENDS:
         found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
+        assert error_of(found, case.truth()) < 1e-6
+
+
+@pytest.mark.parametrize("extra", ["plain", "sinks"])
+def test_few_heads_at_a_time(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: memory for the keys of all heads, where prompts are long."""
+    monkeypatch.setattr(latent_step, "MOST_EXPANDED", 30 * 16 * 3)
+    for step in ("prompts", "mixed"):
+        case = Case(step, "many heads", torch.float32, extra)
+        found = TorchBackend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
         assert error_of(found, case.truth()) < 1e-6
 
 
@@ -122,14 +138,14 @@ def test_either_way(step: str, expanded: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_written(widths: str) -> None:
     """Would break: a kernel that takes the rotary key for a value of another place."""
     _, _, rotary, _, latent = WIDTHS[widths]
-    pools = [torch.zeros(9, LAYERS, 1, 1, BLOCK, latent + rotary) for _ in range(2)]
+    pools = [torch.zeros(9, LAYERS, 1, 1, BLOCK, latent + rotary) for _ in BACKENDS]
     metadata = step_metadata([[3, 1], [0, 8]], [5, 2], [5, 7], BLOCK, 8, CPU)
     new = [
         random_tensor(1, 1, 7, width, dtype=torch.float32, seed=width)[0].transpose(0, 1) for width in (latent, rotary)
     ]
-    for backend, pool in zip((CPUBackend, TorchBackend), pools, strict=True):
+    for backend, pool in zip(BACKENDS, pools, strict=True):
         backend(pool, latent).step(metadata).write(*new, layer=1)
-    assert torch.equal(*pools)
+    assert all(torch.equal(pool, pools[0]) for pool in pools)
     assert torch.equal(pools[0][3, 1, 0, 0, 2], torch.cat([own[2, 0] for own in new]))
 
 
@@ -138,3 +154,32 @@ def test_the_cheaper_way() -> None:
     maps = LatentMaps(torch.empty(2, 128, 512), torch.empty(2, 128, 512))
     new, tokens = np.array([1, 1, 2, 2, 100, 400]), np.array([1, 4000, 2, 4000, 4000, 4000])
     assert maps.is_expanded(new, tokens).tolist() == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("extra", ["plain", "window", "sinks"])
+def test_split_among_programs(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: parts that are combined with another's, a sink counted in each of them."""
+    STEPS["long"] = ([1, 1, 1], [150, 3, 77])
+    case = Case("long", "wide", torch.float32, extra)
+    del STEPS["long"]
+    step = TritonBackend(case.pool, case.latent_dim).step(case.metadata)
+    for splits in (1, 2, 5):
+        work = case.metadata.decode_work(WorkKind(16, 1, case.params.sliding_window or 0, splits))
+        assert (work.max_parts > 0) is (splits > 1 and extra != "window")
+        monkeypatch.setattr(case.metadata, "decode_work", lambda kind, work=work: work)
+        assert error_of(step.attend(case.query, case.params), case.truth()) < 1e-6
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_pool(dtype: torch.dtype) -> None:
+    """The kernels read the numbers that torch wrote, and the reverse."""
+    found = []
+    for writer, reader in ((TritonBackend, TorchBackend), (TorchBackend, TritonBackend)):
+        case = Case("mixed", "wide", torch.float32)
+        pool = case.pool.to(dtype)
+        tokens = torch.cat([rows[-new:] for rows, new in zip(case.rows, case.new, strict=True)])[:, None]
+        parts = tokens[..., : case.latent_dim], tokens[..., case.latent_dim :]
+        writer(pool, case.latent_dim).step(case.metadata).write(*parts, layer=1)
+        found.append(reader(pool, case.latent_dim).step(case.metadata).attend(case.query, case.params))
+    assert error_of(*found) < 1e-6 and error_of(found[0], case.truth()) < 0.2

@@ -42,7 +42,7 @@ def test_rows_end_in_the_last_column(name: str, dtype: torch.dtype) -> None:
     pool[NULL] = 0
     pool = pool.to(dtype)
     before = pool.clone()
-    own: Any = SimpleNamespace(tensor=pool, views=[pool], key_dims=[4], groups=CacheGroups.single(2))
+    own: Any = SimpleNamespace(device=CPU, groups=CacheGroups.single(2), at=lambda layer: (pool, layer, 4))
     cache = PaddedCache([layout], TorchBackend(pool).step(metadata), own)
     assert cache.get_seq_length() == width - query_width and cache.get_mask_sizes(query_width, 1) == (width, 0)
     key, value = (torch.randn(len(shapes), 3, query_width, 4) for _ in range(2))

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.core.cache_groups import MAX_PADDING, MAX_PADDING_OF_A_KIND, NOWHERE, CacheGroups
+from hf_paged.core.cache_groups import (
+    MANY_GROUPS,
+    MAX_PADDING,
+    MAX_PADDING_BESIDE_WINDOWS,
+    MAX_PADDING_OF_A_KIND,
+    NOWHERE,
+    CacheGroups,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ FULL, NEAR, FAR = Kind(None), Kind(512), Kind(4096)
         ([NEAR, FULL] * 13, 13, (None, 512)),  # Gemma 2
         (([NEAR] * 5 + [FULL]) * 4 + [NEAR] * 2, 4, (None, *[512] * 6)),  # Gemma 3 1B
         (([NEAR] * 5 + [FULL]) * 8, 8, (None, *[512] * 5)),
+        (([NEAR] * 5 + [FULL]) * 10 + [NEAR] * 2, 5, (None, None, *[512] * 11)),  # Gemma 3 27B
         ([FULL] * 21 + [FAR] * 7, 7, (None, None, None, 4096)),  # Qwen2 with max_window_layers
         ([FULL] * 11 + [FAR] * 10, 11, (None, 4096)),  # one layer is empty
         ([FULL], 1, (None,)),
@@ -79,18 +87,28 @@ def test_any_list_of_layers(layers: list[Kind | None]) -> None:
 def test_layers_of_one_size(layers: list[Kind]) -> None:
     """As few groups as there can be with hardly anything left empty."""
     groups = CacheGroups.of(layers)
-    counts = Counter(layers).values()
+    counts = Counter(layers)
     (size,) = set(groups.sizes)
 
+    def num_groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts.values())
+
     def is_tight(size: int) -> bool:
-        empty = [-count % size for count in counts]
+        empty = [-count % size for count in counts.values()]
         return sum(empty) <= MAX_PADDING * len(layers) and all(
-            own <= MAX_PADDING_OF_A_KIND * count for own, count in zip(empty, counts, strict=True)
+            own <= MAX_PADDING_OF_A_KIND * count for own, count in zip(empty, counts.values(), strict=True)
         )
 
+    def is_cheap(size: int) -> bool:
+        """Of a model with windows: hardly anything is left empty in layers without, by not too many groups."""
+        own = ((-count % size, count) for kind, count in counts.items() if kind.window is None)
+        is_full = all(empty <= MAX_PADDING_BESIDE_WINDOWS * count for empty, count in own)
+        return len({kind.window is None for kind in counts}) == 1 or (is_full and num_groups(size) <= MANY_GROUPS)
+
     assert is_tight(size)
-    for other in range(1, len(layers) + 1):
-        assert not is_tight(other) or sum(-(-count // other) for count in counts) >= len(groups.sizes)
+    for other in filter(is_tight, range(1, len(layers) + 1)):
+        assert is_cheap(size) or not is_cheap(other)
+        assert is_cheap(size) != is_cheap(other) or num_groups(other) >= len(groups.sizes)
 
 
 LOCAL, GLOBAL = Kind(512, 2 * 16 * 256, 256), Kind(None, 2 * 4 * 512, 512)

@@ -105,3 +105,35 @@ def test_the_order_is_the_policys(
         ran += step.seq_ids
         scheduler.update(step)
     assert ran == expected
+
+
+def test_a_policy_that_says_not_now_is_asked_in_every_step() -> None:
+    """What a policy waits for need not show in the number of free blocks."""
+    asked = 0
+
+    class Later(FCFS):
+        def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+            nonlocal asked
+            asked += not is_alone
+            return 0 if is_alone or asked == 3 else None
+
+    manager = BlockManager(16, 2)
+    scheduler = Scheduler(manager, 100, 8, policy=Later(16))
+    sequences = []
+    for _ in range(2):
+        sequence = scheduler.new_sequence()
+        sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1, 2, 3], 3, True
+        scheduler.wake(sequence.group)
+        sequences.append(sequence)
+    rows = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        rows.append(step.num_seqs)
+        assert step.is_stalled == (step.num_seqs < 2)
+        scheduler.update(step)
+        first = sequences[0]
+        assert first.token_ids is not None
+        first.token_ids.append(4)
+        first.num_tokens += 1
+        scheduler.wake(first.group)
+    assert rows == [1, 1, 2]

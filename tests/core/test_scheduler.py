@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any
@@ -976,3 +977,32 @@ def test_a_step_costs_what_runs_not_what_waits() -> None:
             setup.scheduler.update(step)
         costs.append(calls.total() - before)
     assert costs[0] == costs[1] < 12 * 60
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (3,)])
+def test_drafts_that_are_taken_back(windows: tuple[int | None, ...]) -> None:
+    """Would break: windows given back that a sequence reads again behind its drafts, logits of too few of them."""
+    rng = random.Random(2)
+    manager = BlockManager(200, 4, windows=windows)
+    scheduler = Scheduler(manager, 64, 8)
+    sequence = scheduler.new_sequence()
+    known = list(range(10))
+    sequence.token_ids, sequence.num_tokens, sequence.is_wanted = known.copy(), 10, True
+    for _ in range(60):
+        drafts = [rng.randrange(50) for _ in range(rng.randrange(7))]
+        start = sequence.num_computed_tokens
+        scheduler.add_drafts(sequence, drafts)
+        batch = scheduler.schedule()
+        assert batch.chunks == [(sequence.seq_id, start, len(known) + len(drafts) - start)]
+        assert len(batch.logit_rows) == 1 + len(drafts)
+        scheduler.update(batch)
+        kept = rng.randint(0, len(drafts))
+        scheduler.settle_drafts(sequence, kept)
+        known += drafts[:kept]
+        assert sequence.token_ids == known and sequence.num_computed_tokens == len(known), "computed again"
+        manager.check_invariants()
+        for table, window in zip(manager.block_tables(sequence.seq_id), windows, strict=True):
+            assert window is None or sum(block >= 0 for block in table) <= -(-window // 4) + 1
+        known.append(rng.randrange(50))
+        scheduler.add_placeholder(sequence, -1)
+        scheduler.resolve_token(sequence, known[-1])

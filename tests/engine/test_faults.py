@@ -50,6 +50,7 @@ import hf_paged
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.engine.beam_request import BeamRequest
 from hf_paged.engine.sampled_request import SampledRequest
+from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.packed_forward import PackedForward
 
@@ -320,10 +321,11 @@ def test_ctrl_c_at_any_moment(pair: Pair) -> None:
     ("owner", "method", "given"),
     [
         (BeamRequest, "__init__", {"num_beams": 2}),
-        (PackedForward, "wanted_logits", {"prompt_lookup_num_tokens": 2}),
+        (PackedForward, "wanted_logits", {"logits_processor": [NextToken()]}),
+        (SpeculativeRequest, "__init__", {"prompt_lookup_num_tokens": 2}),
         (SampledRequest, "__init__", {}),
     ],
-    ids=["beams", "lookup", "rows"],
+    ids=["beams", "loop", "lookup", "rows"],
 )
 def test_ctrl_c_while_work_is_handed_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, given: dict[str, Any]

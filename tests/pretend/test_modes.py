@@ -133,11 +133,11 @@ MODES = {
     "threads": Mode(_threads, entries=3),
     "submit": Mode(_submit, entries=3),
 }
-READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss")  # mixtures of experts in float32: no graph can hold them
+# Mixtures of experts in float32: no graph can hold them.
+READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # Not served by Triton's kernels and graphs as they are: of two widths, of chunks; gemma3n's own code makes a tensor on
-# the host in each step.
-SERVED_OTHERWISE = ("gemma3n", "llama4", "mimo_v2_flash")
-SERVED_OTHERWISE += ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "longcat_flash", "youtu")  # latents
+# the host in each step, LongCat's experts read from the device.
+SERVED_OTHERWISE = ("gemma3n", "llama4", "mimo_v2_flash", "longcat_flash")
 PACKED = [name for name, model in MODELS.items() if model.runs_packed and name not in SERVED_OTHERWISE]
 
 

@@ -1,5 +1,6 @@
 """Every example runs offline, and says what it promises to show."""
 
+import json
 import os
 import re
 import subprocess
@@ -121,6 +122,32 @@ def test_every_example_is_tested():
     found = {path.name for path in EXAMPLES.glob("*.py")} - NOT_A_DEMONSTRATION
     tested = {f"{name.removeprefix('test_')}.py" for name in globals() if name.startswith("test_")}
     assert found == tested - {"every_example_is_tested.py"}
+
+
+@pytest.mark.slow
+def test_ray_serve():
+    """Would break: requests that begin alike go to replicas that have not seen their beginning."""
+    pytest.importorskip("ray", reason="Ray is not installed (hf-paged[ray])")
+    output = run_example("ray_serve.py")
+    assert "200 requests on 2 replicas" in output
+    assert "same tokens as one engine: True" in output
+    spread, one = map(float, re.findall(r"prefix hits of .*: ([\d.]+) %", output))
+    assert one > 50 and abs(spread - one) < 5
+
+
+@pytest.mark.slow
+def test_ray_data(tmp_path):
+    """Would break: a second run does again what the first has done, or leaves something out."""
+    pytest.importorskip("ray", reason="Ray is not installed (hf-paged[ray])")
+    answers = tmp_path / "answers"
+    output = run_example("ray_data.py", "--output", str(answers), "--limit", "20")
+    assert "20 prompts, 0 of them answered before" in output
+    before = {file: file.read_text() for file in answers.glob("*.json")}
+    output = run_example("ray_data.py", "--output", str(answers), "--limit", "36")
+    assert "36 prompts, 20 of them answered before" in output and "36 prompts answered" in output
+    assert all(file.read_text() == text for file, text in before.items())
+    rows = [json.loads(line) for file in answers.glob("*.json") for line in file.read_text().splitlines()]
+    assert sorted(row["id"] for row in rows) == list(range(36)) and all(row["answer"] for row in rows)
 
 
 def test_openai_client():

@@ -17,6 +17,8 @@ from hf_paged.kernels.layers import InputError
 class CPUBackend(TorchBackend):
     """The operations of `kernels/cpu.py`, and of `kernels/reference.py` for the rest."""
 
+    most_one_by_one = 16  # drafts, the end of a prompt: gathering what they see costs more than reading it again
+
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
         super().__init__(kv_cache, latent_dim)
         kernels = cpu.load(kv_cache.dtype, kv_cache.shape[5], latent_dim)

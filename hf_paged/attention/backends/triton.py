@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hf_paged.attention.backends.registry import Backend, PagedStep, PoolDescription, block_pairs, register
 from hf_paged.attention.decode_work import DecodeWork, WorkKind
+from hf_paged.attention.latent_step import LatentAttention
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import reference
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # Triton need not be installed for the other backends
     from hf_paged.kernels.ops import Partials
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_ROW = 768  # elements of a latent and a rotary key
 
 
 # Not on CPU, where its interpreter is there to test with: only who asks for it gets it.
@@ -33,6 +36,7 @@ class TritonBackend(Backend):
         from hf_paged.kernels import ops
 
         super().__init__(kv_cache, latent_dim)
+        self.reads_empty_slots = latent_dim is not None  # prompts of latents are expanded by torch
         self._ops: Any = ops
         self._partials = ops.Partials()
         self._recorded_partials = ops.Partials()  # not replaced when steps of other shapes need more
@@ -56,12 +60,11 @@ class TritonBackend(Backend):
                 return f"needs a CUDA or ROCm device, the model is on {device}"
         if pool.compute_dtype not in HALF_OR_SINGLE:
             return f"computes in float32 and half precision, the model is in {pool.compute_dtype}"
-        if pool.latent_dim is not None:
-            return "doesn't take latents"
         if pool.has_two_widths:
             return "takes keys and values of one width, this pool's differ"
-        if pool.head_dim > MAX_HEAD_DIM:
-            return f"takes head dims up to {MAX_HEAD_DIM}, the model has {pool.head_dim}"
+        most = MAX_HEAD_DIM if pool.latent_dim is None else MAX_LATENT_ROW
+        if pool.head_dim > most:
+            return f"takes head dims up to {most}, the model has {pool.head_dim}"
         return launch_failure(device) if device.type == "cuda" else None
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
@@ -101,7 +104,37 @@ class TritonStep:
         self._partials = partials
         self._scales = scales
 
+    @cached_property
+    def _latents(self) -> LatentAttention:
+        return LatentAttention(self._kv_cache, self._metadata, self._attend_rows)
+
+    def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
+        """See `LatentAttention`."""
+        assert params.maps is not None
+        ops, kv_cache, window, width = self._ops, self._kv_cache, params.sliding_window or 0, params.maps.latent_dim
+        tile, slots = ops.latent_plan(query, kv_cache, width)
+        work = metadata.decode_work(WorkKind(tile, slots, window))
+        return torch.ops.hf_paged.latent_attention(
+            query,
+            kv_cache,
+            params.layer,
+            width,
+            metadata.block_tables,
+            metadata.seq_lens,
+            work.items,
+            work.split,
+            work.max_parts,
+            params.scale,
+            window,
+            params.softcap or 0.0,
+            params.sinks,
+            self._partials.get(ops.partials_size(work.max_parts, query.shape[1], width), query.device),
+        )
+
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        if self._kv_cache.shape[2] == 1:
+            torch.ops.hf_paged.write_latents(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+            return
         self._ops.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping, self._scales)
 
     def attend(
@@ -132,6 +165,8 @@ class TritonStep:
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # as the model's own attention would
             query = query.to(torch.get_autocast_dtype(kind))
+        if params.maps is not None:
+            return self._latents.attend(query, params)
         ops, kv_cache, metadata = self._ops, self._kv_cache, self._metadata
         window, num_decodes = params.sliding_window or 0, metadata.num_decodes
         work: DecodeWork | None = None

@@ -1,0 +1,53 @@
+"""`Fitted`: a cost model of a machine that is here, fitted to steps that were measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from simulation import Work
+
+from hf_paged.core.sequence import SequenceGroup
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Seconds of a step, and what is added for each of what is in it."""
+
+    step: float
+    decode: float
+    prompt: float
+    kv: float
+    pair: float
+    transfer: float = 0.0  # nothing is swapped in the runs that it is for
+
+    @classmethod
+    def to(cls, steps: list[tuple[Work, float]]) -> Fitted:
+        """By least squares of the relative error, so that short steps count as much as long ones; none below zero."""
+        rows = np.array([_row(work) for work, _ in steps], dtype=float)
+        seconds = np.array([took for _, took in steps])
+        scaled = rows / seconds[:, None]
+        kept = list(range(rows.shape[1]))
+        while True:
+            found = np.linalg.lstsq(scaled[:, kept], np.ones(len(steps)), rcond=None)[0]
+            if (found >= 0).all():
+                break
+            del kept[int(found.argmin())]
+        values = dict(zip(kept, found.tolist()))
+        return cls(*(values.get(i, 0.0) for i in range(rows.shape[1])))
+
+    def seconds(self, work: Work) -> float:
+        values = self.step, self.decode, self.prompt, self.kv, self.pair
+        return sum(value * amount for value, amount in zip(values, _row(work)))
+
+    def prefers_swap(self, group: SequenceGroup) -> bool:
+        return False
+
+    def row(self) -> dict[str, Any]:
+        """In microseconds."""
+        return {name: float(f"{1e6 * value:.4g}") for name, value in asdict(self).items() if name != "transfer"}
+
+
+def _row(work: Work) -> tuple[int, int, int, int, int]:
+    return 1, work.decodes, work.prompt, work.kv, work.pairs

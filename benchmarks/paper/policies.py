@@ -1,0 +1,154 @@
+"""The systems that the paper compares, as policies of this engine's scheduler: only memory and batches differ.
+
+All run on the same scheduler, tables and costs. *Orca* reserves a contiguous run for each sequence when it is let in,
+for the model's context (Max), the prompt and the next power of two of the output (Pow2), or just what it will need
+(Oracle, which no real system knows). *FasterTransformer* does so too, for the context, and lets requests in a batch at
+a time: nothing joins until all of it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.policy import FCFS
+from hf_paged.core.sequence import SequenceGroup
+from paper.allocators import Allocator, Buddy, FirstFit
+
+Lengths = Callable[[int], tuple[int, int]]  # of a sequence: its prompt's, and its output's
+Make = Callable[[BlockManager, Lengths, int], FCFS]  # the last is the model's context
+
+
+class Reserved(FCFS):
+    """A sequence gets a run of neighbouring blocks when it is let in, and without one for each, its group waits.
+
+    Args:
+        manager: The tables.
+        allocator: Of runs.
+        tokens: How many to reserve for a sequence.
+    """
+
+    def __init__(self, manager: BlockManager, allocator: Allocator, tokens: Callable[[int], int]) -> None:
+        super().__init__(manager.pool.num_blocks)
+        self._manager, self._allocator, self._tokens = manager, allocator, tokens
+        self.runs: dict[int, range] = {}
+
+    def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+        self._collect()
+        got: list[int] = []
+        for sequence in group.sequences:
+            if sequence.seq_id in self.runs:
+                continue
+            run = self._allocator.allocate(-(-self._tokens(sequence.seq_id) // self._manager.block_size))
+            if run is None:
+                for seq_id in got:
+                    self._allocator.free(self.runs.pop(seq_id))
+                return None
+            self.runs[sequence.seq_id] = run
+            got.append(sequence.seq_id)
+        return 0
+
+    def blocks(self, requests: Sequence[tuple[int, int]]) -> list[int] | None:
+        chosen: list[int] = []
+        for seq_id, num_tokens in requests:
+            held = len(self._manager.blocks(seq_id))
+            chosen += self.runs[seq_id][held : held + self._manager.blocks_needed(seq_id, num_tokens)]
+        return chosen
+
+    def _collect(self) -> None:
+        """Gives back the runs of sequences that are gone."""
+        for seq_id in [seq_id for seq_id in self.runs if seq_id not in self._manager]:
+            self._allocator.free(self.runs.pop(seq_id))
+
+
+class Static(Reserved):
+    """Batches at request level: as many as find a run, and then none until all of these are gone.
+
+    Attributes:
+        batch: The groups of the batch.
+    """
+
+    def __init__(self, manager: BlockManager, allocator: Allocator, tokens: Callable[[int], int]) -> None:
+        super().__init__(manager, allocator, tokens)
+        self.batch: list[SequenceGroup] = []
+
+    def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+        if is_alone:
+            self.batch = []
+        if any(sequence.num_computed_tokens for member in self.batch for sequence in member.sequences):
+            return None
+        spare = super().spare(group, is_alone, is_forced)
+        if spare is not None:
+            self.batch.append(group)
+        return spare
+
+
+class ShortestFirst(FCFS):
+    """The request that will generate least comes first, were its length known."""
+
+    def __init__(self, num_blocks: int, lengths: Lengths) -> None:
+        super().__init__(num_blocks)
+        self._lengths = lengths
+        self._known: dict[int, int] = {}
+
+    def order(self, group: SequenceGroup) -> tuple[int, ...]:
+        # Known once and for all: an order must not change while its sequences end.
+        if group.arrival not in self._known and group.sequences:
+            self._known[group.arrival] = sum(self._lengths(group.sequences[0].seq_id))
+        return group.priority, self._known.get(group.arrival, 0), group.arrival
+
+
+@dataclass(frozen=True)
+class System:
+    """One of those compared.
+
+    Attributes:
+        name: In tables and legends.
+        color: In figures.
+        policy: Of tables, lengths and the model's context.
+        shares: Whether sequences share blocks: forks, copy-on-write, prefixes.
+        is_static: Whether batches stay as they are, padded.
+    """
+
+    name: str
+    color: str
+    policy: Make
+    shares: bool = False
+    is_static: bool = False
+
+
+def _reserved(
+    kind: type[Reserved], tokens: Callable[[int, int, int], int], allocator: Callable[[int], Allocator]
+) -> Make:
+    def make(manager: BlockManager, lengths: Lengths, context: int) -> FCFS:
+        return kind(manager, allocator(manager.pool.num_blocks), lambda seq_id: tokens(*lengths(seq_id), context))
+
+    return make
+
+
+def whole_context(prompt: int, output: int, context: int) -> int:
+    return context
+
+
+def power_of_two(prompt: int, output: int, context: int) -> int:
+    return min(prompt + (1 << (output - 1).bit_length()), context)
+
+
+def exact(prompt: int, output: int, context: int) -> int:
+    return prompt + output
+
+
+PAGED = System("hf_paged", "#0b6e4f", lambda manager, lengths, context: FCFS(manager.pool.num_blocks), shares=True)
+ORACLE = System("Orca (Oracle)", "#4c78a8", _reserved(Reserved, exact, Buddy))
+POW2 = System("Orca (Pow2)", "#e0913a", _reserved(Reserved, power_of_two, Buddy))
+MAX = System("Orca (Max)", "#c44e52", _reserved(Reserved, whole_context, Buddy))
+STATIC = System("FasterTransformer", "#7b5ea7", _reserved(Static, whole_context, Buddy), is_static=True)
+FIRST_FIT = System("Oracle, first fit", "#8aa9c8", _reserved(Reserved, exact, FirstFit))
+SHORTEST = System(
+    "hf_paged, shortest first",
+    "#5fb49c",
+    lambda manager, lengths, context: ShortestFirst(manager.pool.num_blocks, lengths),
+    shares=True,
+)
+SYSTEMS = (PAGED, ORACLE, POW2, MAX, STATIC)

@@ -1,0 +1,44 @@
+"""`DraftModel`: what rows may go on with, by another patched model, all of them in batched steps of its engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+KEPT = 0.8  # of what drafting has cost, beside the next time
+
+
+@dataclass(slots=True)
+class DraftModel:
+    """Greedy calls of a draft model. What it has computed of a row it finds in its prefix cache.
+
+    Attributes:
+        generate: Runs a call of left-padded ids, padding, and criteria on the draft model's engine, to its end.
+        num_tokens: Drafts at most.
+        adapts: There may be fewer, where more don't pay.
+        seconds: That a draft of each row costs, as measured.
+    """
+
+    generate: Callable[[Tensor, list[int], LogitsProcessorList, StoppingCriteriaList], list[list[int]]]
+    num_tokens: int
+    adapts: bool
+    seconds: float = 0.0
+
+    def drafts(self, rows: list[list[int]], most: list[int]) -> list[list[int]]:
+        """What each of these rows of ids goes on with, up to so many tokens. Waits for it."""
+        started = time.perf_counter()
+        width, longest = max(map(len, rows)), max(most)
+        padding = [width - len(row) for row in rows]
+        ids = torch.zeros(len(rows), width, dtype=torch.int64, device="cpu")
+        for index, row in enumerate(rows):
+            ids[index, padding[index] :] = torch.tensor(row, device="cpu")
+        criteria = StoppingCriteriaList([MaxLengthCriteria(width + longest)])
+        found = self.generate(ids, padding, LogitsProcessorList(), criteria)
+        took = (time.perf_counter() - started) / longest
+        self.seconds = KEPT * self.seconds + (1 - KEPT) * took if self.seconds else took
+        return [own[:count] for own, count in zip(found, most, strict=True)]

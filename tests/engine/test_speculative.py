@@ -1,0 +1,392 @@
+"""Drafts that the engine verifies: the tokens without them, whatever shares their steps; alone, stock's draws too."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PATIENCE, Pair, join, logged_messages
+from models import PAD, VOCAB, build, name_of, ragged_batch, random_ids
+from test_engine import settle
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteriaList,
+    TopPLogitsWarper,
+)
+from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import hf_paged
+from hf_paged.api.routing import LoopCall, _draft_model
+from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.engine.draft_budget import RowBudget, StepCosts
+from hf_paged.engine.speculative_request import SpeculativeRequest
+from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
+from hf_paged.sampling.random import DraftNoise
+
+MakePair = Callable[..., Pair]
+
+LOOKUP = {"prompt_lookup_num_tokens": 3}
+SOME_EOS = list(range(2, 14))
+REPEATS = {"repetition_penalty": 0.6}  # text that repeats itself: drafts are right
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "recompute": {"num_blocks": 26, "block_size": 4, "preemption": "recompute", "enable_prefix_caching": False},
+    "swap": {"num_blocks": 26, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
+    "few_rows": {"max_num_seqs": 3},
+    "few_tokens": {"max_num_batched_tokens": 5, "use_async_batching": True},
+    "blocks_of_1": {"block_size": 1, "num_blocks": 600},
+}
+
+
+@pytest.fixture
+def speculated(monkeypatch: pytest.MonkeyPatch) -> list[SpeculativeRequest]:
+    """The calls whose drafts the engine has verified."""
+    found: list[SpeculativeRequest] = []
+    original = SpeculativeRequest.__init__
+
+    def noting(self: SpeculativeRequest, *args: Any) -> None:
+        original(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(SpeculativeRequest, "__init__", noting)
+    return found
+
+
+@pytest.fixture
+def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have now more and now fewer drafts, whatever pays."""
+    rng = random.Random(1)
+    monkeypatch.setattr(RowBudget, "most", lambda self, *_: rng.randint(0, self.limit))
+
+
+def repeating(length: int, seed: int = 0) -> Tensor:
+    """A prompt with much to look up."""
+    return random_ids(1, 5, seed=seed).repeat(1, -(-length // 5))[:, :length]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "best": {},
+    "best_repeating": REPEATS,
+    "best_ends": {"eos_token_id": SOME_EOS, "min_new_tokens": 3},
+    "drawn": {"do_sample": True},
+    "drawn_sharply": {"do_sample": True, "temperature": 0.3, "top_k": 0},
+    # The first tokens of the vocabulary are no drafts: transformers asks its processors about equal scores.
+    "drawn_from_the_top": {"do_sample": True, "top_p": 0.6, "temperature": 0.4},
+    "drawn_repeating": {"do_sample": True, "temperature": 0.5, "top_k": 0} | REPEATS,
+    "drawn_ends": {"do_sample": True, "temperature": 0.3, "eos_token_id": SOME_EOS, "min_new_tokens": 4},
+    "drawn_without_repeats": {"do_sample": True, "no_repeat_ngram_size": 3, "temperature": 0.4},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", SETTINGS)
+def test_alone(make_pair: MakePair, speculated: list[SpeculativeRequest], name: str) -> None:
+    """Would break: another draft than stock's, which draws for each; a draft forbidden there, allowed here."""
+    num_calls = 0
+    pair = make_pair()
+    for num_tokens, ngram, new in ((1, None, 1), (3, 2, 2), (3, 1, 30), (8, 3, 30)):
+        given = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": ngram, "max_new_tokens": new}
+        given = {"pad_token_id": PAD, "input_ids": repeating(14), "eos_token_id": None} | given
+        pair.generate(**given | SETTINGS[name])
+        num_calls += 1
+    assert len(speculated) == num_calls
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", ["best_repeating", "drawn_repeating"])
+@pytest.mark.usefixtures("any_budget")
+def test_alone_in_any_pool(make_pair: MakePair, pool: str, name: str) -> None:
+    """Would break: drafts whose logits come in several steps, which are cut off with blocks or with part of one."""
+    pair = make_pair(**POOLS[pool])
+    pair.generate(input_ids=repeating(14), max_new_tokens=40, pad_token_id=PAD, **LOOKUP, **SETTINGS[name])
+    assert pair.delta["num_accepted_tokens"] > 4, "the test is too easy"
+
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ends": {"eos_token_id": SOME_EOS},
+    "fewer_ends": {"eos_token_id": SOME_EOS, "min_new_tokens": 6},
+    "no_repeats": {"no_repeat_ngram_size": 4},
+    "without_padding": {"lengths": (15, 15, 15)} | REPEATS,
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(make_pair: MakePair, speculated: list[SpeculativeRequest], model: str, name: str) -> None:
+    """Would break: a row's draft taken for another's; stock raises, so the tokens are those without drafts."""
+    given = dict(BATCHES[name])
+    batch = ragged_batch(given.pop("lengths", (21, 14, 9, 2)))
+    for row, tokens in enumerate(batch["input_ids"]):
+        tokens[-9:] = tokens[-3:].repeat(3) if row != 3 else tokens[-9:]
+    pair = make_pair(model, block_size=2)
+    given |= {"max_new_tokens": 30, "pad_token_id": PAD}
+    expected = pair.stock.generate(**batch, **given)
+    assert torch.equal(pair.paged.generate(**batch, **given, **LOOKUP), expected)
+    assert len(speculated) == 1
+    assert pair.engine.check_invariants() is None
+
+
+def test_what_a_batch_does_without(pair: Pair, speculated: list[SpeculativeRequest]) -> None:
+    """Would break: an error about batches from stock's loop, or silence about drafts that are left out."""
+    given = ragged_batch() | {"max_new_tokens": 6, "pad_token_id": PAD}
+    more = {"return_dict_in_generate": True, "output_scores": True}
+    expected, _ = pair.generate(**given, **more)
+    with logged_messages() as messages:
+        found = pair.paged.generate(**given, **more, **LOOKUP)
+    assert any("prompt_lookup_num_tokens is left out" in text for _, text in messages), messages
+    assert torch.equal(found.sequences, expected.sequences)
+    assert not speculated
+
+
+def test_rows_draw_by_themselves(pair: Pair) -> None:
+    """Would break: draws that depend on what else is in the batch, or that are the same in all rows."""
+    ids, given = (
+        repeating(12),
+        {"do_sample": True, "max_new_tokens": 20, "pad_token_id": PAD, "eos_token_id": None, **LOOKUP},
+    )
+    torch.manual_seed(5)
+    alone = pair.paged.generate(ids, **given)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    both = pair.paged.generate(ids.repeat(2, 1), **given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(both[:1], alone) and not torch.equal(both[1:], alone)
+    torch.manual_seed(5)
+    assert torch.equal(pair.paged.generate(ids.repeat(2, 1), **given), both)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.usefixtures("any_budget")
+def test_beside_each_other(make_pair: MakePair, speculated: list[SpeculativeRequest], pool: str) -> None:
+    """Would break: rows preempted between their logits and their tokens, drafts of one step taken for the next's."""
+    pair = make_pair(**POOLS[pool])
+    jobs: list[dict[str, Any]] = []
+    for index in range(10):
+        given = {"input_ids": repeating(5 + 2 * (index % 5), seed=index), "max_new_tokens": 4 + 2 * index}
+        given |= {"eos_token_id": [[2, 3], SOME_EOS, None][index % 3], "pad_token_id": PAD}
+        given |= REPEATS if index % 2 else {"no_repeat_ngram_size": 5} if index % 4 else {}
+        jobs.append(given)
+    expected = [pair.stock.generate(**given)[0, given["input_ids"].shape[1] :].tolist() for given in jobs]
+    pair.engine.pause()
+    requests = [pair.engine.submit(**given, **({} if index % 5 == 4 else LOOKUP)) for index, given in enumerate(jobs)]
+    pair.engine.resume()
+    assert [request.result(PATIENCE).token_ids for request in requests] == expected
+    assert len(speculated) == 8
+    if pool in ("recompute", "swap"):
+        assert pair.engine.stats().num_preemptions > 0, "the test is too easy"
+    settle(pair)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"seed": 3, "do_sample": True, "temperature": 0.3}], ids=name_of)
+def test_requests(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: tokens of a step streamed out of order, logprobs of drafts that were wrong."""
+    given = {"max_new_tokens": 30, "eos_token_id": None, **REPEATS, **LOOKUP} | arguments
+    generated = {name: value for name, value in given.items() if name != "seed"}
+    torch.manual_seed(3)
+    expected = pair.stock.generate(repeating(14), **generated, pad_token_id=PAD)[0, 14:].tolist()
+    request = pair.engine.submit(repeating(14)[0], **given, logprobs=2, logprobs_mode="processed", pad_token_id=PAD)
+    assert list(request) == expected
+    output = request.result()
+    assert output.token_ids == expected and output.finish_reason == "length"
+    assert output.logprobs is not None and [said.token_id for said in output.logprobs[0]] == expected
+    settle(pair)
+
+
+def test_cancelled_requests(pair: Pair) -> None:
+    """Would break: blocks of drafts that were on their way when their row ended."""
+    requests = [
+        pair.engine.submit(repeating(14, seed=seed)[0], max_new_tokens=200, eos_token_id=None, **LOOKUP)
+        for seed in range(4)
+    ]
+    for request in requests:
+        next(iter(request))
+        request.cancel()
+    assert {request.result().finish_reason for request in requests} == {"cancelled"}
+    settle(pair)
+
+
+def test_a_model_of_few_positions(make_pair: MakePair) -> None:
+    """Would break: a draft at a position that the model's table doesn't have, which stock tries."""
+    pair = make_pair("gpt2", num_blocks=400)
+    room = int(pair.stock.config.n_positions)
+    ids = repeating(room - 6)
+    given = {"max_length": room, "eos_token_id": None, "pad_token_id": PAD} | REPEATS
+    expected = pair.stock.generate(ids, **given)
+    assert torch.equal(pair.paged.generate(ids, **given, **LOOKUP), expected)
+
+
+@pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 0}, {**LOOKUP, "max_matching_ngram_size": -1}])
+def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
+    """Would break: stock's words about them, for a batch as for one prompt."""
+    for rows in (1, 2):
+        with pytest.raises(ValueError, match="Invalid max_matching_ngram_size or num_output_tokens"):
+            pair.paged.generate(random_ids(rows, 5), max_new_tokens=5, **arguments)
+    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
+        pair.paged.generate(random_ids(1, 5), do_sample=True, num_return_sequences=2, max_new_tokens=5, **LOOKUP)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["the_same", "another", "one_that_fails"])
+def test_a_draft_model(make_pair: MakePair, speculated: list[SpeculativeRequest], kind: str) -> None:
+    """Would break: drafts of one row for another, a draft model's error that hangs its caller, blocks left in pools."""
+    pair = make_pair()
+    model = copy.deepcopy(pair.stock) if kind == "the_same" else build("llama", layers=1, seed=9)
+    draft = hf_paged.patch(model, block_size=2, num_blocks=200)
+    draft.generation_config.num_assistant_tokens = 4
+    given = ragged_batch((21, 14, 9, 2)) | {"max_new_tokens": 30, "pad_token_id": PAD, "eos_token_id": SOME_EOS}
+    given["min_new_tokens"] = 9
+    expected = pair.stock.generate(**given)
+    if kind == "one_that_fails":
+
+        def boom(*_: Any) -> None:
+            raise OSError("boom")
+
+        draft.model.layers[0].register_forward_pre_hook(hf_paged.packed_hook(boom))
+        with pytest.raises(OSError, match="boom"):
+            pair.paged.generate(**given, assistant_model=draft)
+    else:
+        assert torch.equal(pair.paged.generate(**given, assistant_model=draft), expected)
+        stats = pair.engine.stats()
+        assert stats.num_draft_tokens > 0
+        if kind == "the_same":
+            assert stats.num_accepted_tokens >= 0.8 * stats.num_draft_tokens
+    assert torch.equal(pair.paged.generate(**given), expected)
+    assert len(speculated) == 1
+    settle(pair)
+    assert draft.paged.stats().num_running == 0
+
+
+def test_draft_models_of_two_models(make_pair: MakePair) -> None:
+    """Would break: callers whose steps wait for a draft model that other callers are busy with."""
+    pair = make_pair()
+    draft = hf_paged.patch(build("llama", layers=1, seed=9), block_size=2)
+    given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 12, "pad_token_id": PAD}
+    expected = [model.generate(**given).tolist() for model in (pair.stock, draft)]
+    found: list[tuple[int, Any]] = []
+
+    def work(index: int) -> None:
+        more = {"assistant_model": draft} if index % 2 == 0 else {}
+        model = draft if index % 2 else pair.paged
+        found.append((index % 2, model.generate(**given, **more).tolist()))
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    join(*threads, seconds=3 * PATIENCE)
+    assert len(found) == 6 and all(tokens == expected[index] for index, tokens in found)
+
+
+def test_models_that_assist_each_other(pair: Pair) -> None:
+    """Would break: two loops each of which waits for the other's steps."""
+    other = hf_paged.patch(build("llama", layers=1, seed=9), block_size=2)
+    given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 200, "pad_token_id": PAD, "eos_token_id": None}
+    errors: list[Exception] = []
+
+    @hf_paged.packed_hook
+    def ask(*_: Any) -> None:
+        if not errors:
+            try:
+                _draft_model(other, call)
+            except UnsupportedCallError as error:
+                errors.append(error)
+
+    config = copy.deepcopy(other.generation_config)
+    config.update(max_length=99, prompt_lookup_num_tokens=None)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
+    call = LoopCall(given["input_ids"], LogitsProcessorList(), criteria, config, {"assistant_model": pair.paged}, True)
+    other.model.layers[0].register_forward_pre_hook(ask)
+    pair.paged.generate(**given | {"max_new_tokens": 6}, assistant_model=other)
+    assert errors and "is itself assisted" in str(errors[0])
+
+
+def simulate(budget: RowBudget, costs: StepCosts, seconds: Callable[[int], float], right: float, rows: int) -> float:
+    """Tokens a second of `rows` rows whose drafts are right so often, in times of those without drafts."""
+    rng, total, tokens = random.Random(4), 0.0, 0
+    for _ in range(400):
+        count = budget.most(costs)
+        accepted = next((n for n in range(count) if rng.random() >= right), count)
+        budget.note(count, accepted, accepted + 1)
+        took = seconds(rows * (1 + count)) * rng.uniform(0.9, 1.1)
+        costs.note(rows, rows * (1 + count), took)
+        total, tokens = total + took, tokens + accepted + 1
+    return tokens / total * seconds(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_budgets(rows: int) -> None:
+    """Would break: drafts that don't pay, none where they would, no way back from none."""
+
+    def bound(num_tokens: int) -> float:  # by computing, but for what each step costs anyway
+        return 1.0 + 0.1 * num_tokens
+
+    assert simulate(RowBudget(5), StepCosts(), bound, 0.0, rows) > 0.95
+    assert simulate(RowBudget(5), StepCosts(), bound, 0.9, rows) > (2.4 if rows == 1 else 1.1)
+    budget, costs = RowBudget(5), StepCosts()
+    simulate(budget, costs, bound, 0.0, rows)
+    assert simulate(budget, costs, bound, 0.9, rows) > (2.0 if rows == 1 else 1.05)
+
+
+PROCESSORS: list[list[Any]] = [
+    [],
+    [TopPLogitsWarper(0.5)],
+    [RepetitionPenaltyLogitsProcessor(0.7), TopPLogitsWarper(0.1)],
+    [NoRepeatNGramLogitsProcessor(3), MinNewTokensLengthLogitsProcessor(4, 9, [2, 3], device="cpu")],
+]
+
+
+@pytest.mark.parametrize("processors", PROCESSORS, ids=lambda own: str(len(own)))
+def test_lookup(processors: list[Any]) -> None:
+    """Would break: any rule of stock's search: the first place, shorter runs, ends, forbidden drafts, the length."""
+    rng = random.Random(len(processors))
+    num_found = 0
+    for _ in range(300):
+        length, alphabet = rng.randint(1, 30), rng.randint(1, 6)
+        ids = [rng.randrange(alphabet) * 7 + 2 for _ in range(length)]
+        num_tokens, ngram, more = rng.randint(1, 6), rng.randint(1, 4), rng.randint(1, 6)
+        eos = tuple({rng.randrange(alphabet) * 7 + 2} if rng.random() < 0.3 else ())
+        settings = LookupSettings(num_tokens, ngram, length + more, VOCAB, eos)
+        rules = LookupRules(settings, processors, torch.device("cpu"))
+        cut = rng.randint(1, length)
+        lookup = PromptLookup(settings, ids[:cut], rules if processors else None)
+        lookup.append(ids[cut:])
+        stock = PromptLookupCandidateGenerator(
+            eos_token_id=torch.tensor(eos) if eos else None,
+            num_output_tokens=num_tokens,
+            max_matching_ngram_size=ngram,
+            max_length=length + more,
+            logits_processor=LogitsProcessorList(processors),
+            vocab_size=VOCAB,
+        )
+        expected = stock.get_candidates(torch.tensor([ids]))[0][0, length:].tolist()
+        assert lookup.drafts() == expected
+        num_found += bool(expected)
+    assert num_found > 30
+
+
+def test_noise_of_a_step() -> None:
+    """Would break: numbers drawn anew when they are asked for again, or other ones than torch.multinomial's."""
+    probs = torch.rand(4, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    generator = torch.Generator().manual_seed(3)
+    noise = DraftNoise(generator, 2)
+    noise.expect(0, 7, 4)
+    noise.expect(1, 2, 1)
+    found = noise.rows([7, 8, 2, 9, 10], [0, 0, 1, 0, 0], probs)
+    assert torch.equal(noise.rows([9], [0], probs), found[3:4])
+    expected = torch.Generator().manual_seed(3)
+    tokens = torch.multinomial(probs, 1, generator=expected)[:, 0]
+    assert torch.equal((probs / found[np.array([0, 1, 3, 4])]).argmax(-1), tokens)
+    assert torch.equal(generator.get_state(), expected.get_state())

@@ -1,6 +1,7 @@
 """Users who stream over HTTP, beside the same requests through `model.paged.generate` in process.
 
     python benchmarks/serve.py --out /tmp/results
+    python benchmarks/serve.py --random --users 64 --new-tokens 64 --reps 5      # a random Llama of 125M parameters
     python benchmarks/serve.py --model NAME_OR_PATH --users 64 --new-tokens 128 --reps 5
 
 The server runs in this process, its users in one of their own, so the cores are shared. Both ways generate greedily,
@@ -30,7 +31,7 @@ import httpx
 import torch
 from common import versions
 from threads import make_prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import hf_paged
 from hf_paged.server.run import make_server
@@ -87,13 +88,16 @@ def in_process(engine: hf_paged.Engine, prompts: list[list[int]], new_tokens: in
 
 def other_clients(url: str, model: str, num_users: int, new_tokens: int) -> dict[str, str]:
     """What the benchmark clients that are installed print."""
-    tokens = f"prompt_tokens=32,output_tokens={new_tokens}"
     commands = {
         "vllm": ["vllm", "bench", "serve", "--base-url", url, "--model", NAME, "--tokenizer", model, "--dataset-name",
                  "random", "--random-input-len", "32", "--random-output-len", str(new_tokens), "--ignore-eos",
                  "--num-prompts", str(num_users), "--max-concurrency", str(num_users)],
-        "guidellm": ["guidellm", "benchmark", "--target", url, "--rate-type", "concurrent", "--rate", str(num_users),
-                     "--max-requests", str(num_users), "--data", tokens, "--processor", model],
+        "guidellm": ["guidellm", "run", "--backend", f"kind=openai_http,target={url},model={NAME}",
+                     "--profile", f"kind=concurrent,streams={num_users}",
+                     "--constraint", f"kind=max_requests,count={2 * num_users}",
+                     "--tokenizer", f"kind=huggingface_auto,model={model}",
+                     "--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={new_tokens}",
+                     "--output", "kind=console", "--disable-progress"],
     }  # fmt: skip
     found = {}
     for name, command in commands.items():
@@ -103,10 +107,21 @@ def other_clients(url: str, model: str, num_users: int, new_tokens: int) -> dict
     return found
 
 
+def random_llama() -> Any:
+    """About 125M parameters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50304, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 def main() -> None:
     tiny = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(tiny), help="name or folder; default: the embedded one")
+    parser.add_argument("--random", action="store_true", help="random weights: a Llama of 125M, with that tokenizer")
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--reps", type=int, default=3)
@@ -115,7 +130,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    model = hf_paged.patch(AutoModelForCausalLM.from_pretrained(given.model).eval())
+    model = hf_paged.patch(random_llama() if given.random else AutoModelForCausalLM.from_pretrained(given.model).eval())
     prompts = [prompt[0].tolist() for prompt in make_prompts(tokenizer, given.users)]
     server = make_server(model, tokenizer, ServerSettings(model_name=NAME), "127.0.0.1", 0, 10)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -138,7 +153,13 @@ def main() -> None:
     others = other_clients(url, given.model, given.users, given.new_tokens)
     server.should_exit = True
     thread.join()
-    report = figures | {"server_share": share, "users": given.users, "new_tokens": given.new_tokens, "others": others}
+    report = figures | {
+        "server_share": share,
+        "random": given.random,
+        "users": given.users,
+        "new_tokens": given.new_tokens,
+        "others": others,
+    }
     for way in runs:
         print(f"{way}: {figures[way]['tokens_per_second']:,.0f} tokens/s")
     print(f"server / in process: {share:.2f}; first token {figures['server']['first_token_seconds']:.3f} s")

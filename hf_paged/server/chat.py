@@ -100,7 +100,8 @@ class _Answer:
 
     def _event(self, index: int, delta: dict[str, Any], said: Any, reason: str | None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": reason}
-        return event(self._head | {"choices": [choice]})
+        usage = {"usage": self._generation.usage} if self._body.counts_on else {}
+        return event(self._head | {"choices": [choice]} | usage)
 
     def _said(self, logprobs: Any) -> dict[str, Any] | None:
         return self._serving.names.chat(logprobs) if self._body.logprobs and logprobs else None

@@ -70,10 +70,14 @@ class _Answer:
             echo = self._echo(index)
             lengths[index] = len(echo)
             if self._body.echo:
-                yield event(self._head | {"choices": [self._choice(index, echo, self._said_of_prompt(index), None)]})
+                yield self._event(self._choice(index, echo, self._said_of_prompt(index), None))
         said = self._said(delta.logprobs, lengths[index])
         lengths[index] += len(delta.text)
-        yield event(self._head | {"choices": [self._choice(index, delta.text, said, delta.finish_reason)]})
+        yield self._event(self._choice(index, delta.text, said, delta.finish_reason))
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        usage = {"usage": self._generation.usage} if self._body.counts_on else {}
+        return event(self._head | {"choices": [choice]} | usage)
 
     def _choice(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}

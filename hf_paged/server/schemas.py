@@ -27,9 +27,11 @@ class StreamOptions(Body):
 
     Attributes:
         include_usage: A last event says how many tokens there were.
+        continuous_usage_stats: Each event says how many there are.
     """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -129,6 +131,11 @@ class SamplingBody(Body):
     def stops(self) -> list[str]:
         """Its stop strings."""
         return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether each event of its stream is to say how many tokens there are."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -247,6 +247,17 @@ def test_a_chat(served: Served) -> None:
     assert again.choices[0].message.content == reply.choices[0].message.content
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_that_is_counted_on(served: Served, path: str) -> None:
+    """As vLLM's clients ask for it."""
+    given = {"max_tokens": NEW, "ignore_eos": True, "n": 2}
+    events = streamed(served, path, stream_options={"include_usage": True, "continuous_usage_stats": True}, **given)[1]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 2 * NEW and len(set(counts)) > 2
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+    assert not any("usage" in event for event in streamed(served, path, **given)[1])
+
+
 def test_tokens_and_models(served: Served) -> None:
     ids = tiny_tokenizer()(PROMPT)["input_ids"]
     assert served.post("/tokenize", {"prompt": PROMPT}).json()["tokens"] == ids

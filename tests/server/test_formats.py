@@ -14,6 +14,12 @@ from serving import Served, serving
 
 from hf_paged.server.settings import ServerSettings
 
+jsonschema: Any
+try:
+    import jsonschema
+except ImportError:
+    jsonschema = None  # it looks at the texts, too, where it is installed
+
 pytestmark = pytest.mark.timeout(300)
 PATH = "/v1/chat/completions"
 HUGE = "(" * 10 + "a" + "{99})" * 10
@@ -28,8 +34,10 @@ def served() -> Iterator[Served]:
 
 def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     """A random schema, of every kind that is common."""
-    kinds = ["integer", "number", "boolean", "null", "enum", "const", "string", "pattern", "format"]
-    kind = rng.choice(kinds + ["object", "array", "anyOf"] * (2 if depth < 2 else 0) + ["ref"] * 2 * (depth == 0))
+    kinds = ["integer", "open", "steps", "number", "boolean", "null", "enum", "const", "string", "pattern", "format"]
+    kind = rng.choice(
+        kinds + ["object", "array", "tuple", "anyOf"] * (2 if depth < 2 else 0) + ["ref", "tree"] * 2 * (depth == 0)
+    )
     low = rng.randint(-50, 50)
     words = rng.sample(["red", "king", "\u00e9t\u00e9", 'a"b', "7", "x\\y"], 3)
     if kind == "object":
@@ -39,6 +47,8 @@ def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     return {
         "integer": {"type": "integer", "minimum": low, "maximum": low + rng.choice([1, 9, 1000])},
+        "open": {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + rng.choice([2, 30])},
+        "steps": {"type": "integer", "multipleOf": rng.randint(2, 9), "minimum": 0, "maximum": 90},
         "number": {"type": "number", "minimum": low, "maximum": low + 10},
         "boolean": {"type": "boolean"},
         "null": {"type": "null"},
@@ -48,6 +58,12 @@ def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         "pattern": {"type": "string", "pattern": rng.choice(["^[a-c]{2,4}$", "^[0-9]{3}-[0-9]{2}$", "^(a|bb)c?$"])},
         "format": {"type": "string", "format": rng.choice(["date", "time", "uuid", "ipv4"])},
         "array": lambda: {"type": "array", "items": schema_of(rng, depth + 1), "minItems": 1, "maxItems": 3},
+        "tuple": lambda: {"type": "array", "prefixItems": [schema_of(rng, depth + 1), schema_of(rng, 2)],
+                          "minItems": 2, "maxItems": 2},
+        "tree": {"$defs": {"one": {"anyOf": [{"type": "null"}, {
+            "type": "object", "properties": {"value": {"type": "integer", "minimum": 0, "maximum": 9},
+                                             "next": {"$ref": "#/$defs/one"}},
+            "required": ["value", "next"], "additionalProperties": False}]}}, "$ref": "#/$defs/one"},
         "anyOf": lambda: {"anyOf": [schema_of(rng, depth + 1), schema_of(rng, depth + 1)]},
         "ref": lambda: {"$defs": {"one": schema_of(rng, 2)}, "type": "array", "items": {"$ref": "#/$defs/one"},
                         "maxItems": 2, "minItems": 2},
@@ -73,16 +89,20 @@ def is_valid(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
     kind = schema["type"]
     if kind in ("integer", "number"):
         is_number = isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
-        return is_number and schema["minimum"] <= value <= schema["maximum"]
+        low = schema.get("minimum", schema.get("exclusiveMinimum", -1) + 1)
+        high = schema.get("maximum", schema.get("exclusiveMaximum", 1) - 1)
+        return is_number and low <= value <= high and value % schema.get("multipleOf", value or 1) == 0
     if kind == "string":
         pattern = schema.get("pattern") or FORMAT_PATTERNS.get(schema.get("format", ""), "(?s).*")
         length = len(value) if isinstance(value, str) else -1
-        return schema.get("minLength", 0) <= length <= schema.get("maxLength", 99) and bool(
+        return schema.get("minLength", 0) <= length <= schema.get("maxLength", length) and bool(
             re.fullmatch(pattern, value)
         )
     if kind == "array":
         items = value if isinstance(value, list) else []
         own = schema if "$defs" in schema else root
+        if "prefixItems" in schema:
+            return len(items) == 2 and all(map(is_valid, items, schema["prefixItems"], [root] * 2))
         return schema["minItems"] <= len(items) <= schema["maxItems"] and all(
             is_valid(item, schema["items"], own) for item in items
         )
@@ -126,6 +146,10 @@ def check_schemas(served: Served, count: int) -> None:
                     num_ended += 1
                     value = json.loads(choice["message"]["content"])
                     assert is_valid(value, schema, schema), (value, schema)
+                    assert jsonschema is None or jsonschema.Draft202012Validator(schema).is_valid(value), (
+                        value,
+                        schema,
+                    )
     assert num_ended > 0.8 * count
 
 
@@ -143,6 +167,7 @@ def test_schemas(served: Served) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_thousand_schemas(served: Served) -> None:
     check_schemas(served, 1000)
 

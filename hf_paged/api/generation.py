@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from hf_paged.api.batch_methods import PagedBatchMixin
+from hf_paged.api.drafting import can_do_without_drafts
+from hf_paged.api.loop_call import LoopCall
 from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_rows
 from hf_paged.api.routing import (
     ENGINE,
-    LoopCall,
-    can_do_without_drafts,
     engine_call,
     fall_back,
     rows_may_leave,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 
-from hf_paged.api.routing import LoopCall, fall_back
+from hf_paged.api.loop_call import LoopCall
+from hf_paged.api.routing import fall_back
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_request import EngineRequest

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig
 from transformers.utils import logging
 
+from hf_paged.api.drafting import ASSISTED_ARGUMENTS, draft_model_of, lookup_settings
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
-from hf_paged.attention.cache import PagedCache
+from hf_paged.api.loop_call import LoopCall
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
-from hf_paged.engine.decoding_loop import CACHE_SALT, salted
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import WANTS_LOGPROBS
@@ -30,14 +29,12 @@ from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.lookup import LookupSettings
-from hf_paged.sampling.processors import RowEnds, are_row_wise, ends_together, pads_finished, take_any_rows
+from hf_paged.sampling.processors import RowEnds, ends_together, pads_finished, take_any_rows
 from hf_paged.sampling.random import DRAWS
 
 logger = logging.get_logger(__name__)
 
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
-# Of `_assisted_decoding` alone; prompt lookup has no use for them.
-ASSISTED_ARGUMENTS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 
 
 def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:
@@ -95,47 +92,6 @@ def fall_back(config: PagedConfig, reason: str) -> None:
     logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
 
 
-@dataclass(slots=True)
-class LoopCall:
-    """One of transformers' decoding loops, about to begin.
-
-    Attributes:
-        input_ids: `[rows, width]`.
-        processors: Logits processors.
-        criteria: Stopping criteria.
-        generation_config: Prepared.
-        others: The loop's other arguments, `past_key_values` among them.
-        is_assisted: It is the one that verifies candidates.
-    """
-
-    input_ids: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    generation_config: GenerationConfig
-    others: dict[str, Any]
-    is_assisted: bool = False
-
-    @property
-    def cache(self) -> PagedCache | None:
-        """Its cache, if that is a paged one."""
-        caches = (self.others.get(name) for name in CACHE_ARGUMENTS)
-        return next((cache for cache in caches if isinstance(cache, PagedCache)), None)
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The arguments but for the ids, by name."""
-        return self.others | {
-            "logits_processor": self.processors,
-            "stopping_criteria": self.criteria,
-            "generation_config": self.generation_config,
-        }
-
-    @property
-    def is_row_wise(self) -> bool:
-        """Whether no processor or criterion looks at more than one row, or is the caller's own."""
-        return are_row_wise((*self.processors, *self.criteria))
-
-
 def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall | None:
     """The call as rows for the engine to sample, or as beams for it to search; `None`: it may differ from stock's loop.
 
@@ -148,7 +104,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
     kwargs, lookup, draft_model = call.others, None, None
     if call.is_assisted:
-        lookup, draft_model = _lookup_settings(model, call), _draft_model(model, call)
+        lookup, draft_model = lookup_settings(model, call), draft_model_of(model, call)
         if lookup is None and draft_model is None:
             return None
     if call.cache is None or not (
@@ -256,104 +212,6 @@ def _fan_out(generation_config: GenerationConfig) -> int:
     """Rows of each prompt."""
     num_beams: int = generation_config.num_beams or 1
     return num_beams if num_beams > 1 else generation_config.num_return_sequences or 1
-
-
-def _lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
-    """How the engine is to look up drafts; `None`: they come from elsewhere, or transformers' loop has to.
-
-    Raises:
-        ValueError: A number of tokens below 1.
-    """
-    config, ends = call.generation_config, RowEnds.of(call.criteria)
-    if (
-        config.prompt_lookup_num_tokens is None
-        or config.assistant_early_exit is not None
-        or getattr(config, "assistant_ensemble_weight", None) is not None
-        or ends.max_length != config.max_length
-        # transformers looks at other criteria behind the tokens of a step only.
-        or (ends.others is not None and len(call.input_ids) == 1)
-        or model.paged.traits.states  # which don't go back
-    ):
-        return None
-    eos = config._eos_token_tensor
-    return LookupSettings(
-        num_tokens=config.prompt_lookup_num_tokens,
-        max_ngram=config.max_matching_ngram_size or 2,
-        max_length=config.max_length,
-        vocab_size=model.config.get_text_config().vocab_size,
-        eos=() if eos is None else tuple(eos.reshape(-1).tolist()),
-        # Draws, and what a streamer is given at once, follow from how many drafts there are.
-        adapts=not config.do_sample and call.others.get("streamer") is None,
-    )
-
-
-def _draft_model(model: Any, call: LoopCall) -> DraftModel | None:
-    """What another patched model guesses for several prompts; `None`: for one, or drafts are not such a model's.
-
-    Raises:
-        UnsupportedCallError: That model is assisted itself: two loops could wait for each other's steps.
-    """
-    config, assistant = call.generation_config, call.others.get("assistant_model")
-    if assistant is None or ENGINE not in vars(assistant):
-        return None
-    own: Engine = model.paged
-    engine: Engine = assistant.paged
-    if (
-        engine is own
-        or len(call.input_ids) == 1
-        or config.prompt_lookup_num_tokens is not None
-        or config.assistant_early_exit is not None
-        or getattr(config, "assistant_ensemble_weight", None) is not None
-        or getattr(config, "speculation_type", None) is not None
-        or getattr(config, "use_mtp", None)
-        or RowEnds.of(call.criteria).max_length != config.max_length
-        or call.others.get("assistant_tokenizer") is not None
-        or model.config.get_text_config().vocab_size != assistant.config.get_text_config().vocab_size
-        or not engine.forwards.is_batched()
-        or engine.core.bound.wrapper is not None
-        or own.traits.states
-        or engine.ranks is not None
-        or own.ranks is not None
-    ):
-        return None
-    if any(run.is_assisted for run in list(engine.core.runs)):
-        raise UnsupportedCallError(
-            "the assistant model is itself assisted by another model at the moment: wait for that call to end, or "
-            "leave assistant_model out"
-        )
-    calls, device, salt = engine.calls, assistant.device, CACHE_SALT.get()
-
-    def generate(
-        ids: Tensor, padding: list[int], processors: LogitsProcessorList, criteria: StoppingCriteriaList
-    ) -> list[list[int]]:
-        rows = SampleCall(ids, padding, 1, processors, criteria, device, do_sample=False, pad_token_id=0)
-        with salted(salt), calls.leading():
-            run = calls.start(rows)
-            try:
-                run.wait()
-            except BaseException:
-                calls.cancel(run)
-                calls.wake()
-                raise
-        if run.error is not None:
-            raise run.error
-        return [row.tokens for row in run.rows]
-
-    return DraftModel(generate, assistant.generation_config.num_assistant_tokens or 20, adapts=not config.do_sample)
-
-
-def can_do_without_drafts(call: LoopCall) -> bool:
-    """Makes a call with prompt lookup one without, if it can be: its tokens are the same. Says that it does."""
-    if call.generation_config.prompt_lookup_num_tokens is None or call.cache is None:
-        return False
-    logger.warning_once(
-        "hf_paged: prompt_lookup_num_tokens is left out of this call: with several prompts it is for plain rows, "
-        "without outputs of each step, processors and criteria of your own, hooks on inner modules"
-    )
-    call.is_assisted = False
-    for name in ASSISTED_ARGUMENTS:
-        call.others.pop(name, None)
-    return True
 
 
 def _beam_settings(call: LoopCall) -> BeamSettings | None:

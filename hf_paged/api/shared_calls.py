@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput, logging
 
-from hf_paged.api.routing import LoopCall
+from hf_paged.api.loop_call import LoopCall
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.engine import Engine

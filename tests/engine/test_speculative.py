@@ -26,7 +26,8 @@ from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPena
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_paged
-from hf_paged.api.routing import LoopCall, _draft_model
+from hf_paged.api.drafting import draft_model_of
+from hf_paged.api.loop_call import LoopCall
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.draft_budget import RowBudget, StepCosts
 from hf_paged.engine.speculative_request import SpeculativeRequest
@@ -300,7 +301,7 @@ def test_models_that_assist_each_other(pair: Pair) -> None:
     def ask(*_: Any) -> None:
         if not errors:
             try:
-                _draft_model(other, call)
+                draft_model_of(other, call)
             except UnsupportedCallError as error:
                 errors.append(error)
 

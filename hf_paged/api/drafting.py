@@ -1,0 +1,121 @@
+"""Where the drafts of an assisted call come from, if the engine is to verify them: prompt lookup, or a draft model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.utils import logging
+
+from hf_paged.api.loop_call import LoopCall
+from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.engine.decoding_loop import CACHE_SALT, salted
+from hf_paged.engine.draft_model import DraftModel
+from hf_paged.engine.engine import Engine
+from hf_paged.engine.sampled_request import SampleCall
+from hf_paged.sampling.lookup import LookupSettings
+from hf_paged.sampling.processors import RowEnds
+
+logger = logging.get_logger(__name__)
+
+# Of `_assisted_decoding` alone; prompt lookup has no use for them.
+ASSISTED_ARGUMENTS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+
+
+def lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
+    """How the engine is to look up drafts; `None`: they come from elsewhere, or transformers' loop has to.
+
+    Raises:
+        ValueError: A number of tokens below 1.
+    """
+    config, ends = call.generation_config, RowEnds.of(call.criteria)
+    if (
+        config.prompt_lookup_num_tokens is None
+        or config.assistant_early_exit is not None
+        or getattr(config, "assistant_ensemble_weight", None) is not None
+        or ends.max_length != config.max_length
+        # transformers looks at other criteria behind the tokens of a step only.
+        or (ends.others is not None and len(call.input_ids) == 1)
+        or model.paged.traits.states  # which don't go back
+    ):
+        return None
+    eos = config._eos_token_tensor
+    return LookupSettings(
+        num_tokens=config.prompt_lookup_num_tokens,
+        max_ngram=config.max_matching_ngram_size or 2,
+        max_length=config.max_length,
+        vocab_size=model.config.get_text_config().vocab_size,
+        eos=() if eos is None else tuple(eos.reshape(-1).tolist()),
+        # Draws, and what a streamer is given at once, follow from how many drafts there are.
+        adapts=not config.do_sample and call.others.get("streamer") is None,
+    )
+
+
+def draft_model_of(model: Any, call: LoopCall) -> DraftModel | None:
+    """What another patched model guesses for several prompts; `None`: for one, or drafts are not such a model's.
+
+    Raises:
+        UnsupportedCallError: That model is assisted itself: two loops could wait for each other's steps.
+    """
+    config, assistant = call.generation_config, call.others.get("assistant_model")
+    if assistant is None or not isinstance(getattr(assistant, "paged", None), Engine):
+        return None
+    own: Engine = model.paged
+    engine: Engine = assistant.paged
+    if (
+        engine is own
+        or len(call.input_ids) == 1
+        or config.prompt_lookup_num_tokens is not None
+        or config.assistant_early_exit is not None
+        or getattr(config, "assistant_ensemble_weight", None) is not None
+        or getattr(config, "speculation_type", None) is not None
+        or getattr(config, "use_mtp", None)
+        or RowEnds.of(call.criteria).max_length != config.max_length
+        or call.others.get("assistant_tokenizer") is not None
+        or model.config.get_text_config().vocab_size != assistant.config.get_text_config().vocab_size
+        or not engine.forwards.is_batched()
+        or engine.core.bound.wrapper is not None
+        or own.traits.states
+        or engine.ranks is not None
+        or own.ranks is not None
+    ):
+        return None
+    if any(run.is_assisted for run in list(engine.core.runs)):
+        raise UnsupportedCallError(
+            "the assistant model is itself assisted by another model at the moment: wait for that call to end, or "
+            "leave assistant_model out"
+        )
+    calls, device, salt = engine.calls, assistant.device, CACHE_SALT.get()
+
+    def generate(
+        ids: Tensor, padding: list[int], processors: LogitsProcessorList, criteria: StoppingCriteriaList
+    ) -> list[list[int]]:
+        rows = SampleCall(ids, padding, 1, processors, criteria, device, do_sample=False, pad_token_id=0)
+        with salted(salt), calls.leading():
+            run = calls.start(rows)
+            try:
+                run.wait()
+            except BaseException:
+                calls.cancel(run)
+                calls.wake()
+                raise
+        if run.error is not None:
+            raise run.error
+        return [row.tokens for row in run.rows]
+
+    return DraftModel(generate, assistant.generation_config.num_assistant_tokens or 20, adapts=not config.do_sample)
+
+
+def can_do_without_drafts(call: LoopCall) -> bool:
+    """Makes a call with prompt lookup one without, if it can be: its tokens are the same. Says that it does."""
+    if call.generation_config.prompt_lookup_num_tokens is None or call.cache is None:
+        return False
+    logger.warning_once(
+        "hf_paged: prompt_lookup_num_tokens is left out of this call: with several prompts it is for plain rows, "
+        "without outputs of each step, processors and criteria of your own, hooks on inner modules"
+    )
+    call.is_assisted = False
+    for name in ASSISTED_ARGUMENTS:
+        call.others.pop(name, None)
+    return True

@@ -87,9 +87,14 @@ class SpeculativeRequest(SampledRequest):
             sources += range(starts[place], starts[place + 1])
             row.num_chosen += count
             sequence = row.sequence
-            if sequence is not None and sequence.num_uncomputed_tokens == 0:
-                # Preempted from here on, it is computed again with its next tokens, not for these logits.
+            if sequence is None:
+                continue
+            # Preempted from here on, it is computed again, but not for these logits.
+            if sequence.num_uncomputed_tokens == 0:
                 self._worker.loop.remove(sequence)
+            elif sequence.wanted is not None:
+                sequence.wanted = sequence.wanted[count:]
+                sequence.logits_from = sequence.wanted[0]
         if not owners:
             return []
         if self._sampler.kind is not None:

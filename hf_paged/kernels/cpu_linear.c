@@ -19,7 +19,9 @@ enum { LANES = 8 };
 #define ROWS 8
 enum { LANES = 4 };
 #endif
-enum { VECTORS = 3, PANEL = LANES * VECTORS, LINE = 64, MIN_PRODUCTS = 1 << 19 };
+enum { VECTORS = 3, PANEL = LANES * VECTORS, LINE = 64 };
+enum { SPAN = 256 };           /* of the width, summed by itself: rounding errors grow with the longest sum */
+enum { MIN_PRODUCTS = 1 << 19 }; /* below, a second thread costs more than it saves */
 
 typedef float vector __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -58,21 +60,25 @@ static inline __attribute__((always_inline)) vector added(vector sum, group a, b
 static inline __attribute__((always_inline)) void tile(const int rows, const group *input, int64_t depth,
                                                        const group *weight, const char *ahead, int64_t num_lines,
                                                        vector *sums) {
-  vector sum[ROWS][VECTORS];
-  for (int r = 0; r < rows; r++)
-    for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
-  for (int64_t k = 0; k < depth; k++) {
-    bits x[VECTORS];
-    for (int v = 0; v < VECTORS; v++) memcpy(&x[v], weight + k * PANEL + v * LANES, sizeof(bits));
-    if (k < num_lines) __builtin_prefetch(ahead + k * LINE, 0, 2);
-    for (int r = 0; r < rows; r++) {
-      group a;
-      memcpy(&a, input + r * depth + k, sizeof(a));
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = added(sum[r][v], a, x[v]);
+  for (int64_t first = 0; first < depth; first += SPAN) {
+    const int64_t end = first + SPAN < depth ? first + SPAN : depth;
+    vector sum[ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
+    for (int64_t k = first; k < end; k++) {
+      bits x[VECTORS];
+      for (int v = 0; v < VECTORS; v++) memcpy(&x[v], weight + k * PANEL + v * LANES, sizeof(bits));
+      if (k < num_lines) __builtin_prefetch(ahead + k * LINE, 0, 2);
+      for (int r = 0; r < rows; r++) {
+        group a;
+        memcpy(&a, input + r * depth + k, sizeof(a));
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = added(sum[r][v], a, x[v]);
+      }
     }
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < VECTORS; v++)
+        sums[r * VECTORS + v] = first ? sums[r * VECTORS + v] + sum[r][v] : sum[r][v];
   }
-  for (int r = 0; r < rows; r++)
-    for (int v = 0; v < VECTORS; v++) sums[r * VECTORS + v] = sum[r][v];
 }
 
 static void sums_of(int64_t rows, const group *input, int64_t depth, const group *weight, const char *ahead,

@@ -120,15 +120,17 @@ class Latents:
 
 
 def _probes(latent: Tensor, rotary: Tensor) -> Tensor:
-    """What tells a module's maps, `[N, latent_dim + rotary_dim]`: each unit vector, zeros, and a token of the step.
+    """What tells a module's maps, `[N, latent_dim + rotary_dim]`: each unit vector, zeros, and a vector of all sizes.
+
+    No token of the step: that may be no number.
 
     Args:
         latent: `[1, 1, T, latent_dim]`.
         rotary: `[1, 1, T, rotary_dim]`.
     """
     unit = torch.eye(latent.shape[-1] + rotary.shape[-1], dtype=latent.dtype, device=latent.device)
-    own = torch.cat([latent[0, 0, :1], rotary[0, 0, :1]], dim=-1)
-    return torch.cat([unit, torch.zeros_like(own), own])
+    mixed = torch.arange(len(unit), device=latent.device).remainder(7).sub(3).to(latent.dtype)[None] / 2
+    return torch.cat([unit, torch.zeros_like(mixed), mixed])
 
 
 class LatentStepCache(StepCache):

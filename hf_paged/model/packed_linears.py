@@ -24,7 +24,7 @@ from hf_paged.model.trial import NUM_PROBED, TRIALS, Pair
 
 logger = logging.getLogger(__name__)
 
-MIN_ELEMENTS = 2**14  # of a weight; below, a call costs more than the product
+MIN_ELEMENTS = 2**15  # of a weight; below, a call costs more than the product
 PROBED_ROWS = (1, 32)  # tokens in a step: of one user, and of many
 MANY_ROWS = 4  # from here on a step is one of many
 _INTEGERS = {4: torch.int32, 2: torch.int16}

@@ -114,6 +114,30 @@ def test_alone_in_any_pool(make_pair: MakePair, pool: str, name: str) -> None:
     assert pair.delta["num_accepted_tokens"] > 4, "the test is too easy"
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["best_repeating", "drawn_repeating"])
+def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[SpeculativeRequest], name: str) -> None:
+    """Would break: a row computed again for logits that it has been given, which then belong to other drafts."""
+    pair = make_pair(max_num_batched_tokens=2, enable_prefix_caching=False)
+    given = {"input_ids": repeating(10), "max_new_tokens": 16, "eos_token_id": None} | LOOKUP | SETTINGS[name]
+    torch.manual_seed(3)
+    expected = pair.stock.generate(**given)[0, 10:].tolist()
+    pair.engine.pause()
+    seed = {"seed": 3} if "do_sample" in given else {}
+    request = pair.engine.submit(**given, **seed)
+    seen: set[int] = set()
+    while pair.engine.step() is not None:
+        for row in speculated[0].rows:
+            num_tokens = len(row.tokens)
+            if row.finish_reason is None and row.num_chosen > num_tokens and num_tokens not in seen:
+                seen.add(num_tokens)
+                with pair.engine.core.transaction():
+                    assert pair.engine.core.pool.scheduler.preempt_all() == 0
+    assert request.result(PATIENCE).token_ids == expected
+    assert len(seen) > 2, "the test is too easy"
+    pair.engine.resume()
+
+
 BATCHES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ends": {"eos_token_id": SOME_EOS},

@@ -18,7 +18,7 @@ import hf_paged
 from hf_paged.engine.row_store import RowStore
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they import each other
-soak, sharing, threads = (importlib.import_module(name) for name in ("soak", "sharing", "threads"))
+soak, sharing, threads, workload = map(importlib.import_module, ("soak", "sharing", "threads", "workload"))
 
 
 class TestSoak:
@@ -116,8 +116,8 @@ class TestSharing:
         assert row["verified"]["tokens_identical"]
 
     def test_lengths_have_the_means_of_the_paper(self) -> None:
-        for name, means in sharing.PAPER_MEANS.items():
-            pairs = list(islice(sharing.draw_lengths(name, 0), 4000))
+        for name, means in workload.PAPER_MEANS.items():
+            pairs = list(islice(workload.draw_lengths(name, 0), 4000))
             for values, mean in zip(zip(*pairs), means):
                 assert statistics.fmean(values) == pytest.approx(mean, rel=0.06)
 

@@ -39,19 +39,20 @@ class CompileError(Exception):
     """There is no compiler, or it says no; the message is the end of a sentence about the kernels."""
 
 
-def library(source: Path, functions: Iterable[str], **constants: int) -> ctypes.CDLL:
+def library(source: Path, functions: Iterable[str], options: tuple[str, ...] = (), **constants: int) -> ctypes.CDLL:
     """A C file as a loaded library. Compiles it where no earlier process has.
 
     Args:
         source: The file; headers beside it may be included.
         functions: What it must have.
+        options: Of the compiler, beyond those of all files.
         constants: Preprocessor constants.
 
     Raises:
         CompileError: It can't be compiled or loaded here. The first one of a process is also a warning.
     """
     try:
-        return _library(source, functions, constants)
+        return _library(source, functions, options, constants)
     except subprocess.CalledProcessError as error:
         reason = f"does not compile here: {(error.stderr or '').strip()[:300]}"
     except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired) as error:
@@ -62,14 +63,17 @@ def library(source: Path, functions: Iterable[str], **constants: int) -> ctypes.
     raise CompileError(reason)
 
 
-def _library(source: Path, functions: Iterable[str], constants: dict[str, int]) -> ctypes.CDLL:
+def _library(
+    source: Path, functions: Iterable[str], options: tuple[str, ...], constants: dict[str, int]
+) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CC", "")) or [
         next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), "cc")
     ]
     flags = (
         *(() if any(word.startswith("-O") for word in compiler) else ("-O3",)),
         *("-std=gnu11", "-fPIC", "-fopenmp", *_MATH, *_LOOPS),
-        *_instructions(),
+        *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
+        *options,
         *(f"-D{name}={value}" for name, value in constants.items()),
     )
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
@@ -84,12 +88,6 @@ def _library(source: Path, functions: Iterable[str], constants: dict[str, int]) 
             if folders == [path.parent]:
                 path.unlink(missing_ok=True)
     return _load(_compile(source, compiler, flags, folders[-1], key), functions)
-
-
-def _instructions() -> tuple[str, ...]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    has_bfloat16 = capability == "AVX512" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-    return *_INSTRUCTIONS.get(capability, ()), *(("-mavx512bf16",) if has_bfloat16 else ())
 
 
 def _load(path: Path, functions: Iterable[str]) -> ctypes.CDLL:

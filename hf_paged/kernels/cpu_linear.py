@@ -16,6 +16,10 @@ from hf_paged.kernels.layers import InputError
 
 DEPTHS = {torch.float32: 1, torch.bfloat16: 2}  # elements of the width that lie side by side
 _SOURCE = Path(__file__).with_suffix(".c")
+_HAS_BFLOAT16 = (
+    torch.backends.cpu.get_cpu_capability() == "AVX512" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+)
+_BFLOAT16 = ("-mavx512bf16",) if _HAS_BFLOAT16 else ()  # products of pairs; a compiler may be too old for it
 
 
 class _Linear(ctypes.Structure):
@@ -114,8 +118,10 @@ def load(dtype: torch.dtype) -> CPULinear | str:
     """The kernel for weights of this type, or why there is none. Compiles where no earlier process has."""
     if dtype not in DEPTHS:
         return f"takes {' and '.join(str(d) for d in DEPTHS)}, the weight is in {dtype}"
+    is_bfloat16 = dtype is torch.bfloat16
+    functions = ("hf_paged_panel", "hf_paged_linear")
     try:
-        compiled = library(_SOURCE, ("hf_paged_panel", "hf_paged_linear"), IS_BFLOAT16=int(dtype is torch.bfloat16))
+        compiled = library(_SOURCE, functions, _BFLOAT16 if is_bfloat16 else (), IS_BFLOAT16=int(is_bfloat16))
     except CompileError as error:
         return str(error)
     return CPULinear(compiled, dtype)

@@ -118,7 +118,7 @@ class PackedLinears:
     @torch.no_grad()
     def _make(self) -> list[_Layer]:
         model = self._model()
-        if model is None or not torch.backends.mkldnn.is_available():
+        if model is None:
             return []
         if ranks_of(model) is not None:  # of all ranks one or the other, but each measures for itself
             return []
@@ -129,7 +129,11 @@ class PackedLinears:
         layers = []
         for module in modules:
             way, gains = best.get(_kind(module), (None, ()))
-            multiply = way and way(_out_in(module))
+            try:
+                multiply = way and way(_out_in(module))
+            except RuntimeError as error:  # no memory for a copy after all
+                logger.info("hf_paged: the other linear layers stay as they are: %s", error)
+                break
             if multiply is not None:
                 layers.append(_Layer(module, multiply, gains))
                 if has_room:

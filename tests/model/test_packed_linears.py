@@ -622,18 +622,45 @@ def test_a_way_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.MonkeyPa
             return None
         raise {"missing": AttributeError, "not here": RuntimeError}[how]("no such operation")
 
-    monkeypatch.setattr(packed_linears, "TRIALS", Trials())
-    monkeypatch.setattr(trial, "MIN_GAIN", 0.0)
+    class Checked(Trials):
+        """Whatever agrees is faster."""
+
+        def gains(self, pairs: Sequence[Pair], tolerances: Any) -> list[float]:
+            super().gains(pairs, tolerances)
+            return [2.0] * len(pairs)
+
     for ways in ((way,), (way, right), (right, way)):
         monkeypatch.setattr(linear_ways, "WITH_COPY", ways)
-        monkeypatch.setattr(packed_linears, "TRIALS", _Always(True) if how != "wrong" else Trials())
+        monkeypatch.setattr(packed_linears, "TRIALS", Checked())
         stock, model = make(), patch(make())
         compare(stock, model)
-        assert tried
-        if how != "wrong":
-            assert bool(model.paged.core.linears._layers) == (right in ways)
+        assert tried and bool(model.paged.core.linears._layers) == (right in ways)
         tried.clear()
         calls.clear()
+
+
+@pytest.mark.parametrize("has_onednn", [False, True])
+def test_a_torch_without_onednn(has_onednn: bool, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """The kernel in C doesn't need it."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    compare(make(), patch(make()))
+    assert calls
+
+
+def test_no_memory_for_a_copy_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial's copies fit, and the last layers' don't: no step fails for it."""
+    num_copies = []
+
+    def way(weight: Tensor) -> Multiply:
+        num_copies.append(1)
+        if len(num_copies) > 16:
+            raise RuntimeError("can't allocate memory")
+        return linear_ways.onednn_in_place(weight)
+
+    monkeypatch.setattr(linear_ways, "WITH_COPY", (way,))
+    stock, model = make(), patch(make())
+    compare(stock, model)
+    assert len(num_copies) == 17 and 0 < len(model.paged.core.linears._layers) < 11
 
 
 def test_the_way_that_gains_most(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:

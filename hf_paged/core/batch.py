@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
-from operator import add, attrgetter, getitem, sub
+from operator import add
 
 from hf_paged.core.sequence import GivenToken, Sequence
 
@@ -137,7 +137,7 @@ def group_tables(tables: list[list[array[int]]]) -> tuple[GroupTables, ...]:
     """Copies of some rows' block tables in each group of layers."""
     if not tables:
         return ()
-    counts = array("q", map(len, tables[0]))  # the same in all groups
+    counts = array("q", [len(blocks) for blocks in tables[0]])  # the same in all groups
     return tuple([GroupTables(_joined(own), counts) for own in tables])
 
 
@@ -175,13 +175,12 @@ def lay_out(
         states: Blocks of the chunks' states; `None`: they have none.
     """
     sequences, starts, query_lens = zip(*chunks, strict=True)
-    seq_ids, known, offsets, lengths, wanted = zip(*map(_COLUMNS, sequences))
-    tokens = _Tokens()
     num_decodes = len(chunks)
     if sum(query_lens) > num_decodes:
         num_decodes = next(row for row, num_tokens in enumerate(query_lens) if num_tokens > 1)
+    tokens = _Tokens()
     # Decodes come first; most steps are nothing else.
-    is_done = num_decodes > 0 and tokens.add_decodes(known, offsets, starts, lengths, wanted, num_decodes)
+    is_done = num_decodes > 0 and tokens.add_decodes(sequences[:num_decodes], starts[:num_decodes])
     tokens.add(chunks, num_decodes if is_done else 0)
     return Batch(
         swap_outs=moves.swap_outs,
@@ -189,7 +188,7 @@ def lay_out(
         block_copies=moves.block_copies,
         new_blocks=moves.new_blocks,
         number=number,
-        seq_ids=array("q", seq_ids),
+        seq_ids=array("q", [sequence.seq_id for sequence in sequences]),
         starts=array("q", starts),
         query_lens=array("q", query_lens),
         token_ids=tokens.ids,
@@ -209,9 +208,6 @@ def lay_out(
     )
 
 
-_COLUMNS = attrgetter("seq_id", "token_ids", "position_offset", "num_tokens", "wanted")
-
-
 class _Tokens:
     """A batch's tokens, and which logits are wanted, in the making."""
 
@@ -222,28 +218,28 @@ class _Tokens:
         self.spans: list[tuple[int, int, int]] = []
         self.odd: dict[int, tuple[int, ...]] = {}  # positions that differ from axis to axis
 
-    def add_decodes(
-        self,
-        known: tuple[list[int] | None, ...],
-        offsets: tuple[int, ...],
-        starts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        wanted: tuple[list[int] | None, ...],
-        num: int,
-    ) -> bool:
-        """The first `num` rows column by column, if they are their sequences' last tokens, known and wanted; or not."""
-        if wanted[:num].count(None) < num or list(map(sub, lengths[:num], starts)) != [1] * num:
+    def add_decodes(self, sequences: tuple[Sequence, ...], starts: tuple[int, ...]) -> bool:
+        """Rows of a token each, column by column, if these are their sequences' last, wanted and plain ids; or not."""
+        num = len(sequences)
+        known = [sequence.token_ids or [] for sequence in sequences]
+        if not all(known) or [sequence.wanted for sequence in sequences].count(None) < num:
             return False
+        if sum([sequence.num_tokens for sequence in sequences]) > sum(starts) + num:
+            return False
+        places: dict[int, int] = {}
         try:
-            self.ids = array("q", map(getitem, known[:num], starts))  # type: ignore[arg-type]
-            self.positions = array("q", map(add, offsets[:num], starts))
-        except (IndexError, TypeError):  # of some the host knows no id
-            self.ids = _int64()
+            ids = [tokens[start] for tokens, start in zip(known, starts, strict=True)]
+        except IndexError:  # of some only the device knows the id
+            places = {row: s.placeholder for row, s in enumerate(sequences) if s.has_placeholders}
+            rows = zip(known, starts, strict=True)
+            ids = [0 if row in places else tokens[start] for row, (tokens, start) in enumerate(rows)]
+        if min(ids) < 0:  # a `GivenToken`
             return False
-        if min(self.ids) < 0:  # a `GivenToken`
-            self.ids, self.positions = _int64(), _int64()
-            return False
-        self.logit_rows, self.logit_starts = array("q", range(num)), array("q", range(num + 1))
+        offsets = [sequence.position_offset for sequence in sequences]
+        self.ids, self.places = array("q", ids), places
+        self.positions = array("q", list(map(add, offsets, starts)) if any(offsets) else starts)
+        self.logit_starts = array("q", range(num + 1))
+        self.logit_rows = self.logit_starts[:num]
         return True
 
     def add(self, chunks: list[Chunk], first_row: int) -> None:
@@ -253,14 +249,14 @@ class _Tokens:
             known, offset = sequence.token_ids, sequence.position_offset
             first, end = len(self.ids), start + num_tokens
             if known is None:
-                self.positions.extend(range(offset + start, offset + end))
+                self.positions.fromlist([*range(offset + start, offset + end)])
                 self.ids.frombytes(bytes(8 * num_tokens))
             elif start < sequence.given_end:
                 self._add_given(known[start:end], offset + start)
             else:
-                self.positions.extend(range(offset + start, offset + end))
+                self.positions.fromlist([*range(offset + start, offset + end)])
                 if end <= len(known):
-                    self.ids.extend(known[start:end])
+                    self.ids.fromlist(known[start:end])
                 else:
                     assert num_tokens == 1, "only the last token may be unknown"
                     self.places[first] = sequence.placeholder
@@ -298,4 +294,9 @@ class _Tokens:
 
     def placeholders(self) -> array[int] | None:
         """See `Batch`."""
-        return array("q", [self.places.get(i, -1) for i in range(len(self.ids))]) if self.places else None
+        if not self.places:
+            return None
+        placeholders = array("q", [-1]) * len(self.ids)
+        for index, place in self.places.items():
+            placeholders[index] = place
+        return placeholders

@@ -58,7 +58,6 @@ class BlockManager(BlockTables):
         self.prefix = PrefixCache(self, enable_prefix_caching)
         self.swap = Swapping(self)
         self.num_cow_copies = 0
-        self._has_several = len(windows) > 1
 
     # A sequence's life
 
@@ -78,6 +77,7 @@ class BlockManager(BlockTables):
         self.note_beginning(parent_id, parent)
         pool = self.pool_of(parent)
         held = parent.everything()
+        parent.own_end = 0
         for block_id in held:
             pool.incref(block_id)
         self.by_id[child_id] = parent.copy()
@@ -97,6 +97,7 @@ class BlockManager(BlockTables):
         if not self.can_share(sibling_id, num_tokens):
             raise ValueError(f"sequence {sibling_id} has no {num_tokens} tokens in the pool to share")
         self.note_beginning(sibling_id, sibling)
+        sibling.own_end = 0
         self.by_id[seq_id] = shared = sibling.copy()
         shared.cut(-(-num_tokens // self.block_size))
         self.forget_hashes(seq_id, num_tokens)
@@ -243,19 +244,26 @@ class BlockManager(BlockTables):
             needed += max(0, min(held + num_new, self.widest(window, chunk)) - held)
         return needed
 
-    def append_in_place(self, seq_id: int) -> bool:
-        """Grows a sequence by one token if its last block has room and is its own: the short way of most decode steps.
+    def append_token(self, seq_id: int) -> Sequence[int] | None:
+        """Grows a sequence by one token, where that touches no other one: the short way of decode steps.
 
         Returns:
-            Whether it did.
+            Blocks that it took, mostly none; None: nothing has changed, and `append` will say what it takes.
         """
         table = self.by_id[seq_id]
-        if table.num_tokens % self.block_size == 0 or not self.pool.is_plain(table.blocks[-1]):
-            return False
-        if self._has_several and not all(self.pool.is_plain(blocks[-1]) for blocks in table.groups):
-            return False
+        if table.num_tokens < table.own_end:
+            table.num_tokens += 1
+            return ()
+        if table.own_end == 0 or len(table.groups) > self.pool.num_free:
+            return None
+        new = self.allocate(len(table.groups), [(seq_id, 1)])
+        for blocks, block_id in zip(table.groups, new, strict=True):
+            blocks.append(block_id)
         table.num_tokens += 1
-        return True
+        table.own_end += self.block_size
+        if new:
+            self.log.add("allocated", seq_id, new)
+        return new
 
     def append_need(self, requests: Sequence[tuple[int, int]]) -> int:
         """Blocks that `append` would take for these requests; for swapped sequences: once they are back."""
@@ -319,6 +327,7 @@ class BlockManager(BlockTables):
                     blocks.extend(islice(fresh, num_new))
                 self.log.add("allocated", seq_id, table.held(start))
             table.num_tokens += n
+            table.own_end = -(-table.num_tokens // self.block_size) * self.block_size
         self.num_cow_copies += len(copies)
         return copies
 

@@ -48,6 +48,8 @@ class BlockTable:
             hold what their hashes say.
         matched: tokens asked for and found by the `PrefixCache.match` it began with.
         is_swapped: the blocks are those of the CPU pool.
+        own_end: up to so many tokens it may be written: its last blocks and its state are its own, and not found by
+            what they hold. 0: to be looked at, when it grows.
         borrowed_from: where an empty sequence got what it begins with: a sequence's id, or `PREFIX_CACHE`; None once
             the log says so. Until it grows the beginning may be taken back, as if nothing had been.
     """
@@ -64,6 +66,7 @@ class BlockTable:
     cache_epoch: int = 0
     matched: tuple[int, int] = (0, 0)
     is_swapped: bool = False
+    own_end: int = 0
     borrowed_from: int | None = None
     state: array[int] = field(default_factory=lambda: array("i"))
     blocks: array[int] = field(init=False)
@@ -90,6 +93,7 @@ class BlockTable:
     def cut(self, num_blocks: int) -> list[int]:
         """Takes out what lies behind the first `num_blocks` positions; with the last token also the state."""
         released = self.held(num_blocks) if num_blocks else self.everything()
+        self.own_end = 0
         if not num_blocks:
             self.state = array("i")
         for group, blocks in enumerate(self.groups):
@@ -120,6 +124,7 @@ class BlockTable:
             block_hashes=self.block_hashes.copy(),
             num_settled=self.num_committed,  # its parent holds the blocks until they are checked
             matched=(0, 0),
+            own_end=0,
             borrowed_from=None,
         )
 

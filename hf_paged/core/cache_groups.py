@@ -38,7 +38,7 @@ class LayerKind(Hashable, Protocol):
 
     @property
     def row_elements(self) -> int:
-        """Of these, how many lie side by side."""
+        """How many of these lie side by side."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ _CHOICES: dict[str, Sequence[str]] = {
     "preemption": ("auto", "recompute", "swap"),
     "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
     "attention_backend": attention_backends,
+    "packed_weights": ("copy", "replace"),
+    "weight_dtype": ("auto", "int8"),
 }
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
 
@@ -54,6 +56,13 @@ class PagedConfig:
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
             compiler), another one that was registered, or `"auto"`: those the device can run, else torch.
+        packed_weights: Of a model on CPU, linear layers' weights in the layout that is multiplied fastest: `"copy"`, a
+            second copy of them, as far as `memory_fraction` has room; `"replace"`, in the place of the weights, which
+            takes a C compiler. What else than the engine reads or writes such a weight (scoring, training,
+            `state_dict()`, `.to()`) gives it its own memory again first, beside the packed copy; `unpatch` gives all.
+        weight_dtype: Of a model on CPU, how the engine multiplies by linear layers' weights: `"auto"`, as they are;
+            `"int8"`, all but the head's in 8-bit integers, a scale for each output and for each row of an input. Tokens
+            then differ from stock `generate()`; the model's weights, and forwards that are not the engine's, do not.
         cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
             on a CUDA device and its backend can be recorded (Triton's can), `True`: the same, and raise elsewhere.
         compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
@@ -80,6 +89,8 @@ class PagedConfig:
     swap_space_gib: float | None = None
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
+    packed_weights: str = "copy"
+    weight_dtype: str = "auto"
     cuda_graphs: bool | None = None
     compile_decode: bool = False
     use_async_batching: bool | None = None
@@ -116,6 +127,10 @@ class PagedConfig:
             raise ValueError(f"record must be the name of a file or None, got {self.record!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
+        if self.weight_dtype == "int8" and self.packed_weights == "replace":
+            raise ValueError(
+                'weight_dtype="int8" rounds weights, which can\'t replace them: packed_weights="replace" was given'
+            )
         if self.preemption == "swap" and self.swap_space_gib == 0:
             raise ValueError('preemption="swap" needs swap_space_gib above 0 (or None), got 0')
 

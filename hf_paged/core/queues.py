@@ -58,7 +58,7 @@ class Queues:
     """
 
     def __init__(self, manager: BlockManager, policy: Policy | None = None) -> None:
-        """Of sequences in the tables of `manager`; `policy`: `FCFS` by default."""
+        """Queues sequences of the tables of `manager`; `policy`: `FCFS` by default."""
         self._manager = manager
         self.policy: Policy = policy if policy is not None else FCFS(manager.pool.num_blocks)
         self._num_arrivals = 0

@@ -23,7 +23,7 @@ class Running:
         prefills: list[SequenceGroup] = []
         parked: list[int] = []
         queues = self._queues
-        in_flight, append_in_place, is_open = queues.in_flight, self._manager.append_in_place, step.is_open
+        in_flight, append_token, is_open = queues.in_flight, self._manager.append_token, step.is_open
         for arrival, group in queues.in_order():
             if arrival in in_flight or arrival not in queues.ready:  # not there: preempted for an older one
                 continue
@@ -36,11 +36,14 @@ class Running:
                     longest == 1
                     and is_open
                     and step.budget > 0 < step.num_seqs
-                    and group.batch_key == step.batch_key
+                    and (group.batch_key == step.batch_key or not step.has_key)
                     and not group.is_split
-                    and append_in_place(sequence.seq_id)
+                    and (new_blocks := append_token(sequence.seq_id)) is not None
                 ):
-                    # The usual decode, by the shortest way: one token more in a block that has room.
+                    # The usual decode, by the shortest way.
+                    if new_blocks:
+                        step.moves.new_blocks.extend(new_blocks)
+                    step.batch_key, step.has_key = group.batch_key, True
                     step.chunks.append((sequence, computed, 1))
                     step.budget -= 1
                     step.num_seqs -= 1

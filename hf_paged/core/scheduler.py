@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
 
 from hf_paged.core.admission import Admission
 from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
@@ -12,14 +11,13 @@ from hf_paged.core.block_table import Offer
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.group_rows import GroupRows
 from hf_paged.core.policy import Policy
-from hf_paged.core.preemption import Preemption
-from hf_paged.core.queues import Queues
 from hf_paged.core.running import Running
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from hf_paged.core.sequences import Sequences
 from hf_paged.core.step import Step
 
 
-class Scheduler:
+class Scheduler(Sequences):
     """A token budget a step for decode and chunked prefill together; the policy's order, first come, first served.
 
     Running groups come first (decodes before prefill chunks), then swapped ones, then waiting ones. Admission is
@@ -37,8 +35,6 @@ class Scheduler:
         policy: Order, admission, choice of blocks, victim; `FCFS` by default.
 
     Attributes:
-        queues: The groups, by what they wait for.
-        preemption: Who makes room, and how many have.
         admission: Who is let in.
     """
 
@@ -50,199 +46,15 @@ class Scheduler:
         prefers_swap: Callable[[SequenceGroup], bool] = lambda group: False,
         policy: Policy | None = None,
     ) -> None:
-        self._manager = manager
-        self._log = manager.log
-        if policy is not None:
-            manager.choose = policy.blocks
-        self.queues = Queues(manager, policy)
-        self.preemption = Preemption(manager, self.queues, prefers_swap)
+        super().__init__(manager, prefers_swap, policy)
         self._rows = GroupRows(manager, self.queues, self.preemption)
         self.admission = Admission(manager, self.queues, self.preemption, self._rows, max_num_batched_tokens)
         self._running = Running(manager, self.queues, self._rows)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
-        self._num_sequences = 0
         self._steps: dict[int, list[Chunk]] = {}  # that are in flight, by number
         self._num_steps = 0
         self._next_key: tuple[Hashable] | None = None
-
-    # Of its parts, what changes anything: a recording is of the scheduler's calls
-
-    def wake(self, group: SequenceGroup) -> None:
-        """See `Queues`."""
-        self.queues.wake(group)
-
-    def renew(self, group: SequenceGroup) -> None:
-        """See `Queues`."""
-        self.queues.renew(group)
-
-    def make_room(self, num_blocks: int, protected: Iterable[SequenceGroup]) -> list[tuple[int, int]]:
-        """See `Preemption`."""
-        return self.preemption.make_room(num_blocks, protected)
-
-    def swap_in_now(self, group: SequenceGroup) -> BlockMoves:
-        """See `Preemption`."""
-        return self.preemption.swap_in_now(group)
-
-    def preempt_all(self) -> int:
-        """See `Preemption`."""
-        return self.preemption.preempt_all()
-
-    # A sequence's life
-
-    def new_group(
-        self, priority: int = 0, batch_key: Hashable = None, owner: object = None, request_id: str | None = None
-    ) -> SequenceGroup:
-        """An empty group, the newest."""
-        arrival = self.queues.next_arrival()
-        return SequenceGroup(arrival, priority, batch_key=batch_key, owner=owner, request_id=request_id)
-
-    def new_sequence(self, group: SequenceGroup | None = None) -> Sequence:
-        """An empty sequence, in a group of its own if none is given."""
-        group = group or self.new_group()
-        self._num_sequences += 1
-        self._manager.add(self._num_sequences)
-        self._log.enter(self._num_sequences, group)
-        sequence = Sequence(self._num_sequences, group)
-        group.sequences.append(sequence)
-        self.queues.live[group.arrival] = group
-        return sequence
-
-    def fork(self, parent: Sequence, group: SequenceGroup | None = None) -> Sequence:
-        """A sequence equal to its parent that shares all its blocks.
-
-        Args:
-            parent: Any live sequence that isn't in a running step.
-            group: Where the child belongs; `None`: to its parent's group. Another group must not be swapped apart.
-        """
-        group = group or parent.group
-        self._num_sequences += 1
-        self._log.enter(self._num_sequences, group)
-        self._manager.fork(parent.seq_id, self._num_sequences)
-        token_ids = None if parent.token_ids is None else parent.token_ids.copy()
-        child = replace(parent, seq_id=self._num_sequences, group=group, token_ids=token_ids)
-        group.sequences.append(child)
-        if group is not parent.group:
-            group.status, group.is_idle = parent.group.status, parent.group.is_idle
-        self.queues.live[group.arrival] = group
-        self.queues.file(group)
-        return child
-
-    def free(self, sequence: Sequence, reason: str | None = None) -> None:
-        """Ends a sequence and releases its blocks. It must not be in a running step.
-
-        Args:
-            sequence: The sequence.
-            reason: Why it ends, for the log, should it be the last of its group.
-        """
-        self._manager.free(sequence.seq_id)
-        self._log.leave(sequence.seq_id)
-        group = sequence.group
-        group.sequences.remove(sequence)
-        if not group.sequences:
-            self.queues.live.pop(group.arrival, None)
-            self._log.add_for_group("finished", group, reason)
-        self.queues.file(group)
-
-    def crop(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cuts a sequence to its first `num_tokens` tokens.
-
-        What lies behind the windows of so few tokens may be gone: then all of it is to be computed again.
-
-        Raises:
-            ValueError: That can't be; nothing has changed.
-        """
-        if not self.can_crop(sequence, num_tokens):
-            raise ValueError(f"what sequence {sequence.seq_id} needs behind {num_tokens} tokens was given back")
-        if sequence.token_ids is not None:
-            del sequence.token_ids[num_tokens:]
-        sequence.num_tokens = num_tokens
-        sequence.given_end = min(sequence.given_end, num_tokens)
-        sequence.num_at_once = min(sequence.num_at_once, num_tokens)
-        if sequence.spans:
-            # What is left of a run has seen the rest of it.
-            sequence.is_stale |= sequence.span_start(num_tokens) < num_tokens
-            sequence.spans = tuple(span for span in sequence.spans if span[1] <= num_tokens)
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
-        if num_tokens:
-            if num_tokens <= self._manager.num_tokens(sequence.seq_id):
-                if self._manager.can_crop(sequence.seq_id, num_tokens):
-                    self._manager.crop(sequence.seq_id, num_tokens)
-                else:
-                    self.preemption.drop(sequence)
-            self._manager.forget_hashes(sequence.seq_id, num_tokens)
-        else:
-            self._manager.restart(sequence.seq_id)
-        self.queues.file(sequence.group)
-
-    def can_crop(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether what the sequence needs behind its first `num_tokens` tokens is there, or can be computed again."""
-        return (
-            sequence.is_recomputable
-            or num_tokens == 0
-            or num_tokens >= self._manager.num_tokens(sequence.seq_id)
-            or self._manager.can_crop(sequence.seq_id, num_tokens)
-        )
-
-    def slide(self, sequence: Sequence) -> None:
-        """Gives back what lies behind the windows of all tokens that are not computed yet.
-
-        Steps do so by themselves, but for a sequence that can't be computed again: should a forward of its caller's
-        fail, it goes back to what it was before.
-        """
-        self._manager.slide(sequence.seq_id, sequence.num_computed_tokens)
-
-    def keep_past(self, sequence: Sequence) -> None:
-        """From now on nothing of the sequence is given back, but by a `crop`."""
-        self._manager.keep_past(sequence.seq_id)
-
-    def reset_prefix_cache(self) -> int:
-        """See `BlockManager`."""
-        return self._manager.prefix.reset()
-
-    def add_placeholder(self, sequence: Sequence, placeholder: int) -> None:
-        """Books a token that is being chosen: it can be scheduled before the host knows which one it is.
-
-        Args:
-            sequence: Whose it is.
-            placeholder: Its place among the tokens that the last step chooses.
-        """
-        sequence.num_tokens += 1
-        sequence.placeholder = placeholder
-        sequence.logits_from = sequence.num_tokens - 1
-        self.queues.wake(sequence.group)
-
-    def resolve_token(self, sequence: Sequence, token_id: int) -> None:
-        """Which token the first placeholder is. Its keys may be computed already."""
-        assert sequence.token_ids is not None
-        sequence.token_ids.append(token_id)
-        num_known = len(sequence.token_ids)
-        is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
-        if is_full and sequence.is_recomputable:
-            self._manager.prefix.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
-
-    def add_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Adds guesses behind what is known, and asks for the logits of each and of the token before them.
-
-        `settle_drafts` says what becomes of them, before others are added.
-        """
-        assert sequence.token_ids is not None
-        first = sequence.num_tokens - 1
-        sequence.token_ids += token_ids
-        sequence.num_tokens += len(token_ids)
-        sequence.num_drafts = len(token_ids)
-        sequence.logits_from = first
-        sequence.wanted = list(range(first, sequence.num_tokens)) if token_ids else None
-        self.queues.wake(sequence.group)
-
-    def settle_drafts(self, sequence: Sequence, num_kept: int) -> None:
-        """So many drafts are tokens from here on; those behind them are cut. It must not be in a running step."""
-        num_cut = sequence.num_drafts - num_kept
-        sequence.num_drafts, sequence.wanted = 0, None
-        if num_cut:
-            self.crop(sequence, sequence.num_tokens - num_cut)
-        if self._manager.sliding:
-            self.slide(sequence)
 
     # A step
 

@@ -89,15 +89,6 @@ class StateBlockManager(BlockManager):
     def blocks_needed(self, seq_id: int, n: int, chunk: int | None = None) -> int:
         return super().blocks_needed(seq_id, n, chunk) + (self._states_needed([seq_id], True) if n else 0)
 
-    def append_in_place(self, seq_id: int) -> bool:
-        table = self.by_id[seq_id]
-        if not table.state or not self.pool.is_plain(table.state[0]):
-            return False
-        if self.windows:
-            return super().append_in_place(seq_id)
-        table.num_tokens += 1
-        return True
-
     def append_need(self, requests: Sequence[tuple[int, int]]) -> int:
         need = super().append_need(requests)
         seq_ids = [seq_id for seq_id, _ in requests]
@@ -176,6 +167,7 @@ class StateBlockManager(BlockManager):
         ):
             return
         if self.kept_state(table.block_hashes[position]) is None:
+            table.own_end = 0
             for index, block_id in enumerate(table.state):
                 key = _key(table.block_hashes[position], index)
                 left_over = self.pool.lookup(key)  # of one that has lost blocks

@@ -28,8 +28,8 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether decodes of its batch key may join, of any owner."""
-        return self.has_key and self.only is None and not self.needs_tokens
+        """Whether decodes may join whose batch key is its own, whichever their owner."""
+        return self.only is None and not self.needs_tokens
 
     @property
     def is_full(self) -> bool:

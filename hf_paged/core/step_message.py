@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from typing import NamedTuple
 
 from hf_paged.core.batch import Batch, GroupTables
@@ -97,8 +96,7 @@ def unpack(message: bytes | memoryview) -> StepMessage:
     extra = reader.rest()
     if len(extra) != num_extra:
         raise ValueError(f"a message has {len(extra)} bytes at its end, where it says {num_extra}")
-    batch = replace(
-        Batch(),
+    batch = Batch(
         number=number,
         num_preempted=num_preempted,
         is_stalled=bool(is_stalled),

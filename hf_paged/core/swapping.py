@@ -109,6 +109,7 @@ class Swapping:
             for blocks in (*table.groups, table.state):
                 blocks[:] = array("i", [pairs.get(block, GONE) for block in blocks])
             source.free(old)
+            table.own_end = 0
             table.is_swapped = destination is self._tables.swap_pool and bool(old)  # without blocks it is nowhere
 
     def _note_swap(self, kind: str, seq_ids: Sequence[int], num_copies: int) -> None:

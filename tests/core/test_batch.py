@@ -1,8 +1,9 @@
-"""`Batch`: one step as data, the same whoever reads it and whatever happens to its sequences later."""
+"""`Batch`: one step as data, the same for every reader and whatever happens to its sequences later."""
 
 from __future__ import annotations
 
 import pickle
+import random
 from array import array
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -48,6 +49,48 @@ def test_tokens_that_only_the_device_knows(has_prompt: bool) -> None:
     assert batch.token_ids.tolist() == [6, 0, *rest]
     assert batch.placeholders is not None and batch.placeholders.tolist() == [-1, 4, *(-1 for _ in rest)]
     assert batch.is_decode is not has_prompt
+
+
+def random_row(rng: random.Random, seq_id: int) -> Chunk:
+    """Mostly a decode, of a token that is known or not; or a chunk of a prompt, of unknown or of given tokens."""
+    num_tokens = rng.randint(1, 20)
+    tokens = [rng.randrange(100) for _ in range(num_tokens)]
+    own = sequence(seq_id, tokens, position_offset=rng.choice((0, 0, 3)), placeholder=seq_id)
+    kind = rng.choice(("known", "known", "on the device", "on the device", "chunk", "unknown", "given", "wanted"))
+    start, count = num_tokens - 1, 1
+    if kind == "on the device":
+        del tokens[-1]
+    elif kind == "chunk":
+        start = rng.randrange(num_tokens)
+        count = rng.randint(1, num_tokens - start)
+    elif kind == "unknown":
+        own.token_ids = None
+    elif kind == "given":
+        tokens[-1], own.given_end = GivenToken.at(rng.randrange(9), 5), num_tokens
+    elif kind == "wanted":
+        own.wanted = [start] * rng.randrange(3)
+    return own, start, count
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_row_is_laid_out_as_it_is_alone(seed: int) -> None:
+    """Would break: a token, position or logit that depends on what lies beside it."""
+    rng = random.Random(seed)
+    rows = [random_row(rng, seq_id) for seq_id in range(rng.randint(1, 5))]
+    batch = batch_of(*rows)
+    token_ids: list[int] = []
+    positions: list[int] = []
+    placeholders: list[int] = []
+    logit_rows: list[int] = []
+    for row in rows:
+        alone = batch_of(row)
+        logit_rows += [len(token_ids) + index for index in alone.logit_rows]
+        token_ids += alone.token_ids
+        positions += alone.positions
+        placeholders += [-1] * alone.num_tokens if alone.placeholders is None else alone.placeholders
+    assert (batch.token_ids.tolist(), batch.positions.tolist()) == (token_ids, positions)
+    assert batch.logit_rows.tolist() == logit_rows
+    assert (batch.placeholders or array("q", [-1]) * batch.num_tokens).tolist() == placeholders
 
 
 def test_tokens_given_as_embeddings_or_at_positions_of_their_own() -> None:

@@ -73,7 +73,7 @@ class World:
         self.slots: list[list[Slot]] = [[None] * block_size for _ in range(num_blocks)]
         self.cached: dict[Content, int] = {}
         self.content: dict[int, Content] = {}  # the inverse of `cached`
-        self.lru: list[int] = []  # cached blocks that nobody holds, the next to be evicted first
+        self.lru: list[int] = []  # cached blocks that no sequence holds, the next to be evicted first
         self.history = [self._model(0)]  # what was freed lately: prompts worth asking for again
         self.era = 0
         self.next_id = 100
@@ -127,9 +127,7 @@ class World:
                 model.stale = False
             for token in tokens:
                 self._write(seq_id, token, in_use)
-        num_evicted = len(lru) - len(self.lru)
-        assert self.lru == lru[num_evicted:], "evicted in the wrong order"
-        assert num_evicted == 0 or not self.pool.num_free - self.pool.num_cached_free, "evicted without need"
+        self._check_evictions(lru)
         for seq_id in additions if commit else ():
             self._commit(seq_id, behind=0)
 
@@ -220,7 +218,7 @@ class World:
         self._released(released, model)
 
     def _behind(self, query: int) -> list[int]:
-        """Of each group, the blocks that a query does not see."""
+        """The blocks of each group that a query does not see."""
         size = self.block_size  # the last token behind the window is the `window`-th before the query
         return [0 if window is None else max(0, query - window + 1) // size for window in self.windows]
 
@@ -260,22 +258,33 @@ class World:
             contents = [(0, model.key, tuple(model.tokens[:size])) for size in sizes]
             assert [self.pool.lookup(block_hash) for block_hash in hashes] == [self.cached.get(c) for c in contents]
 
-    def append_in_place(self, pick: int, token: int) -> None:
+    def append_token(self, pick: int, token: int) -> None:
         """The short way to append one token, or a refusal that changes nothing."""
         self.num_operations += 1
         seq_id = self._pick(pick)
-        model = self.models[seq_id]
-        if model.swapped:
-            return
-        last = {table[-1] for table in self.manager.block_tables(seq_id) if table}
+        model, tables = self.models[seq_id], self.manager.block_tables(seq_id)
+        is_partial = len(model.tokens) % self.block_size > 0
+        last = {table[-1] for table in tables if is_partial}
         is_shared = any(last & {*self._held(other)} for other in self._resident() if other != seq_id)
-        if len(model.tokens) % self.block_size == 0 or is_shared or last & {*self.content}:
+        num_free, in_use, lru = self.pool.num_free, self._in_use(), self.lru.copy()
+        needed = 0 if is_partial else len(tables)
+        if model.swapped or not model.tokens or is_shared or last & {*self.content} or needed > num_free:
             with self._nothing_changes():
-                assert not self.manager.append_in_place(seq_id)
+                assert self.manager.append_token(seq_id) is None
             return
-        assert self.manager.append_in_place(seq_id)
-        self.events["append in place"] += 1
-        self._write(seq_id, token, self._in_use())
+        new = self.manager.append_token(seq_id)
+        if new is None:  # what was shared or found may be its own again: `append` looks
+            return
+        assert self.pool.num_free == num_free - needed
+        assert [*new] == [table[-1] for table in self.manager.block_tables(seq_id)][:needed]
+        self.events["append to a block of its own" if is_partial else "append of a block"] += 1
+        self._write(seq_id, token, in_use)
+        self._check_evictions(lru)
+
+    def _check_evictions(self, lru: list[int]) -> None:
+        num_evicted = len(lru) - len(self.lru)
+        assert self.lru == lru[num_evicted:], "evicted in the wrong order"
+        assert num_evicted == 0 or not self.pool.num_free - self.pool.num_cached_free, "evicted without need"
 
     def evict(self, pick: int, comes_back: bool) -> None:
         """A sequence loses its blocks but not its tokens, of which it may find some again."""
@@ -531,7 +540,7 @@ class World:
         return seq_id
 
     def _model(self, key: int, keeps_from: int | None = None) -> Model:
-        """Of a sequence without tokens."""
+        """The model of a sequence without tokens."""
         return Model(key, gone=[0] * len(self.windows), keeps_from=keeps_from)
 
     def _held(self, seq_id: int) -> list[int]:
@@ -700,8 +709,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.world.match(remembered, other_key, cut, suffix, max_tokens)
 
     @rule(pick=small, token=st.integers(0, 1))
-    def append_in_place(self, pick: int, token: int) -> None:
-        self.world.append_in_place(pick, token)
+    def append_token(self, pick: int, token: int) -> None:
+        self.world.append_token(pick, token)
 
     @rule(pick=small, comes_back=st.booleans())
     def evict(self, pick: int, comes_back: bool) -> None:
@@ -749,7 +758,7 @@ WEIGHTS = {
     "free": 12,
     "fork": 6,
     "add": 2,
-    "append_in_place": 8,
+    "append_token": 8,
     "evict": 2,
     "slide": 12,
     "keep_past": 1,
@@ -788,8 +797,8 @@ def random_operation(world: World, rng: random.Random) -> None:
             world.add(rng.randrange(NUM_KEYS))
         case "misuse":
             world.misuse(pick, rng.randrange(17))
-        case "append_in_place":
-            world.append_in_place(pick, rng.randrange(2))
+        case "append_token":
+            world.append_token(pick, rng.randrange(2))
         case "evict":
             world.evict(pick, rng.random() < 0.5)
         case "swap_out":
@@ -831,7 +840,8 @@ def test_long_random_walk() -> None:
         "commit of a stale sequence",
         "reset of a filled cache",
         "fork",
-        "append in place",
+        "append to a block of its own",
+        "append of a block",
         "eviction of a sequence",
         "match taken back",
         "swap-out",

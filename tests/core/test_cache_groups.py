@@ -100,7 +100,7 @@ def test_layers_of_one_size(layers: list[Kind]) -> None:
         )
 
     def is_cheap(size: int) -> bool:
-        """Of a model with windows: hardly anything is left empty in layers without, by not too many groups."""
+        """Whether hardly anything is left empty in layers without a window, by not too many groups."""
         own = ((-count % size, count) for kind, count in counts.items() if kind.window is None)
         is_full = all(empty <= MAX_PADDING_BESIDE_WINDOWS * count for empty, count in own)
         return len({kind.window is None for kind in counts}) == 1 or (is_full and num_groups(size) <= MANY_GROUPS)
@@ -128,7 +128,7 @@ def test_layers_of_two_sizes(layers: list[Kind | None], sizes: tuple[int, ...], 
 
 
 def test_no_layers() -> None:
-    """Of a model that keeps states only."""
+    """A model that keeps states only has none."""
     for layers in ([], [None, None]):
         groups = CacheGroups.of(layers)
         assert groups.sizes == groups.windows == () and len(groups.places) == len(layers)

@@ -43,6 +43,8 @@ def test_fields_and_defaults() -> None:
         "swap_space_gib": None,
         "kv_cache_dtype": "auto",
         "attention_backend": "auto",
+        "packed_weights": "copy",
+        "weight_dtype": "auto",
         "cuda_graphs": None,
         "compile_decode": False,
         "use_async_batching": None,
@@ -114,6 +116,8 @@ VALID: list[tuple[str, Any]] = [
     ("kv_cache_dtype", "auto"),
     ("attention_backend", "auto"),
     ("attention_backend", "torch"),
+    ("packed_weights", "replace"),
+    ("weight_dtype", "int8"),
     ("cuda_graphs", None),
     ("cuda_graphs", False),
     ("cuda_graphs", True),
@@ -145,6 +149,8 @@ INVALID: list[tuple[str, Any]] = [
     *(("swap_space_gib", value) for value in (-1, -0.5, "4", True, float("nan"), float("inf"), 1e300)),
     *(("kv_cache_dtype", value) for value in ("fp8", "bfloat16", None, 8)),
     *(("attention_backend", value) for value in ("sdpa", "TORCH", None)),
+    *(("weight_dtype", value) for value in ("int4", "", 8, None)),
+    *(("packed_weights", value) for value in ("none", "", True, None)),
     *(("cuda_graphs", value) for value in (0, 1, 0.0, "auto", "true", [])),
 ]
 
@@ -172,6 +178,8 @@ def test_messages_say_what_is_allowed() -> None:
         ("preemption", ("auto", "recompute", "swap")),
         ("kv_cache_dtype", ("auto", "fp8_e4m3", "fp8_e5m2")),
         ("attention_backend", ("auto", "triton", "torch")),
+        ("packed_weights", ("copy", "replace")),
+        ("weight_dtype", ("auto", "int8")),
     ):
         with pytest.raises(ValueError) as caught:
             PagedConfig(**{name: "nonsense"})

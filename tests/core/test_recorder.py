@@ -17,7 +17,7 @@ from hf_paged.tools.cli import app
 
 
 class WatchedRecorder(WatchedScheduler, RecordingScheduler):
-    """Of the state machine, and recording."""
+    """The state machine's scheduler, recording."""
 
 
 def recorded(episode: int, num_calls: int = 250) -> tuple[World, list[str]]:

@@ -47,7 +47,7 @@ class Setup:
         is_wanted: bool = True,
         logits_from: int | None = None,
     ) -> Sequence:
-        """A sequence of these tokens (a number: that many of its own) that somebody waits for."""
+        """A sequence of these tokens (a number: that many of its own) that a caller waits for."""
         group = group or self.scheduler.new_group(priority, batch_key, owner)
         sequence = self.scheduler.new_sequence(group)
         if isinstance(tokens, int):
@@ -84,7 +84,7 @@ class Setup:
         return steps
 
     def computed(self, tokens: int | list[int], **options: Any) -> Sequence:
-        """A sequence whose tokens were computed, and for which nobody waits at the moment."""
+        """A sequence whose tokens were computed, and for which no caller waits at the moment."""
         sequence = self.add(tokens, **options)
         self.run()
         assert sequence.num_uncomputed_tokens == 0
@@ -201,7 +201,7 @@ def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
         setup.scheduler.preemption.preempt(a.group)
         setup.extend(a)
     assert setup.scheduler.queues.has_work
-    a.is_wanted = False  # nobody tells the scheduler
+    a.is_wanted = False  # the scheduler is not told
     assert not setup.scheduler.queues.has_work
     b = setup.add(2)
     assert setup.step().chunks[0][0] == b.seq_id
@@ -766,7 +766,7 @@ def test_forced_runs_the_first_in_line_whoever_has_to_go() -> None:
 
 def test_forced_is_for_the_first_one_only() -> None:
     setup = Setup(num_blocks=6)
-    idle_older = setup.computed(4)  # nobody waits for it, but it is not idle either
+    idle_older = setup.computed(4)  # no caller waits for it, but it is not idle either
     a, b = setup.computed(4), setup.computed(4)
     setup.extend(a, b)
     step = setup.step(forced=True)

@@ -54,7 +54,7 @@ class Row:
     """A sequence and what must become of it.
 
     Attributes:
-        inputs: Its tokens; one whose id nobody was told is a number of its own.
+        inputs: Its tokens; one whose id was not told is a number of its own.
         values: Their K/V.
         has_logits: Whether the logits of its last token were handed out.
         target: Length at which it ends, if the engine samples it.
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(eq=False)
 class Request:
-    """Somebody's rows.
+    """A caller's rows.
 
     Attributes:
         kind: "samples": rows that grow independently of each other; "beams": rows that grow together, each from any of
@@ -315,7 +315,7 @@ class World:
             self._replace(row, request.rows[0])
 
     def pin(self, pick: int) -> None:
-        """Somebody reads keys and values: the group stays where it is meanwhile."""
+        """A caller reads keys and values: the group stays where it is meanwhile."""
         if len(self.pinned) < 2 and (groups := [g for g in self.scheduler.queues.groups if g.status is RUNNING]):
             group = groups[pick % len(groups)]
             group.num_pins += 1
@@ -326,7 +326,7 @@ class World:
             self.pinned.pop(0).num_pins -= 1
 
     def cancel(self, pick: int) -> None:
-        """Whoever waits gives up, in whatever state the request is."""
+        """The caller that waits gives up, in whatever state the request is."""
         candidates = [r for r in self.requests if not self._is_in_flight(r)]
         if not candidates:
             return
@@ -344,7 +344,7 @@ class World:
             self._free(row)
 
     def give_up(self, pick: int) -> None:
-        """A caller's forward is interrupted: nobody waits any more, and the scheduler isn't told before it is asked."""
+        """A caller's forward is interrupted: no thread waits, and the scheduler isn't told before it is asked."""
         candidates = [
             r for r in self.requests if r.kind == "cache" and not r.is_between_forwards and not self._is_in_flight(r)
         ]
@@ -357,7 +357,7 @@ class World:
         self.scheduler.reset_prefix_cache()
 
     def make_room(self, num_blocks: int) -> None:
-        """Somebody needs blocks outside of a step."""
+        """A caller needs blocks outside of a step."""
         self.settle()
         kept = [request for request in self.requests if request.is_between_forwards][:1]
         protected = [group for request in kept for group in request.groups]
@@ -451,7 +451,7 @@ class World:
             step = self._schedule(forced=True, max_tokens=max_tokens)
             if step is None:
                 return True
-            assert step.num_seqs, "nothing runs although everybody may be preempted"
+            assert step.num_seqs, "nothing runs although all may be preempted"
             self.events["forced"] += 1
         if failing:
             self._fail(step)
@@ -461,7 +461,7 @@ class World:
         return True
 
     def settle(self, num_kept: int = 0) -> bool:
-        """The host gets to know tokens; some are ends that nobody foresaw."""
+        """The host gets to know tokens; some are ends that were not foreseen."""
         is_any = len(self.expected) > num_kept
         while len(self.expected) > num_kept:
             for row, token in self.expected.pop(0):
@@ -482,7 +482,7 @@ class World:
     def _schedule(
         self, forced: bool = False, only: Request | None = None, max_tokens: int | None = None
     ) -> Batch | None:
-        """The next step, its copies executed; `None`: somebody does not fit and was failed."""
+        """The next step, its copies executed; `None`: a group does not fit and was failed."""
         before, self.scheduler.split = self._before(), set()
         preemptions, swapped_out = self.scheduler.preemption.num_preemptions, self.scheduler.preemption.num_swapped_out
         try:
@@ -861,7 +861,7 @@ class World:
 
     def _check_nothing_waits(self) -> None:
         for row in self.rows.values():
-            assert row in self.in_flight or not row.sequence.num_wanted_tokens, "a row waits and nobody knows"
+            assert row in self.in_flight or not row.sequence.num_wanted_tokens, "a row waits unknown to the scheduler"
 
     def _preemptible(self, protected: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Groups that could give up blocks, seen from the tables."""

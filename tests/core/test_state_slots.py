@@ -174,7 +174,7 @@ def test_random_walks(windows: tuple[int | None, ...], state_blocks: int) -> Non
 
 
 def manager(num_blocks: int = 12, state_blocks: int = 2) -> StateBlockManager:
-    """Of blocks of two tokens."""
+    """A manager of blocks of two tokens."""
     return StateBlockManager(num_blocks, 2, state_blocks=state_blocks)
 
 

@@ -43,9 +43,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hf_paged.attention.backends.triton import TritonStep
+from hf_paged.attention.decode_work import LEAST_SAVED
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
-from hf_paged.kernels import launch, ops, reference
+from hf_paged.kernels import launch, ops, reference, shared_decode
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
@@ -78,6 +79,16 @@ class Scale:
     prefills = ((1, 512, 0), (1, 2048, 0), (1, 8192, 0), (4, 2048, 0), (1, 2048, 8192))
     long_prefill = 8192
     mixed = (64, 2048, 2048)  # decodes, their tokens, tokens of the chunk
+    # Samples, tokens of the prompt that they share, tokens of each besides.
+    shared = (
+        (2, 8192, 64),
+        (4, 2048, 64),
+        (16, 512, 64),
+        (16, 2048, 256),
+        (64, 512, 64),
+        (64, 2048, 256),
+        (256, 2048, 64),
+    )
     writes, copies, swap_blocks = (1, 32, 256, 2048, 8192), (1, 16, 256), 64
     small_pool = 1024  # blocks, for what torch's indexing is measured beside
     layout_cases, block_sizes = ((32, 4096), (128, 1024)), (16, 32, 64, 128)
@@ -90,7 +101,7 @@ class Quick(Scale):
     memory, fp8_memory, samples = 8 * GIB, 4 * GIB, 5
     contexts, batches, cases, layout_cases = (4096,), (32,), ((32, 4096),), ((32, 4096),)
     splits, tiles, block_sizes, writes, copies = (1, 4), ((64, 4, 3),), (16,), (2048,), (16,)
-    prefills, long_prefill = ((1, 2048, 0),), 2048
+    prefills, long_prefill, shared = ((1, 2048, 0),), 2048, ((16, 2048, 256),)
 
 
 class Tiny(Quick):
@@ -101,6 +112,7 @@ class Tiny(Quick):
     contexts, batches, cases, layout_cases, ragged = (32,), (2,), ((2, 48),), ((2, 40),), (64, 20)
     splits, tiles, writes, copies, swap_blocks, small_pool = (1, 3), ((32, 4, 3),), (5,), (2,), 4, 16
     prefills, long_prefill, mixed, check_tokens = ((2, 40, 0), (1, 20, 24)), 40, (2, 40, 24), 40
+    shared = ((3, 192, 5),)
 
 
 class Sanitized(Tiny):
@@ -177,27 +189,39 @@ class Step:
         block_size: int = 16,
         is_layer_major: bool = False,
         memory: Memory | None = None,
+        shared: int = 0,
+        least_saved: float = LEAST_SAVED,
         **options: Any,
     ) -> None:
-        """Lays a step out; `options` are those of `AttentionParams`."""
+        """Lays a step out, all of whose sequences begin with `shared` tokens, a multiple of the block size.
+
+        Where these are worth `least_saved` bytes, they are read together; `options` are those of `AttentionParams`.
+        """
         scale, self.memory = bench.scale, memory or bench.memory
         self.query_lens, self.seq_lens, self.block_size = list(query_lens), list(seq_lens), block_size
         self._bench, self._options = bench, {"scale": scale.head_dim**-0.5} | options
-        needed = sum(-(-n // block_size) for n in seq_lens)
+        sizes, common = -(-np.array(seq_lens) // block_size), shared // block_size
+        # Of each place in the tables, one after another, the block; what is shared comes first.
+        places = np.concatenate([np.arange(size) for size in sizes])
+        is_own = places >= common
+        places[is_own] = common + np.arange(is_own.sum())
+        needed = int(places.max()) + 1
         self.layers = scale.layers
         while (capacity := self.memory.num_bytes // (self.layers * block_size * self.memory.token_bytes)) <= needed:
             if self.layers == 1:
                 raise ValueError(f"{sum(seq_lens)} tokens don't fit into {self.memory.num_bytes / GIB:.0f} GiB")
             self.layers //= 2
         self.pool = self.memory.pool(capacity, self.layers, block_size, is_layer_major)
-        self.kv_bytes = sum(seq_lens) * self.memory.token_bytes
+        self.kv_bytes = (sum(seq_lens) - shared * (len(seq_lens) - 1 if shared else 0)) * self.memory.token_bytes
         num_sets = min(-(-scale.cold // (self.layers * self.kv_bytes)), (capacity - 1) // needed)
         shuffled = np.random.default_rng(0).permutation(capacity)
         lens = np.array(query_lens), np.array(seq_lens)
         self._sets = [
-            AttentionMetadata.build(own, -(-lens[1] // block_size), *lens, block_size, shuffled[-1], bench.device)
+            AttentionMetadata.build(own[places], sizes, *lens, block_size, shuffled[-1], bench.device)
             for own in shuffled[: num_sets * needed].reshape(num_sets, needed)
         ]
+        for metadata in self._sets:
+            metadata.least_saved = least_saved
         self.query = bench.random(sum(query_lens), scale.heads, scale.head_dim)
         is_fp8 = self.memory.dtype == E4M3
         self._kv_scales = torch.ones(self.layers, 2, scale.kv_heads, device=bench.device) if is_fp8 else None
@@ -224,6 +248,12 @@ class Step:
         with mock.patch.object(decode, "paged_decode", wraps=decode.paged_decode) as launcher:
             self(0)
         return max(launcher.call_args.args[2][:, 3].tolist(), default=1)
+
+    def reads_together(self) -> bool:
+        """Whether what sequences share is read for several of them at once."""
+        with mock.patch.object(shared_decode, "shared_decode", wraps=shared_decode.shared_decode) as launcher:
+            self(0)
+        return bool(launcher.called)
 
     def tiles(self) -> Row:
         """What the kernels it takes would choose by themselves, before shared memory cuts stages."""
@@ -398,6 +428,39 @@ def split_points(bench: Bench) -> Points:
         make = functools.cache(partial(decoding, bench, batch, context))
         for num_splits in bench.scale.splits:
             yield Point(f"{batch} x {context}", partial(time_splits, make, num_splits))
+
+
+# ------------------------------------------------------------------------------------------------------ shared tokens
+
+# Whatever it saves, or never.
+WAYS = {"together": -math.inf, "alone": math.inf}
+
+
+def samples_of(bench: Bench, samples: int, prompt: int, own: int, least_saved: float = LEAST_SAVED) -> Step:
+    """Samples of one prompt, with some tokens of their own each."""
+    return Step(bench, [1] * samples, [prompt + own] * samples, shared=prompt, least_saved=least_saved)
+
+
+def check_shared(bench: Bench) -> float:
+    samples, prompt, own = bench.scale.shared[0]
+    given = samples, min(prompt, -(-bench.scale.check_tokens // 128) * 128), own
+    steps = {way: samples_of(bench, *given, least_saved) for way, least_saved in WAYS.items()}
+    if [step.reads_together() for step in steps.values()] != [True, False]:
+        raise WrongError("the two ways are the same")
+    return max(step.check([0, samples - 1]) for step in steps.values())
+
+
+def shared_points(bench: Bench) -> Points:
+    """Both ways, and which of them `decode_work.py` would take."""
+
+    def measure(way: str, samples: int, prompt: int, own: int) -> Row:
+        step = samples_of(bench, samples, prompt, own, WAYS[way])
+        is_chosen = samples_of(bench, samples, prompt, own).reads_together() == step.reads_together()
+        row = {"samples": samples, "prompt": prompt, "own": own, "is_chosen": is_chosen}
+        return row | bench.timer.time(step, step.kv_bytes).row() | step.tiles()
+
+    for (samples, prompt, own), way in itertools.product(bench.scale.shared, WAYS):
+        yield Point(f"{samples} of {prompt}, {own} own", partial(measure, way, samples, prompt, own), {"way": way})
 
 
 # ------------------------------------------------------------------------------------------------------------ prefill
@@ -711,7 +774,7 @@ def sanitizer_points(bench: Bench) -> Points:
     for num_splits in (1, 3):
         yield Point(f"attention, {num_splits} split(s)", partial(attention, num_splits))
         yield Point(f"with all features, {num_splits} split(s)", partial(attention, num_splits, **features))
-    for check in (check_layouts, check_fp8, check_write, check_copy):
+    for check in (check_layouts, check_shared, check_fp8, check_write, check_copy):
         yield Point(check.__name__, lambda check=check: {"rms": check(small)})
 
 
@@ -728,6 +791,7 @@ FAMILIES = (
     Family("write", write_points, check_write),
     Family("copy", copy_points, check_copy),
     Family("ragged", ragged_points, check_ragged),
+    Family("shared", shared_points, check_shared, pivot=("way", "case")),
     Family("mixed", mixed_points, check_mixed),
     Family("fp8", fp8_points, check_fp8),
     Family("swap", swap_points),

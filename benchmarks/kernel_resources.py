@@ -38,6 +38,7 @@ from hf_paged.kernels import (
     paged_decode,
     paged_prefill,
     reshape_and_cache,
+    shared_decode,
     triton_layers,
 )
 
@@ -148,9 +149,11 @@ def launches(case: Case, target: str) -> list[Specialisation]:
                 on_meta(32, 2, kv_heads, dtype=torch.float32) if "scales" in features else None,
                 on_meta(1 << 20, dtype=torch.float32),
             )
+            work = on_meta(96, 4, dtype=torch.int32)
             if case.kernel == "decode":
-                work = on_meta(96, 4, dtype=torch.int32)
                 paged_decode.paged_decode(call, work[:80], work[80:])
+            elif case.kernel == "shared":
+                shared_decode.shared_decode(call, work[:80], work[80:])
             else:
                 paged_prefill.paged_prefill(call, on_meta(64, 2, dtype=torch.int32), case.rows)
     return list(found)
@@ -184,6 +187,11 @@ def cases(target: str) -> Iterator[Case]:
                 for rows in (16, 64):
                     if rows < sizes[4]:
                         yield Case(kernel, dtype, pool, head_dim, 16, 4, "", rows)
+    for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
+        suffix = "+scales" if pool not in DTYPES else ""
+        rows = shared_decode.tiling(head_dim, DTYPES[dtype].itemsize, POOLS[pool].itemsize, device).rows
+        for feature in ("", "softcap+sinks+alibi"):
+            yield Case("shared", dtype, pool, head_dim, 16, 4, (feature + suffix).strip("+"), rows)
     for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
         yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
     for (dtype, pool), head_dim, heads in itertools.product(pairs, (256, 512), (16, 32, 128)):

@@ -266,6 +266,11 @@ def serve(model: Any) -> None:
     model.generate(ids[:1, :1], max_new_tokens=3)
 
 
+def serve_samples(model: Any) -> None:
+    """Rows that share enough to read it together, in steps that are not recorded."""
+    model.generate(torch.tensor(prompts(3000)), do_sample=True, num_return_sequences=20, max_new_tokens=3)
+
+
 def serve_short_of_memory(model: Any) -> None:
     """Rows that the pool has no room for: swapped out and in."""
     ids = torch.tensor(prompts(30, 30, 30))
@@ -276,6 +281,7 @@ def serve_short_of_memory(model: Any) -> None:
 
 SERVICES: tuple[tuple[dict[str, Any], Callable[[Any], None]], ...] = (
     ({"num_blocks": 4000}, serve),
+    ({"num_blocks": 600, "cuda_graphs": False}, serve_samples),
     ({"num_blocks": 64, "preemption": "swap", "cuda_graphs": False, "max_num_seqs": 32}, serve_short_of_memory),
 )
 CELLS = [Cell(name, gpu, pool) for name in MODELS for gpu in GPUS for pool in POOLS]

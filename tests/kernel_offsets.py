@@ -32,7 +32,15 @@ from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
-from hf_paged.kernels import copy_blocks, latent_attention, launch, paged_decode, paged_prefill, reshape_and_cache
+from hf_paged.kernels import (
+    copy_blocks,
+    latent_attention,
+    launch,
+    paged_decode,
+    paged_prefill,
+    reshape_and_cache,
+    shared_decode,
+)
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS, KV_HEADS, GROUP, HEAD_DIM = 300_000, 16, 32, 8, 4, 128
 LATENT, ROTARY = 512, 64
@@ -49,6 +57,7 @@ CONTENTS: dict[str, Range] = {
     "query_start_loc": (0, TOKENS),
     "query_tiles": (-1, TOKENS),
     "items": (-1, LONGEST // 16),  # sequences, tiles of 16 tokens and more
+    "members": (-LONGEST // 16, LONGEST // 16),  # sequences, and parts before the first item's
     "split": (0, LONGEST // 16),
 }
 NAME = re.compile(r"%[\w]+(?:#\d+)?")
@@ -267,6 +276,8 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
         on_meta(1 << 24, dtype=torch.float32),
     )  # fmt: skip
     paged_decode.paged_decode(call, on_meta(2 * ROWS, 4), on_meta(ROWS, 4))
+    if not window:
+        shared_decode.shared_decode(call, on_meta(ROWS, 4), on_meta(ROWS, 4))
     paged_prefill.paged_prefill(call, on_meta(TOKENS // 32, 2), 128)
     if pool.is_contiguous():
         ids = on_meta(1000, dtype=torch.int64)

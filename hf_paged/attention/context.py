@@ -65,6 +65,16 @@ def forward_context(step: PagedStep, device: torch.device, is_moved: bool = Fals
         _CURRENT.reset(token)
 
 
+@contextmanager
+def with_step(mask: Tensor, step: PagedStep) -> Iterator[None]:
+    """Within it, attention called with the sentinel of this thread's forward runs over another step."""
+    token = _CURRENT.set(ForwardContext(step, mask))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
 def is_sentinel(mask: Any) -> bool:
     """Whether a mask is one that `forward_context` made, on whichever thread."""
     return hasattr(mask, _MARK)

@@ -15,6 +15,14 @@ Layers with a window read other tiles than layers without, and each kind has a l
 whatever a layer reads would serve all kinds, but not well: where one sequence is much longer than the others, a fair
 cut of all tokens leaves the windows of the others whole, and a cut that is fair to both kinds makes parts, which have
 to be combined, of sequences that neither would cut.
+
+Tokens that sequences share may be read once for as many of them as a tile has room for: a list of its own, cut in the
+same way, of tiles in front of those that each sequence reads by itself. It pays by bytes. Of `n` sequences, each reads
+`tokens` fewer, but for one of them; each leaves two partial results instead of none, which are written and read again:
+
+    saved = (n - 1) * tokens * token_bytes - 4 * n * part_bytes
+
+More cuts cost more partial results, but each of them has tiles enough to be worth it.
 """
 
 from __future__ import annotations
@@ -24,7 +32,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from hf_paged.attention.shared_prefix import SharedPrefixes
+
 LEAST_TILES = 2  # of a fair share: a part with less is not worth its combination
+LEAST_SAVED = 32 << 20  # bytes: what a fast GPU reads in the ten microseconds that the host may take for a launch
 
 
 class WorkKind(NamedTuple):
@@ -55,52 +66,159 @@ class WorkKind(NamedTuple):
         return num_sequences * self.num_splits if self.num_splits else 4 * self.slots // 3
 
 
+class Together(NamedTuple):
+    """What reading shared tokens once for several sequences depends on, besides lengths and tables.
+
+    Attributes:
+        tile: Tokens of a KV tile, a power of two as `WorkKind`'s.
+        slots: Items that the device works on at once.
+        most: Sequences of an item.
+        token_bytes: Of a token's keys and values in the layer.
+        part_bytes: Of a sequence's partial result.
+    """
+
+    tile: int
+    slots: int
+    most: int
+    token_bytes: int
+    part_bytes: int
+
+
 class DecodeWork(NamedTuple):
     """A list on the device.
 
     Attributes:
         items: `[I, 4]` int32, see `share_out`; a sequence below 0: nothing to do.
-        split: `[S, 4]` int32, see `share_out`; 0 items: nothing to do.
-        max_parts: The items of split sequences are among the first so many.
+        split: `[S, 4]` int32, see `share_out`; 0 parts: nothing to do.
+        max_parts: All parts are among the first so many.
+        shared_items: `[J, 4]` int32, see `SharedTiles`; `None`: nothing is read together.
+        members: `[S, 4]` int32, see `SharedTiles`.
     """
 
     items: Tensor
     split: Tensor
     max_parts: int
+    shared_items: Tensor | None = None
+    members: Tensor | None = None
 
 
-def share_out(seq_lens: np.ndarray, kind: WorkKind) -> tuple[np.ndarray, np.ndarray]:
+class SharedTiles(NamedTuple):
+    """What is read once for several sequences, and what of each this leaves.
+
+    Attributes:
+        items: `[J, 4]` int32: the first of some members, how many, their first tile, how many of `Together.tile`. Those
+            of the same members are next to each other.
+        order: `[S]` int64, sequences; members are numbered in this order.
+        first_items: `[S]` int64, in this order: the first of the items that a member is in, if it is in any.
+        tokens: `[S]` int64 by sequence, read by these items; a multiple of both kinds of tile.
+        parts: `[S]` int64 by sequence, how many items it is in, each of which makes a part.
+    """
+
+    items: np.ndarray
+    order: np.ndarray
+    first_items: np.ndarray
+    tokens: np.ndarray
+    parts: np.ndarray
+
+    def members(self, split: np.ndarray) -> np.ndarray:
+        """`[S, 4]` int32: a member's sequence, and the part that item 0 would make for it; the items count on."""
+        first_parts = np.zeros(len(self.order), dtype=np.int64)
+        first_parts[split[:, 1]] = split[:, 2]
+        members = np.zeros((len(self.order), 4), dtype=np.int32)
+        members[:, 0], members[:, 1] = self.order, first_parts[self.order] - self.first_items
+        return members
+
+
+def read_together(
+    prefixes: SharedPrefixes, kind: WorkKind, together: Together, least_saved: float = LEAST_SAVED
+) -> SharedTiles | None:
+    """The list for shared tokens; `None`: each sequence had better read by itself.
+
+    Args:
+        prefixes: Of all sequences.
+        kind: Of the layers, which have no window.
+        together: Of the layers.
+        least_saved: Bytes of a layer that are worth another launch.
+    """
+    runs = prefixes.items(2, together.most)
+    if runs is None:
+        return None
+    first, count = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
+    unit = max(kind.tile, together.tile)
+    tokens = runs[:, 2].astype(np.int64) // unit * unit
+    saved = (count - 1) * tokens * together.token_bytes - 4 * count * together.part_bytes
+    kept = np.flatnonzero((tokens > 0) & (saved > min(least_saved, 0)))
+    if not len(kept) or saved[kept].sum() < least_saved:
+        return None
+    tiles = tokens[kept] // together.tile
+    cuts = _cuts(tiles, together.slots)
+    starts = np.cumsum(cuts) - cuts
+    run, _, start, size = _cut(np.zeros_like(tiles), tiles, cuts, starts)
+    items = np.stack([first[kept][run], count[kept][run], start, size], axis=1).astype(np.int32)
+    of_runs = np.zeros((3, len(runs)), dtype=np.int64)
+    of_runs[:, kept] = tokens[kept], cuts, starts
+    of_members = np.repeat(of_runs, count, axis=1)
+    of_sequences = np.empty_like(of_members[:2])
+    of_sequences[:, prefixes.order] = of_members[:2]
+    return SharedTiles(items, prefixes.order, of_members[2], *of_sequences)
+
+
+def share_out(seq_lens: np.ndarray, kind: WorkKind, shared: SharedTiles | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The list for sequences with one new token each.
 
     Args:
         seq_lens: `[S]` tokens of each; one of 0 has one item of no tiles.
         kind: Of the layers.
+        shared: What is read by another list.
 
     Returns:
-        `[I, 4]` int32 items: the table group (0, the only one there is), the sequence, its first tile, how many. Those
-        of a sequence are next to each other and in order, those of the longest sequence first.
-        `[S', 4]` int32, the sequences with several items, which are the longest: the table group, the sequence, its
-        first item, how many.
+        `[I, 4]` int32 items: the part that it makes, if it is not all of the sequence; the sequence, its first tile,
+        how many. Those of a sequence are next to each other and in order, those with most to read first.
+        `[S', 4]` int32, the sequences of several parts: 0, the sequence, its first part, how many. First come those of
+        shared tiles.
     """
     lens = seq_lens.astype(np.int32)
     first = np.maximum(lens - kind.window, 0) // kind.tile if kind.window else np.zeros_like(lens)
+    if shared is not None:
+        first = (shared.tokens // kind.tile).astype(np.int32)
     tiles = -(-lens // kind.tile) - first
-    if kind.num_splits:
-        counts = np.clip(tiles, 1, kind.num_splits)
-    else:
-        share = max(LEAST_TILES, -(-int(tiles.sum()) // kind.slots))
-        counts = np.maximum((2 * tiles + share) // (2 * share), 1)
+    counts = np.clip(tiles, 1, kind.num_splits) if kind.num_splits else _cuts(tiles, kind.slots)
     order = np.argsort(-tiles, kind="stable")
     first, tiles, counts = first[order], tiles[order], counts[order]
     starts = np.cumsum(counts) - counts
-    row = np.repeat(np.arange(len(lens)), counts)
-    part = np.arange(len(row)) - starts[row]
-    least, more = np.divmod(tiles, counts)  # the first `more` parts have one tile more than the others
-    items = np.zeros((len(row), 4), dtype=np.int32)
-    items[:, 1] = order[row]
-    items[:, 2] = first[row] + part * least[row] + np.minimum(part, more[row])
-    items[:, 3] = least[row] + (part < more[row])
-    num_split = int(np.count_nonzero(counts > 1))
-    split = np.zeros((num_split, 4), dtype=np.int32)
-    split[:, 1], split[:, 2], split[:, 3] = order[:num_split], starts[:num_split], counts[:num_split]
+    row, place, start, size = _cut(first, tiles, counts, starts)
+    is_split: slice | np.ndarray
+    if shared is None:  # the first ones are split, and their items are the parts
+        numbers, first_parts, parts = np.arange(len(row)), starts, counts
+        is_split = slice(np.count_nonzero(counts > 1))
+    else:
+        others = shared.parts[order]
+        parts = np.where((counts > 1) | (others > 0), counts + others, 0)
+        first_parts, is_split = np.cumsum(parts) - parts, parts > 0
+        numbers = (first_parts + others)[row] + place
+    items = np.empty((len(row), 4), dtype=np.int32)
+    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = numbers, order[row], start, size
+    parts = parts[is_split]
+    split = np.zeros((len(parts), 4), dtype=np.int32)
+    split[:, 1], split[:, 2], split[:, 3] = order[is_split], first_parts[is_split], parts
     return items, split
+
+
+def _cuts(tiles: np.ndarray, slots: int) -> np.ndarray:
+    """Items that so many tiles make, at least one each."""
+    share = max(LEAST_TILES, -(-int(tiles.sum()) // slots))
+    return np.maximum((2 * tiles + share) // (2 * share), 1)
+
+
+def _cut(
+    first: np.ndarray, tiles: np.ndarray, counts: np.ndarray, starts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts runs of tiles into so many items each, which differ by a tile at most.
+
+    Returns:
+        Of each item its run, its place in the run, its first tile and how many.
+    """
+    run = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(run)) - starts[run]
+    least, more = np.divmod(tiles, counts)  # the first `more` have one tile more than the others
+    return run, place, first[run] + place * least[run] + np.minimum(place, more[run]), least[run] + (place < more[run])

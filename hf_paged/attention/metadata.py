@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
+from hf_paged.attention.decode_work import LEAST_SAVED, DecodeWork, Together, WorkKind, read_together, share_out
+from hf_paged.attention.lazy import lazy
+from hf_paged.attention.shared_prefix import SharedPrefixes, shared_prefixes
 from hf_paged.core.batch import GroupTables
 from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
@@ -49,9 +50,11 @@ class AttentionMetadata:
         host_tables: `[S, N]` block tables on the host; `host_query_lens` and `host_seq_lens`: `[S]` int64, new tokens
             and tokens of each sequence; `host_start_loc`: `[S + 1]` int64.
         is_recorded: Whether its tensors are those of later steps, too.
+        least_saved: Bytes of a layer that are worth reading shared tokens by another launch.
     """
 
     is_recorded = False
+    least_saved: float = LEAST_SAVED
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class AttentionMetadata:
             self._positions = (seq_lens - query_lens)[rows] + np.arange(len(rows)) - self.host_start_loc[rows]
         self._query_tiles: dict[int, Tensor] = {}
         self._decode_work: dict[WorkKind, DecodeWork] = {}
+        self._shared_work: dict[tuple[WorkKind, Together], DecodeWork | None] = {}
         self._same_lens: AttentionMetadata | None = None
         self._use(tables)
 
@@ -97,9 +101,9 @@ class AttentionMetadata:
     def with_tables(self, tables: np.ndarray) -> AttentionMetadata:
         """The same step over the block tables of another group of layers; what follows from lengths is shared."""
         other = copy.copy(self)
-        for own in ("block_tables", "groups", "prefill_groups"):
+        for own in ("block_tables", "groups", "prefill_groups", "shared_prefixes"):
             vars(other).pop(own, None)
-        other._same_lens = self
+        other._same_lens, other._shared_work = self, {}
         other._use(tables)
         return other
 
@@ -108,9 +112,10 @@ class AttentionMetadata:
         if device == self._device:
             return self
         other = copy.copy(self)
-        for own in ("block_tables", "groups", "prefill_groups", "seq_lens", "query_start_loc"):
+        for own in ("block_tables", "groups", "prefill_groups", "shared_prefixes", "seq_lens", "query_start_loc"):
             vars(other).pop(own, None)
-        other._device, other._same_lens, other._query_tiles, other._decode_work = device, None, {}, {}
+        other._device, other._same_lens, other._query_tiles = device, None, {}
+        other._decode_work, other._shared_work = {}, {}
         other._use(self.host_tables)
         return other
 
@@ -178,29 +183,35 @@ class AttentionMetadata:
 
     # Each backend reads its own part of what follows; the rest is never made.
 
-    @cached_property
+    @lazy
     def host_start_loc(self) -> np.ndarray:
         """See the class."""
         return np.concatenate(([0], np.cumsum(self.host_query_lens)))
 
-    @cached_property
+    @lazy
     def max_decode_len(self) -> int:
         """See the class."""
         return int(self.host_seq_lens[: self.num_decodes].max(initial=0))
 
-    @cached_property
+    @lazy
+    def shared_prefixes(self) -> SharedPrefixes | None:
+        """Which of the first `num_decodes` sequences begin with the same blocks; `None`: each is by itself."""
+        num = self.num_decodes
+        return shared_prefixes(self.host_tables[:num], self.host_seq_lens[:num], self.block_size, self.null_block)
+
+    @lazy
     def block_tables(self) -> Tensor:
         """See the class."""
         return self._to_device(self.host_tables.astype(np.int32))
 
-    @cached_property
+    @lazy
     def seq_lens(self) -> Tensor:
         """See the class."""
         if self._same_lens is not None:
             return self._same_lens.seq_lens
         return self._to_device(self.host_seq_lens.astype(np.int32))
 
-    @cached_property
+    @lazy
     def query_start_loc(self) -> Tensor:
         """See the class."""
         if self._same_lens is not None:
@@ -212,13 +223,34 @@ class AttentionMetadata:
         """Kinds of the lists that were asked for."""
         return list(self._decode_work)
 
-    def decode_work(self, kind: WorkKind) -> DecodeWork:
-        """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them."""
+    def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
+        """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them.
+
+        Args:
+            kind: Of the layers.
+            together: How they can read what sequences share, where they can and sequences do.
+        """
+        if together is not None and (work := self._work_together(kind, together)) is not None:
+            return work
         if kind not in self._decode_work:
             items, split = share_out(self.host_seq_lens[: self.num_decodes], kind)
             both = self._to_device(np.concatenate([items, split]))  # one transfer
             self._decode_work[kind] = DecodeWork(both[: len(items)], both[len(items) :], int(split[:, 3].sum()))
         return self._decode_work[kind]
+
+    def _work_together(self, kind: WorkKind, together: Together) -> DecodeWork | None:
+        """`None`: each sequence is better read by itself."""
+        key = kind, together
+        if key not in self._shared_work:
+            assert self.shared_prefixes is not None
+            shared = read_together(self.shared_prefixes, kind, together, self.least_saved)
+            self._shared_work[key] = None
+            if shared is not None:
+                items, split = share_out(self.host_seq_lens[: self.num_decodes], kind, shared)
+                lists = items, split, shared.items, shared.members(split)
+                parts = self._to_device(np.concatenate(lists)).split([len(own) for own in lists])
+                self._shared_work[key] = DecodeWork(parts[0], parts[1], int(split[:, 3].sum()), *parts[2:])
+        return self._shared_work[key]
 
     def query_tiles(self, tile: int) -> Tensor:
         """The new tokens of all sequences behind the first `num_decodes`, cut into tiles.
@@ -240,12 +272,12 @@ class AttentionMetadata:
             self._query_tiles[tile] = self._to_device(tiles.astype(np.int32))
         return self._query_tiles[tile]
 
-    @cached_property
+    @lazy
     def groups(self) -> list[PaddedGroup]:
         """The sequences grouped for the padded attention of the torch backend."""
         return self._group(0)
 
-    @cached_property
+    @lazy
     def prefill_groups(self) -> list[PaddedGroup]:
         """The same, without the first `num_decodes` sequences."""
         return self._group(self.num_decodes)
@@ -330,6 +362,7 @@ class DecodeMetadata(AttentionMetadata):
     """
 
     is_recorded = True
+    shared_prefixes = None  # the tables of steps to come are not known
 
     def __init__(
         self,
@@ -373,8 +406,8 @@ class DecodeMetadata(AttentionMetadata):
         other.slot_mapping, other.block_tables = slot_mapping, block_tables
         return other
 
-    def decode_work(self, kind: WorkKind) -> DecodeWork:
-        """As for any step.
+    def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
+        """As for any step; nothing is read together.
 
         Raises:
             RuntimeError: No layer asked for this kind before steps were recorded, so none of them comes with it.

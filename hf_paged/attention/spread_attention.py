@@ -48,7 +48,7 @@ class SpreadStep:
     def __init__(
         self, parts: Sequence[PoolAttention], part_of: Sequence[int], metadata: Sequence[AttentionMetadata]
     ) -> None:
-        """Of one forward.
+        """Serves one forward.
 
         Args:
             parts: Of each device.

@@ -78,7 +78,7 @@ def _library(
     )
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
     key = _digest(repr((texts, compiler, flags, platform.machine())).encode())
-    folder = _cache_folder()
+    folder = cache_folder()
     folders = [folder] if os.access(folder, os.W_OK) else [folder, _temporary_folder()]
     for path in (path for folder in folders for path in folder.glob(f"{source.stem}-{key}-*.so")):
         try:
@@ -133,8 +133,8 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _cache_folder() -> Path:
-    """Where compiled kernels are kept; only for this process, if there is no such place."""
+def cache_folder() -> Path:
+    """Where compiled kernels and measurements are kept; only for this process, if there is no such place."""
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
         folder = (caches if caches.is_absolute() else Path.home() / ".cache") / "hf_paged"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from hf_paged.kernels.padded_groups import PaddedGroup
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
 MAX_LATENT_ROW = 2048  # elements of a latent and a rotary key
+LEAST_ROWS = (8, 12)  # queries that are faster together: of one query head a key head, and of several
+LATENT_HEADS = 8  # that one thread attends to together
 MAX_GROUP_ELEMENTS = 32768  # of all query heads that share a key head: they lie on a thread's stack, twice, in float32
-FUNCTIONS = ("hf_paged_write", "hf_paged_decode")
+FUNCTIONS = ("hf_paged_write", "hf_paged_decode", "hf_paged_prompt", "hf_paged_rows")
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -34,10 +37,29 @@ class _Write(ctypes.Structure):
 class _Decode(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "output", "pool", "tables", "seq_lens", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("order", "items")),
+        ("num_items", ctypes.c_int64),
+        ("query_starts", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("query_token", "query_head", "num_seqs", "num_kv_heads", "heads_per_kv")),
         *((name, ctypes.c_int64) for name in ("block_size", "table_width", "block_stride", "window", "num_threads")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
+
+
+class Together(NamedTuple):
+    """How sequences that begin with the same blocks are attended to: these blocks are read once for some of them.
+
+    Attributes:
+        order: `[S]` int32, contiguous: each sequence once.
+        items: `[I, 3]` int32, contiguous: the first of some sequences in `order`, how many, and how many tokens of the
+            first blocks, which are the same in the tables of all of them, none has fewer of; 0 of a single sequence.
+            They come one behind the other.
+        most: Sequences of an item at most.
+    """
+
+    order: Tensor
+    items: Tensor
+    most: int
 
 
 class CPUKernels:
@@ -50,7 +72,10 @@ class CPUKernels:
         self._stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
         self._write = library.hf_paged_write
         self._decode = library.hf_paged_decode
-        for function, kind in ((self._write, _Write), (self._decode, _Decode)):
+        library.hf_paged_rows.restype = ctypes.c_int64
+        self._rows: int = library.hf_paged_rows()
+        self._prompt = library.hf_paged_prompt
+        for function, kind in ((self._write, _Write), (self._decode, _Decode), (self._prompt, _Decode)):
             function.argtypes, function.restype = [ctypes.POINTER(kind)], None  # which takes the structure itself
 
     def reshape_and_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -101,6 +126,13 @@ class CPUKernels:
         )
         self._write(arguments)
 
+    def together(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """How many sequences are faster together than one by one, and how many an item of `Together` may have."""
+        group = num_heads // num_kv_heads
+        if self._num_parts == 1:
+            group = min(group, LATENT_HEADS)
+        return -(-LEAST_ROWS[group > 1] // group), self._rows // group
+
     def paged_decode(
         self,
         query: Tensor,
@@ -115,6 +147,7 @@ class CPUKernels:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        together: Together | None = None,
     ) -> None:
         """Attention of the sequences with one new token each that the batch begins with.
 
@@ -132,6 +165,7 @@ class CPUKernels:
             sliding_window: Tokens a query sees, itself included; `None`: all before it.
             softcap: Bound of the scores; `None`: none.
             sinks: `[num_heads]` logits.
+            together: Sequences that share blocks; `None`: each is attended to by itself.
 
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices, a layer that the pool does not have, tables
@@ -161,6 +195,17 @@ class CPUKernels:
             and output.is_cpu
             and block_tables.is_cpu
             and (sinks is None or (sinks.shape == (num_heads,) and sinks.is_cpu))
+            and (
+                together is None
+                or (
+                    together.order.dtype is together.items.dtype is torch.int32
+                    and together.order.shape == (num_seqs,)
+                    and together.items.shape[1:] == (3,)
+                    and together.order.is_contiguous()
+                    and together.items.is_contiguous()
+                    and together.most <= self.together(num_heads, num_kv_heads)[1]
+                )
+            )
         ):
             expected = f"twice [T, heads, dim], {num_seqs} tables and lengths, and their pool (layer {layer})"
             given = {"query": query, "output": output, "block_tables": block_tables, "seq_lens": seq_lens}
@@ -173,6 +218,10 @@ class CPUKernels:
             block_tables.data_ptr(),
             seq_lens.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            None if together is None else together.order.data_ptr(),
+            None if together is None else together.items.data_ptr(),
+            0 if together is None else len(together.items),
+            None,
             *query_stride[:2],
             num_seqs,
             num_kv_heads,
@@ -186,6 +235,97 @@ class CPUKernels:
             softcap or 0.0,
         )
         self._decode(arguments)
+
+    def tokens_at_once(self, num_heads: int, num_kv_heads: int) -> int:
+        """New tokens of a tile of `paged_prompt`; 0: it doesn't take so many query heads a key head."""
+        return self._rows * num_kv_heads // num_heads
+
+    def paged_prompt(
+        self,
+        query: Tensor,
+        output: Tensor,
+        kv_cache: Tensor,
+        layer: int,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        tiles: Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Causal attention of sequences with several new tokens.
+
+        Args:
+            query: `[T, num_heads, head_dim]` in the pool's dtype, the last dimension contiguous.
+            output: `[T, num_heads, head_dim]`, contiguous; the tokens of `tiles` are written.
+            kv_cache: The KV tensor, of keys and values.
+            layer: Layer index.
+            block_tables: `[S, N]` int32, contiguous.
+            seq_lens: `[S]` int32, contiguous, tokens of each including the new ones.
+            query_start_loc: `[S + 1]` int32, contiguous, first new token of each.
+            tiles: `[tiles, 2]` int32, contiguous: a sequence, and the first of `tokens_at_once` of its new tokens.
+            scale: Factor on the scores.
+            sliding_window: Tokens a query sees, itself included; `None`: all before it.
+            softcap: Bound of the scores; `None`: none.
+            sinks: `[num_heads]` logits.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices, a layer that the pool does not have, or too
+                many query heads a key head.
+        """
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+        numbers = (block_tables, seq_lens, query_start_loc, tiles)
+        if not (
+            query.ndim == 3
+            and output.shape == query.shape
+            and query.shape[2] == head_dim == self._value_dim
+            and (query_stride := query.stride())[2] == 1
+            and output.is_contiguous()
+            and (num_heads := query.shape[1]) % num_kv_heads == 0
+            and self.tokens_at_once(num_heads, num_kv_heads)
+            and block_tables.ndim == tiles.ndim == 2
+            and query_start_loc.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1
+            and tiles.shape[1] == 2
+            and 0 <= layer < num_layers
+            and self._is_own(kv_cache)
+            and query.dtype is output.dtype is self._dtype
+            and query.is_cpu
+            and output.is_cpu
+            and all(each.dtype is torch.int32 and each.is_contiguous() and each.is_cpu for each in numbers)
+            and (sinks is None or (sinks.shape == (num_heads,) and sinks.is_cpu))
+        ):
+            expected = f"twice [T, heads, dim], tables and lengths of as many sequences, their pool (layer {layer})"
+            given = {"query": query, "output": output, "block_tables": block_tables, "seq_lens": seq_lens}
+            raise InputError("prompt", expected, **given, kv_cache=kv_cache)
+        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
+        arguments = _Decode(
+            query.data_ptr(),
+            output.data_ptr(),
+            kv_cache.data_ptr() + layer * layer_stride * self._dtype.itemsize,
+            block_tables.data_ptr(),
+            seq_lens.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            None,
+            tiles.data_ptr(),
+            len(tiles),
+            query_start_loc.data_ptr(),
+            *query_stride[:2],
+            len(seq_lens),
+            num_kv_heads,
+            num_heads // num_kv_heads,
+            block_size,
+            block_tables.shape[1],
+            block_stride,
+            sliding_window or 0,
+            torch.get_num_threads(),
+            scale,
+            softcap or 0.0,
+        )
+        self._prompt(arguments)
 
     def _is_own(self, kv_cache: Tensor) -> bool:
         """Whether the kernels are made for this pool, whose blocks they take to be contiguous."""
@@ -204,6 +344,7 @@ def constants(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) 
         "HEAD_DIM": head_dim,
         "VALUE_DIM": latent_dim or head_dim,
         "IS_LATENT": int(latent_dim is not None),
+        "LATENT_HEADS": LATENT_HEADS,
         "IS_BFLOAT16": int(dtype is torch.bfloat16),
     }
 

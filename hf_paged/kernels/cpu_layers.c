@@ -1,6 +1,7 @@
-/* Layers between the matrix products, one pass over memory each: RMSNorm, the gate of gated MLPs, rotary embeddings.
+/* Layers between the matrix products, one pass over memory each: RMSNorm, the gate of gated MLPs, rotary embeddings,
+   residual sums; and calls of kernels one after another.
 
-   Called by cpu_layers.py, which holds the same structs. Sums and products in float32; where the model's own code
+   Called by cpu_layers.py and cpu_calls.py, which hold the same structs. Sums and products in float32; where the model's own code
    rounds to the element type in between, so does this. Strides count elements. */
 #include "cpu_element.h"
 
@@ -93,4 +94,24 @@ void hf_paged_rotary(const struct rotary *a) {
     rotate(a, a->query + t * a->query_token, to_query, a->query_heads, a->query_head, cos, sin);
     rotate(a, a->key + t * a->key_token, to_key, a->key_heads, a->key_head, cos, sin);
   }
+}
+
+struct add {
+  const element *first, *second;
+  element *output;
+  int64_t size, num_threads;
+};
+
+void hf_paged_add(const struct add *a) {
+#pragma omp parallel for simd num_threads(a->num_threads) if (a->size >= MIN_ELEMENTS)
+  for (int64_t i = 0; i < a->size; i++) a->output[i] = from_float(to_float(a->first[i]) + to_float(a->second[i]));
+}
+
+struct call {
+  void (*kernel)(const void *);
+  const void *arguments;
+};
+
+void hf_paged_run(const struct call *calls, int64_t count) {
+  for (int64_t i = 0; i < count; i++) calls[i].kernel(calls[i].arguments);
 }

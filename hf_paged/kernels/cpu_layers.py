@@ -13,11 +13,13 @@ from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import LayerKernels
 
 DTYPES = (torch.float32, torch.bfloat16)
-FUNCTIONS = ("hf_paged_rms_norm", "hf_paged_gate", "hf_paged_rotary")
+FUNCTIONS = ("hf_paged_rms_norm", "hf_paged_gate", "hf_paged_rotary", "hf_paged_add", "hf_paged_run")
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
-class _RMSNorm(ctypes.Structure):
+class RMSNorm(ctypes.Structure):
+    """`struct rms_norm`."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("input", "weight", "output")),
         *((name, ctypes.c_int64) for name in ("rows", "dim", "num_threads", "rounds_first")),
@@ -25,7 +27,9 @@ class _RMSNorm(ctypes.Structure):
     ]
 
 
-class _Gate(ctypes.Structure):
+class Gate(ctypes.Structure):
+    """`struct gate`."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("gate", "up", "output")),
         *((name, ctypes.c_int64) for name in ("rows", "dim", "gate_row", "up_row", "num_threads")),
@@ -33,7 +37,9 @@ class _Gate(ctypes.Structure):
     ]
 
 
-class _Rotary(ctypes.Structure):
+class Rotary(ctypes.Structure):
+    """`struct rotary`."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "cos", "sin", "to_query", "to_key")),
         *((name, ctypes.c_int64) for name in ("tokens", "query_heads", "key_heads", "dim", "rotary_dim")),
@@ -42,15 +48,29 @@ class _Rotary(ctypes.Structure):
     ]
 
 
+class Add(ctypes.Structure):
+    """`struct add`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("first", "second", "output")),
+        *((name, ctypes.c_int64) for name in ("size", "num_threads")),
+    ]
+
+
 class CPULayers(LayerKernels):
-    """The compiled kernels."""
+    """The compiled kernels.
+
+    Attributes:
+        compiled: The library that they are in.
+    """
 
     def __init__(self, compiled: ctypes.CDLL, dtype: torch.dtype) -> None:
         super().__init__(dtype)
+        self.compiled = compiled
         self._norm_function = compiled.hf_paged_rms_norm
         self._gate_function = compiled.hf_paged_gate
         self._rotary_function = compiled.hf_paged_rotary
-        kinds = (self._norm_function, _RMSNorm), (self._gate_function, _Gate), (self._rotary_function, _Rotary)
+        kinds = (self._norm_function, RMSNorm), (self._gate_function, Gate), (self._rotary_function, Rotary)
         for function, kind in kinds:
             function.argtypes, function.restype = [ctypes.POINTER(kind)], None  # which takes the structure itself
 
@@ -64,7 +84,7 @@ class CPULayers(LayerKernels):
     def _rms_norm(self, states: Tensor, weight: Tensor, eps: float, offset: float, rounds_first: bool) -> Tensor:
         output = torch.empty_like(states)
         dim = weight.shape[0]
-        arguments = _RMSNorm(
+        arguments = RMSNorm(
             states.data_ptr(),
             weight.data_ptr(),
             output.data_ptr(),
@@ -81,7 +101,7 @@ class CPULayers(LayerKernels):
     def _gate(self, gate: Tensor, up: Tensor, gate_row: int, up_row: int, linear: float, cubic: float) -> Tensor:
         output = torch.empty_like(gate, memory_format=torch.contiguous_format)
         dim = gate.shape[-1]
-        arguments = _Gate(
+        arguments = Gate(
             gate.data_ptr(),
             up.data_ptr(),
             output.data_ptr(),
@@ -103,7 +123,7 @@ class CPULayers(LayerKernels):
         _, query_head, query_token, _ = query.stride()
         key_heads, (_, key_head, key_token, _) = key.shape[1], key.stride()
         to_query, to_key = _by_token(query), _by_token(key)
-        arguments = _Rotary(
+        arguments = Rotary(
             query.data_ptr(),
             key.data_ptr(),
             cos.data_ptr(),

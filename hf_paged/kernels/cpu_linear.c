@@ -1,6 +1,7 @@
-/* A matrix product for few rows: [rows, width] times the transpose of a weight [columns, width], plus a bias.
+/* A matrix product for few rows: [rows, width] times the transpose of a weight [columns, width], plus a bias; of several
+   weights at once, the parts of one product, each where it lies and with a result of its own.
 
-   Called by cpu_linear.py, which lays the weight out: panels of as many columns as a tile of sums holds, and in a panel
+   Called by cpu_linear.py, which lays weights out: panels of as many columns as a tile of sums holds, and in a panel
    one column beside the other for each element of the width. A panel is read from memory once for all rows, and stays in
    the second-level cache while tile after tile of rows goes over it; meanwhile the next one is fetched. A row's sums are
    made in the same order, however many rows there are. */
@@ -34,12 +35,17 @@ enum { DEPTH = 1 };
 typedef float group;
 #endif
 
+struct part {
+  const group *weight;  /* [panels, width / DEPTH, PANEL] */
+  const element *bias;  /* [columns], or null */
+  element *output;      /* [rows, columns], contiguous */
+  int64_t columns;
+};
+
 struct linear {
-  const element *input;  /* [rows, width], contiguous */
-  const group *weight;   /* [panels, width / DEPTH, PANEL] */
-  const element *bias;   /* [columns], or null */
-  element *output;       /* [rows, columns], contiguous */
-  int64_t rows, width, columns, num_threads;
+  const element *input; /* [rows, width], contiguous */
+  const struct part *parts;
+  int64_t num_parts, rows, width, num_threads;
 };
 
 int64_t hf_paged_panel(void) { return PANEL; }
@@ -92,26 +98,42 @@ static void sums_of(int64_t rows, const group *input, int64_t depth, const group
   }
 }
 
+static int64_t panels_of(const struct part *part) { return (part->columns + PANEL - 1) / PANEL; }
+
+/* The part that a panel is of, null behind the last; the panel becomes that part's own. */
+static const struct part *part_of(const struct linear *a, int64_t *panel) {
+  for (int64_t p = 0; p < a->num_parts; p++) {
+    const int64_t panels = panels_of(&a->parts[p]);
+    if (*panel < panels) return &a->parts[p];
+    *panel -= panels;
+  }
+  return 0;
+}
+
 void hf_paged_linear(const struct linear *a) {
   if (!a->rows) return;
-  const int64_t depth = a->width / DEPTH, panels = (a->columns + PANEL - 1) / PANEL;
-  const int64_t tiles = (a->rows + ROWS - 1) / ROWS;
-  const int64_t lines = (depth * PANEL * sizeof(group)) / LINE, lines_a_tile = (lines + tiles - 1) / tiles;
-#pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->rows * a->width * a->columns >= MIN_PRODUCTS)
-  for (int64_t panel = 0; panel < panels; panel++) {
-    const group *weight = a->weight + panel * depth * PANEL;
-    const int64_t column = panel * PANEL, columns = a->columns - column < PANEL ? a->columns - column : PANEL;
+  int64_t panels = 0;
+  for (int64_t p = 0; p < a->num_parts; p++) panels += panels_of(&a->parts[p]);
+  const int64_t depth = a->width / DEPTH, size = depth * PANEL, tiles = (a->rows + ROWS - 1) / ROWS;
+  const int64_t lines = (size * sizeof(group)) / LINE, lines_a_tile = (lines + tiles - 1) / tiles;
+#pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->rows * a->width * panels * PANEL >= MIN_PRODUCTS)
+  for (int64_t index = 0; index < panels; index++) {
+    int64_t panel = index, following = index + 1;
+    const struct part *part = part_of(a, &panel), *next = part_of(a, &following);
+    const group *weight = part->weight + panel * size;
+    const char *ahead = next ? (const char *)(next->weight + following * size) : 0;
+    const int64_t column = panel * PANEL, columns = part->columns - column < PANEL ? part->columns - column : PANEL;
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t row = t * ROWS, rows = a->rows - row < ROWS ? a->rows - row : ROWS;
-      const int64_t first_line = t * lines_a_tile, left = panel + 1 < panels ? lines - first_line : 0;
+      const int64_t first_line = t * lines_a_tile, left = ahead ? lines - first_line : 0;
       vector sums[ROWS * VECTORS];
-      sums_of(rows, (const group *)a->input + row * depth, depth, weight,
-              (const char *)(weight + depth * PANEL) + first_line * LINE, left < lines_a_tile ? left : lines_a_tile, sums);
+      sums_of(rows, (const group *)a->input + row * depth, depth, weight, ahead ? ahead + first_line * LINE : 0,
+              left < lines_a_tile ? left : lines_a_tile, sums);
       for (int64_t r = 0; r < rows; r++) {
         const float *from = (const float *)(sums + r * VECTORS);
-        element *to = a->output + (row + r) * a->columns + column;
-        if (a->bias)
-          for (int64_t c = 0; c < columns; c++) to[c] = from_float(from[c] + to_float(a->bias[column + c]));
+        element *to = part->output + (row + r) * part->columns + column;
+        if (part->bias)
+          for (int64_t c = 0; c < columns; c++) to[c] = from_float(from[c] + to_float(part->bias[column + c]));
         else
           for (int64_t c = 0; c < columns; c++) to[c] = from_float(from[c]);
       }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,10 +23,21 @@ _HAS_BFLOAT16 = (
 _BFLOAT16 = ("-mavx512bf16",) if _HAS_BFLOAT16 else ()  # products of pairs; a compiler may be too old for it
 
 
-class _Linear(ctypes.Structure):
+class Part(ctypes.Structure):
+    """`struct part`."""
+
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("input", "weight", "bias", "output")),
-        *((name, ctypes.c_int64) for name in ("rows", "width", "columns", "num_threads")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "output")),
+        ("columns", ctypes.c_int64),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """`struct linear`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input", "parts")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "rows", "width", "num_threads")),
     ]
 
 
@@ -45,14 +57,36 @@ class PanelWeight:
 
 
 class CPULinear:
-    """The compiled kernel for one element type."""
+    """The compiled kernel for one element type.
+
+    Attributes:
+        function: It, which takes a `Linear`.
+    """
 
     def __init__(self, compiled: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype, self._depth = dtype, DEPTHS[dtype]
         compiled.hf_paged_panel.restype = ctypes.c_int64
         self._panel: int = compiled.hf_paged_panel()
-        self._function = compiled.hf_paged_linear
-        self._function.argtypes, self._function.restype = [ctypes.POINTER(_Linear)], None
+        self.function = compiled.hf_paged_linear
+        self.function.argtypes, self.function.restype = [ctypes.POINTER(Linear)], None
+
+    def call(self, states: int, weights: Sequence[tuple[PanelWeight, Tensor | None, int]]) -> tuple[Linear, list[Part]]:
+        """What `function` is to be given, but for rows and threads. It holds neither weights nor biases.
+
+        Args:
+            states: Address of `[rows, width]`, contiguous.
+            weights: From `pack`, each with a bias as in `multiply`, and the address of `[rows, columns]`.
+
+        Returns:
+            The call, and the part in it of each weight.
+        """
+        parts = (Part * len(weights))()
+        for part, (weight, bias, output) in zip(parts, weights, strict=True):
+            part.weight, part.bias = weight.panels.data_ptr(), None if bias is None else bias.data_ptr()
+            part.output, part.columns = output, weight.columns
+        call = Linear(input=states, parts=ctypes.addressof(parts), num_parts=len(weights), width=weights[0][0].width)
+        call.held = parts
+        return call, list(parts)
 
     def pack(self, weight: Tensor) -> PanelWeight:
         """Copies a weight.
@@ -70,6 +104,11 @@ class CPULinear:
         panels = whole.view(-1, self._panel, width // self._depth, self._depth).transpose(1, 2).contiguous()
         return PanelWeight(panels, width, columns)
 
+    def unpack(self, weight: PanelWeight) -> Tensor:
+        """`[columns, width]`, contiguous: what `pack` was given, bit for bit."""
+        panels = weight.panels.transpose(1, 2).reshape(-1, weight.width)
+        return panels[: weight.columns].clone(memory_format=torch.contiguous_format)
+
     def multiply(self, states: Tensor, weight: PanelWeight, bias: Tensor | None) -> Tensor:
         """`states @ weight.T + bias`, summed in float32.
 
@@ -84,33 +123,43 @@ class CPULinear:
         Raises:
             InputError: Tensors of other shapes, dtypes or devices.
         """
-        dtype, columns = self._dtype, weight.columns
-        if not (
-            states.dtype is dtype
-            and states.is_cpu
-            and states.ndim
-            and states.shape[-1] == weight.width
-            and (
-                bias is None
-                or (bias.dtype is dtype and bias.is_cpu and bias.shape == (columns,) and bias.is_contiguous())
-            )
-        ):
-            given = {"states": states} if bias is None else {"states": states, "bias": bias}
-            raise InputError("multiply", f"[..., {weight.width}] and [{columns}] of {dtype} on CPU", **given)
+        return self.multiply_all(states, ((weight, bias),))[0]
+
+    def multiply_all(self, states: Tensor, weights: Sequence[tuple[PanelWeight, Tensor | None]]) -> list[Tensor]:
+        """The same by several weights of one width, in one pass: bit for bit what each gives by itself.
+
+        Args:
+            states: As in `multiply`.
+            weights: At least one, each with its bias.
+
+        Returns:
+            A result for each.
+
+        Raises:
+            InputError: As in `multiply`.
+        """
+        dtype, width = self._dtype, weights[0][0].width
+        if not (states.dtype is dtype and states.is_cpu and states.ndim and states.shape[-1] == width):
+            raise InputError("multiply", f"[..., {width}] of {dtype} on CPU", states=states)
         states = states.contiguous()
-        output = states.new_empty((*states.shape[:-1], columns))
-        arguments = _Linear(
-            states.data_ptr(),
-            weight.panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            output.data_ptr(),
-            states.numel() // weight.width if weight.width else 0,
-            weight.width,
-            columns,
-            torch.get_num_threads(),
+        leading = states.shape[:-1]
+        outputs, parts = [], (Part * len(weights))()
+        for part, (weight, bias) in zip(parts, weights, strict=True):
+            columns = weight.columns
+            if weight.width != width:
+                raise InputError("multiply", f"weights of width {width}", panels=weight.panels)
+            if bias is not None:
+                if not (bias.dtype is dtype and bias.is_cpu and bias.shape == (columns,) and bias.is_contiguous()):
+                    raise InputError("multiply", f"[{columns}] of {dtype} on CPU", bias=bias)
+                part.bias = bias.data_ptr()
+            output = states.new_empty((*leading, columns))
+            part.weight, part.output, part.columns = weight.panels.data_ptr(), output.data_ptr(), columns
+            outputs.append(output)
+        rows = states.numel() // width if width else 0
+        self.function(
+            Linear(states.data_ptr(), ctypes.addressof(parts), len(outputs), rows, width, torch.get_num_threads())
         )
-        self._function(arguments)
-        return output
+        return outputs
 
 
 @lru_cache

@@ -28,7 +28,7 @@ def _latent_decode_kernel(
     kv_cache,  # [blocks, layers, 1, 1, BLOCK_SIZE, LATENT + ROTARY]
     block_tables,  # [T, N] int32
     seq_lens,  # [T] int32; 0: padding
-    items,  # [I, 4] int32: table group, sequence, first tile, tiles; a sequence below 0: nothing to do
+    items,  # [I, 4] int32: part, sequence, first tile, tiles; a sequence below 0: nothing to do
     sinks,  # [H] or None
     layer,
     scale,
@@ -115,7 +115,8 @@ def _latent_decode_kernel(
         output_rows = (sequence.to(tl.int64) * NUM_HEADS + heads) * LATENT
         tl.store(output + output_rows[:, None] + latents, acc.to(output.dtype.element_ty), mask=stored)
     else:
-        partial_rows = (item.to(tl.int64) * NUM_HEADS + heads) * (LATENT + STATS)
+        part = tl.load(items + item * 4)
+        partial_rows = (part.to(tl.int64) * NUM_HEADS + heads) * (LATENT + STATS)
         tl.store(partials + partial_rows[:, None] + latents, acc, mask=stored)
         tl.store(partials + partial_rows + LATENT, row_max, mask=is_real)
         tl.store(partials + partial_rows + LATENT + 1, row_sum, mask=is_real)
@@ -220,7 +221,7 @@ class LatentWidths:
 
     @classmethod
     def of(cls, query: Tensor, kv_cache: Tensor, latent_dim: int) -> LatentWidths:
-        """Of queries `[T, num_heads, row_dim]` and a pool."""
+        """From queries `[T, num_heads, row_dim]` and a pool."""
         return cls(query.shape[1], latent_dim, query.shape[2], query.element_size(), kv_cache.element_size())
 
     @property

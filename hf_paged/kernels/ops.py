@@ -17,6 +17,7 @@ from hf_paged.kernels import latent_attention as latents
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kernels import reshape_and_cache as write_kernel
+from hf_paged.kernels import shared_decode as shared
 from hf_paged.kernels.launch import FP8_FORMATS, LayerAttention, check_kv_cache, device_of, next_power_of_two
 
 _LIBRARY = torch.library.Library("hf_paged", "DEF")
@@ -28,9 +29,9 @@ _LIBRARY.define(
 _LIBRARY.define("copy_blocks(Tensor(a!) kv_cache, Tensor sources, Tensor destinations) -> ()")
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
-    "Tensor query_start_loc, Tensor? decode_items, Tensor? split, int max_parts, Tensor? query_tiles, int query_rows, "
-    "float scale, int window, float softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? kv_scales, "
-    "Tensor(a!) partials) -> Tensor"
+    "Tensor query_start_loc, Tensor? decode_items, Tensor? split, Tensor? shared_items, Tensor? members, "
+    "int max_parts, Tensor? query_tiles, int query_rows, float scale, int window, float softcap, Tensor? sinks, "
+    "Tensor? alibi_slopes, Tensor? kv_scales, Tensor(a!) partials) -> Tensor"
 )
 _LIBRARY.define(
     "write_latents(Tensor latent, Tensor rotary, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
@@ -72,6 +73,8 @@ def _paged_attention(
     query_start_loc: Tensor,
     decode_items: Tensor | None,
     split: Tensor | None,
+    shared_items: Tensor | None,
+    members: Tensor | None,
     max_parts: int,
     query_tiles: Tensor | None,
     query_rows: int,
@@ -118,6 +121,10 @@ def _paged_attention(
         kv_scales,
         partials,
     )
+    if shared_items is not None and members is not None:
+        if window:
+            raise ValueError(f"tokens are read together by layers without a window, this one's is {window}")
+        shared.shared_decode(call, shared_items.contiguous(), members.contiguous())
     if decode_items is not None and split is not None:
         decode.paged_decode(call, decode_items.contiguous(), split.contiguous())
     if query_tiles is not None and query_tiles.shape[0]:
@@ -310,6 +317,19 @@ def decode_plan(query: Tensor, kv_cache: Tensor) -> tuple[int, int]:
     sizes = query.shape[1], kv_cache.shape[3], kv_cache.shape[5], query.element_size(), kv_cache.element_size()
     shape, slots = decode.plan(*sizes, device_of(query.device))
     return shape.tokens, slots
+
+
+def shared_plan(query: Tensor, kv_cache: Tensor) -> tuple[int, int, int, int, int] | None:
+    """How sequences with these queries `[T, num_heads, head_dim]` read together what they share; `None`: they don't.
+
+    Returns:
+        Tokens of a KV tile, items that the device works on at once, sequences that an item has room for; bytes of a
+        token's keys and values, and of a sequence's partial result.
+    """
+    (_, num_heads, head_dim), num_kv_heads, itemsize = query.shape, kv_cache.shape[3], kv_cache.element_size()
+    found = shared.plan(num_heads, num_kv_heads, head_dim, query.element_size(), itemsize, device_of(query.device))
+    token_bytes, part_bytes = 2 * num_kv_heads * head_dim * itemsize, 4 * decode.partials_size(1, num_heads, head_dim)
+    return None if found is None else (*found, token_bytes, part_bytes)
 
 
 def latent_plan(query: Tensor, kv_cache: Tensor, latent_dim: int) -> tuple[int, int]:

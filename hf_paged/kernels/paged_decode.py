@@ -3,7 +3,7 @@
 Decoding reads every key and value once and computes little, so what counts is that all processors read at once. A
 program takes one (item of `decode_work.py`, kv head): some tiles of one sequence, whose reads all query heads of that
 kv head share, as the rows of one matrix tile. Where the item is all that the sequence has, its output is written; else
-each of the sequence's items leaves `(acc, m, l)` of `online_softmax.py`, and a second kernel combines them:
+each of the sequence's items leaves a part, `(acc, m, l)` of `online_softmax.py`, and a second kernel combines them:
 
     m = max_i m_i        o = sum_i 2^(m_i - m) acc_i / sum_i 2^(m_i - m) l_i
 
@@ -33,7 +33,7 @@ def _decode_kernel(
     kv_cache,  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, HEAD_DIM]
     block_tables,  # [S, N] int32
     seq_lens,  # [S] int32; 0: padding
-    items,  # [I, 4] int32: table group, sequence, first tile, tiles; a sequence below 0: nothing to do
+    items,  # [I, 4] int32: part, sequence, first tile, tiles; a sequence below 0: nothing to do
     sinks,  # [H] or None
     slopes,  # [H] or None
     kv_scales,  # [layers, 2, kv_heads] float32 or None
@@ -135,7 +135,8 @@ def _decode_kernel(
         output_rows = (sequence.to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
         tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
     else:
-        partial_rows = (item.to(tl.int64) * NUM_HEADS + heads) * (HEAD_DIM + STATS)
+        part = tl.load(items + item * 4)
+        partial_rows = (part.to(tl.int64) * NUM_HEADS + heads) * (HEAD_DIM + STATS)
         tl.store(partials + partial_rows[:, None] + columns[None, :], acc, mask=stored)
         tl.store(partials + partial_rows + HEAD_DIM, row_max, mask=in_group)
         tl.store(partials + partial_rows + HEAD_DIM + 1, row_sum, mask=in_group)
@@ -145,7 +146,7 @@ def _decode_kernel(
 def _combine_kernel(
     output,  # [T, H, HEAD_DIM], contiguous
     partials,  # [parts, H, HEAD_DIM + STATS] float32
-    split,  # [S, 4] int32: table group, sequence, its first item, items; 0 items: nothing to do
+    split,  # [S, 4] int32: 0, sequence, its first part, parts; 0 parts: nothing to do
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     CHUNK: tl.constexpr,  # parts added at once

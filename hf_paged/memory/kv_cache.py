@@ -45,7 +45,7 @@ class PageShape:
         return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
 
     def tensor_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """Of a block: `[num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values; where these differ in
+        """A block is `[num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values; where these differ in
         width, or are latents, they lie side by side, `[num_layers, 1, num_kv_heads, block_size, key_dim + value_dim]`.
         """
         if self.key_dim == self.value_dim and not self.is_latent:
@@ -69,7 +69,7 @@ class KVGeometry:
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVGeometry:
-        """Of one group of layers that are all alike."""
+        """One group of layers that are all alike."""
         page = PageShape(num_layers, num_kv_heads, head_dim, head_dim)
         return cls((page,), page.elements, dtype)
 

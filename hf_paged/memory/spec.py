@@ -76,7 +76,7 @@ class StateSpec:
 
     @property
     def number_of_states(self) -> int:
-        """Of one kind."""
+        """How many states of one kind a layer has."""
         return 1 + max(tensor.index for tensor in self.tensors)
 
     def num_bytes(self, dtype: torch.dtype) -> int:

@@ -105,6 +105,7 @@ def test_conversation(pair: Pair, batch: str, only_new: bool, arguments: dict[st
 
 @pytest.mark.core
 @pytest.mark.parametrize("only_new", [False, True], ids=["full_prompt", "only_new_tokens"])
+@pytest.mark.usefixtures("full_budget")
 def test_conversation_with_candidates(pair: Pair, only_new: bool) -> None:
     """Would break: assisted turns over a kept cache, which crop it."""
     arguments = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.5}  # it repeats itself: candidates are accepted

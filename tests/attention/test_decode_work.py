@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.attention.decode_work import LEAST_TILES, WorkKind, share_out
+from hf_paged.attention.decode_work import LEAST_TILES, Together, WorkKind, read_together, share_out
+from hf_paged.attention.shared_prefix import SharedPrefixes
 
 LENGTHS = st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([0, 1, 63, 64, 65, 1_000_000])
 KINDS = st.builds(
@@ -34,8 +35,7 @@ def check(lens: list[int], kind: WorkKind) -> dict[int, int]:
     assert items.dtype == split.dtype == np.int32 and items.shape[1:] == split.shape[1:] == (4,)
     covered: dict[int, list[range]] = {}
     places: dict[int, list[int]] = {}
-    for place, (group, row, first, count) in enumerate(items.tolist()):
-        assert group == 0
+    for place, (_, row, first, count) in enumerate(items.tolist()):
         covered.setdefault(row, []).append(range(first, first + count))
         places.setdefault(row, []).append(place)
     assert sorted(covered) == list(range(len(lens)))
@@ -49,6 +49,7 @@ def check(lens: list[int], kind: WorkKind) -> dict[int, int]:
     assert split.tolist() == expected_split
     parts = sum(len(of) for of in places.values() if len(of) > 1)
     assert all(len(places[row]) > 1 for row in items[:parts, 1].tolist()), "split sequences don't come first"
+    assert items[:parts, 0].tolist() == list(range(parts))
     # What a launch that serves any lengths is made for.
     assert len(items) <= kind.max_items(len(lens))
     assert len(split) <= kind.max_split(len(lens)) and parts <= kind.max_parts(len(lens))
@@ -122,3 +123,78 @@ def test_a_window_is_shared_out_by_what_it_sees() -> None:
     full, sliding = WorkKind(64, 33), WorkKind(64, 33, window=4096)
     assert check(lens, full) == {0: 31} | dict.fromkeys(range(1, 8), 1)
     assert check(lens, sliding) == dict.fromkeys(range(8), 4)
+
+
+TOGETHERS = st.builds(
+    Together,
+    tile=st.sampled_from([16, 64]),
+    slots=st.integers(1, 60),
+    most=st.integers(2, 16),
+    token_bytes=st.just(4096),
+    part_bytes=st.just(16_896),
+)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[SharedPrefixes, list[int]]:
+    """Runs of sequences in any order, and the tokens of each: what its run shares, and some of its own."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3000)), min_size=1, max_size=6))
+    tokens = np.array([shared if count > 1 else 0 for count, shared in sizes])
+    counts = np.array([count for count, _ in sizes])
+    own = draw(st.lists(st.integers(0, 300), min_size=int(counts.sum()), max_size=int(counts.sum())))
+    order = np.array(draw(st.permutations(range(len(own)))))
+    lens = np.empty(len(own), dtype=np.int64)
+    lens[order] = np.repeat(tokens, counts) + own
+    return SharedPrefixes(order, np.cumsum(counts) - counts, counts, tokens), lens.tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(given_runs=runs(), kind=KINDS, together=TOGETHERS)
+def test_shared_tiles_are_read_for_all_that_share_them(
+    given_runs: tuple[SharedPrefixes, list[int]], kind: WorkKind, together: Together
+) -> None:
+    """Each sequence's tiles once and in order, and each of its parts in a place of its own, side by side."""
+    prefixes, lens = given_runs
+    kind = kind._replace(window=0)
+    shared = read_together(prefixes, kind, together, -math.inf)
+    unit = max(kind.tile, together.tile)
+    if shared is None:
+        assert max(prefixes.tokens) < unit
+        return
+    items, split = share_out(np.array(lens), kind, shared)
+    members = shared.members(split)
+    assert shared.items.dtype == members.dtype == items.dtype == split.dtype == np.int32
+    run_of = dict(zip(prefixes.order.tolist(), np.repeat(np.arange(len(prefixes.counts)), prefixes.counts).tolist()))
+    covered: dict[int, list[int]] = {row: [] for row in range(len(lens))}
+    parts: dict[int, list[int]] = {row: [] for row in range(len(lens))}
+    for number, (first, count, tile, tiles) in enumerate(shared.items.tolist()):
+        assert 2 <= count <= together.most and tiles > 0
+        rows = members[first : first + count, 0].tolist()
+        assert len({run_of[row] for row in rows}) == 1 and len(set(rows)) == count
+        for row, base in members[first : first + count, :2].tolist():
+            covered[row] += range(tile * together.tile, (tile + tiles) * together.tile)
+            parts[row].append(base + number)
+    share = max(LEAST_TILES, math.ceil(int(shared.items[:, 3].sum()) / together.slots))
+    assert max(shared.items[:, 3]) <= 1.5 * share + 1
+    for row, tokens in covered.items():
+        assert len(tokens) % unit == 0 and len(tokens) <= prefixes.tokens[run_of[row]]
+    for part, row, tile, tiles in items.tolist():
+        covered[row] += range(tile * kind.tile, (tile + tiles) * kind.tile)
+        parts[row].append(part)
+    of_split = {row: list(range(first, first + count)) for _, row, first, count in split.tolist()}
+    for row, tokens in covered.items():
+        assert tokens == list(range(math.ceil(lens[row] / kind.tile) * kind.tile))
+        assert parts[row] == of_split[row] if row in of_split else len(parts[row]) == 1
+    assert sorted(part for of in of_split.values() for part in of) == list(range(split[:, 3].sum()))
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens", "expected"),
+    [(16, 1024, [16]), (17, 1024, [9, 8]), (2, 1024, None), (2, 32_768, [2]), (16, 60, None), (100, 64, None)],
+)
+def test_reading_together_has_to_pay(samples: int, tokens: int, expected: list[int] | None) -> None:
+    """Eight kv heads of 128 in half precision, four query heads each: 4 KiB a token, 16.5 KiB a part."""
+    prefixes = SharedPrefixes(np.arange(samples), np.array([0]), np.array([samples]), np.array([tokens]))
+    found = read_together(prefixes, WorkKind(64, 33), Together(64, 33, 16, 4096, 16_896))
+    counts = None if found is None else [count for _, count, first, _ in found.items.tolist() if first == 0]
+    assert counts == expected

@@ -22,7 +22,7 @@ NULL = 9
 
 
 def metadata(blocks: list[int]) -> AttentionMetadata:
-    """Of one sequence of 11 tokens, three of them new, in blocks of 4."""
+    """One sequence of 11 tokens, three of them new, in blocks of 4."""
     return AttentionMetadata(np.array([blocks]), np.array([3]), np.array([11]), 4, NULL, torch.device("cpu"))
 
 

@@ -10,8 +10,8 @@ import torch
 from kernel_cases import random_tensor, step_metadata
 from torch import Tensor
 
-from hf_paged.attention import latent_step
-from hf_paged.attention.backends.cpu import CPUBackend
+from hf_paged.attention import latent_step, shared_prefix
+from hf_paged.attention.backends.cpu import CPUBackend, CPUStep
 from hf_paged.attention.backends.registry import Backend
 from hf_paged.attention.backends.torch import TorchBackend
 from hf_paged.attention.backends.triton import TritonBackend
@@ -103,6 +103,19 @@ def test_a_step(step: str, widths: str, extra: str, backend: type[Backend]) -> N
     case = Case(step, widths, torch.float32, extra)
     found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
     assert error_of(found, case.truth()) < 1e-6
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_tokens_that_share_latents(widths: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tokens of a sequence, absorbed, are rows over the same blocks."""
+    monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 1)
+    monkeypatch.setitem(STEPS, "shared", ([7, 2, 9], [26, 19, 30]))
+    monkeypatch.setattr(LatentMaps, "is_expanded", lambda self, new, tokens: np.full(len(new), False))
+    case = Case("shared", widths, torch.float32, extra)
+    step = CPUBackend(case.pool, case.latent_dim).step(case.metadata)
+    assert error_of(step.attend(case.query, case.params), case.truth()) < 1e-6
+    assert isinstance(step, CPUStep) and any(together is not None for together in step._together.values())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kernel_cases import random_tensor, step_metadata
 from torch import Tensor
 
-from hf_paged.attention.decode_work import WorkKind
+from hf_paged.attention.decode_work import Together, WorkKind
 from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata, one_by_one
 from hf_paged.kernels import reference
 from hf_paged.kernels.padded_groups import GatherView, PaddedGroup
@@ -213,11 +214,27 @@ def test_decode_work() -> None:
     assert metadata.work_kinds == []
     full, sliding = WorkKind(tile=4, slots=4), WorkKind(tile=4, slots=4, window=8)
     work = metadata.decode_work(full)
-    assert work.items.tolist() == [[0, 1, 0, 4], [0, 1, 4, 4], [0, 1, 8, 4], [0, 1, 12, 3], [0, 0, 0, 1]]
+    assert work.items.tolist() == [[0, 1, 0, 4], [1, 1, 4, 4], [2, 1, 8, 4], [3, 1, 12, 3], [4, 0, 0, 1]]
     assert work.split.tolist() == [[0, 1, 0, 4]] and work.max_parts == 4
     assert work.items.dtype == work.split.dtype == torch.int32 and work.items.device == CPU
-    assert metadata.decode_work(sliding).items.tolist() == [[0, 1, 13, 2], [0, 0, 0, 1]]
+    assert metadata.decode_work(sliding).items.tolist() == [[0, 1, 13, 2], [1, 0, 0, 1]]
     assert metadata.decode_work(full) is work and metadata.work_kinds == [full, sliding]
+
+
+def test_what_is_read_together_is_each_groups_own() -> None:
+    """Groups of layers have tables of their own: where one's sequences share blocks, another's need not."""
+    shared, own = np.arange(24).repeat(2).reshape(24, 2).T, np.arange(48).reshape(2, 24)
+    lens = np.array([96, 96])
+    metadata, other = AttentionMetadata.of_groups([shared, own], np.ones_like(lens), lens, 4, 99, CPU)
+    metadata.least_saved = -math.inf
+    kind, together = WorkKind(tile=16, slots=4), Together(16, 4, most=2, token_bytes=64, part_bytes=64)
+    work = metadata.decode_work(kind, together)
+    assert work.shared_items is not None and metadata.decode_work(kind, together) is work
+    assert other.shared_prefixes is None and other.decode_work(kind).shared_items is None
+    moved = metadata.with_tables(shared + 30).decode_work(kind, together)
+    assert moved is not work and moved.shared_items is not None
+    metadata.least_saved = math.inf
+    assert metadata.with_tables(shared).decode_work(kind, together) is other.decode_work(kind)
 
 
 def test_decode_work_of_recorded_steps() -> None:
@@ -225,7 +242,7 @@ def test_decode_work_of_recorded_steps() -> None:
     tensors = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     trial = DecodeMetadata(*tensors, 4, 9, 8, None)
     kind = WorkKind(tile=16, slots=5)
-    assert trial.decode_work(kind).items.tolist() == [[0, row, 0, 1] for row in range(3)]
+    assert trial.decode_work(kind).items.tolist() == [[row, row, 0, 1] for row in range(3)]
     assert trial.work_kinds == [kind]
     given = DecodeMetadata(*tensors, 4, 9, 8, {kind: trial.decode_work(kind)})
     assert given.decode_work(kind) is trial.decode_work(kind)

@@ -88,7 +88,7 @@ def test_numbers_that_are_none(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_strides(dtype: torch.dtype) -> None:
-    """Of states and of a weight, any; results are contiguous and have the states' leading dimensions."""
+    """Any strides of states and of a weight; results are contiguous and have the states' leading dimensions."""
     kernel = kernel_for(dtype)
     plain = random_tensor(50, 32, dtype=dtype, seed=1)
     weights = {"plain": plain, "transposed": plain.t().contiguous().t(), "part": plain.repeat(1, 2)[:, :32]}
@@ -135,3 +135,29 @@ def test_types_that_have_none() -> None:
     assert "float16" in str(cpu_linear.load(torch.float16))
     with pytest.raises(InputError):
         kernel_for(F32).pack(torch.zeros(4, 4, dtype=BF16))
+
+
+@pytest.mark.parametrize("columns", [1, 5, 16, 32, 33, 64])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_weight_is_given_back(dtype: torch.dtype, columns: int) -> None:
+    """Would break: one of a single panel, whose columns lie beside each other there, given back with those strides."""
+    kernel = kernel_for(dtype)
+    weight = random_tensor(columns, 64, dtype=dtype, seed=3)
+    found = kernel.unpack(kernel.pack(weight))
+    assert torch.equal(found, weight) and found.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_several_weights_in_one_pass(dtype: torch.dtype, threads: int) -> None:
+    """Bit for bit what each gives alone, whatever their sizes, with a bias or without."""
+    kernel = kernel_for(dtype)
+    states = random_tensor(11, 512, dtype=dtype, seed=2)
+    sizes = (700, 48, 1, 0, 96, 260)
+    weights = [kernel.pack(random_tensor(size, 512, dtype=dtype, seed=size)) for size in sizes]
+    biases = [random_tensor(size, dtype=dtype, seed=1) if size % 8 else None for size in sizes]
+    for rows in (1, 8, 11, 0):
+        found = kernel.multiply_all(states[:rows], list(zip(weights, biases, strict=True)))
+        for one, weight, bias in zip(found, weights, biases, strict=True):
+            assert torch.equal(one, kernel.multiply(states[:rows], weight, bias)) and one.is_contiguous()
+    with pytest.raises(InputError, match="width 512"):
+        kernel.multiply_all(states, [(weights[0], None), (kernel.pack(torch.zeros(4, 4, dtype=dtype)), None)])

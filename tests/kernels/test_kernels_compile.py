@@ -18,6 +18,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     options = ("--out", out, "--jobs", "1", "--target", *TARGETS)
     only = (
         "decode bf16 bf16 d128 b16 g4 m16 window+",
+        "shared bf16 bf16 d128",
         "prefill bf16 e4m3 d128 b16 g1",
         "write bf16 e4m3 d80",
         "layers bf16 bf16 d128",
@@ -49,7 +50,7 @@ for order in itertools.permutations(range(3)):
 def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> None:
     """Would break: a kernel that only the interpreter understands."""
     names = {"decode", "combine", "prefill", "reshape_and_cache", "copy_blocks"}
-    names |= {"rms_norm", "gate", "rotary", "latent_decode", "write_latents"}
+    names |= {"rms_norm", "gate", "rotary", "latent_decode", "write_latents", "shared_decode"}
     assert {(row["kernel"], row["target"]) for row in kernels} == {(n, t) for n in names for t in TARGETS}
 
 
@@ -63,6 +64,7 @@ def test_loads_are_wide_and_products_are_the_matrix_units(kernels: list[dict[str
     on_h100 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "sm_90"}
     assert on_h100["decode"]["copies of 16 bytes"] >= 32 and "narrower copies" not in on_h100["decode"]
     assert on_h100["decode"]["mma"] >= 32
+    assert on_h100["shared_decode"]["wgmma"] >= 16 and "narrower copies" not in on_h100["shared_decode"]
     assert on_h100["prefill"]["wgmma"] >= 16 and on_h100["prefill"]["copies of 16 bytes"] >= 16
     assert "loads of 16 bytes" in on_h100["copy_blocks"] and "loads of 16 bytes" in on_h100["reshape_and_cache"]
     assert on_h100["latent_decode"]["wgmma"] >= 16 and on_h100["latent_decode"]["copies of 16 bytes"] >= 16

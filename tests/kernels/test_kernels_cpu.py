@@ -125,7 +125,16 @@ AXES: dict[str, tuple[Any, ...]] = {
     "softcap": (None, 50.0, 0.5),
     "sinks": (None, "float32", "the model's"),
     "layout": ("contiguous", "transposed", "part of qkv"),
-    "mix": ("lengths", "edges", "mixed", "late one-token chunks", "many first tokens", "one token", "shared prefix"),
+    "mix": (
+        "lengths",
+        "edges",
+        "mixed",
+        "late one-token chunks",
+        "many first tokens",
+        "one token",
+        "shared prefix",
+        "samples",
+    ),
 }
 PAIRWISE = pairwise(AXES)
 _rng = random.Random(2)
@@ -142,6 +151,8 @@ def shapes_of(mix: str, size: int) -> list[tuple[int, int]]:
         "many first tokens": [(1, 1)] * 40,
         "one token": [(1, 1)],
         "shared prefix": [(1, 4 * size + 3), (1, 4 * size + 6), (1, 4 * size + 1)],
+        "prompts": [(1, 21), (33, 47), (4, 4), (17, 90), (70, 70), (3, 40)],
+        "samples": [(1, 4 * size + n) for n in (3, 1, 40, 2, 2, 6, 17, 9, 1, 5, 33, 2, 2, 3, 1, 1, 7, 4, 2)],
     }[mix]
 
 
@@ -157,7 +168,7 @@ class Batch:
         self.null_block = sum(needed) + 3
         free = random.Random(0).sample(range(self.null_block), self.null_block)
         self.tables = [[free.pop() for _ in range(n)] for n in needed]
-        if settings["mix"] == "shared prefix":
+        if settings["mix"] in ("shared prefix", "samples"):
             for table in self.tables[1:]:
                 table[:4] = self.tables[0][:4]
         shape = (self.null_block + 1, NUM_LAYERS, 2, kv_heads, self.size, dim)
@@ -201,7 +212,17 @@ class Batch:
             None if self.sinks is None else self.sinks.double(),
         )
 
-    def decode(self, pool: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+    def together(self, most: int) -> cpu.Together:
+        """The decode rows whose first four blocks are the same, all but one of them; then the others."""
+        num = len(self.shapes) if self.shapes == shapes_of("samples", self.size) else 0
+        items = [(first, min(most, num - 1 - first), 4 * self.size - 1) for first in range(0, num - 1, most)]
+        items += [(first, 1, 0) for first in range(max(num - 1, 0), self.num_decodes)]
+        order = torch.tensor(random.Random(4).sample(range(self.num_decodes), self.num_decodes), dtype=torch.int32)
+        return cpu.Together(order, torch.tensor(items, dtype=torch.int32).view(-1, 3), most)
+
+    def decode(
+        self, pool: Tensor, metadata: AttentionMetadata | None = None, together: cpu.Together | None = None
+    ) -> Tensor:
         """Outputs of all tokens, a sentinel where nothing was written."""
         output = torch.full(self.query.shape, 77.0, dtype=self.dtype)
         kernels_for(self.dtype, self.dim).paged_decode(
@@ -214,6 +235,7 @@ class Batch:
             self.window,
             self.softcap,
             self.sinks,
+            together,
         )
         return output
 
@@ -236,6 +258,40 @@ def test_decode(choice: dict[str, Any]) -> None:
     if num:
         assert error_of(found[:num], batch.expected(batch.metadata(only_decodes=True))) < TOLERANCE[batch.dtype]
     assert same_bits(pool, before), "attention wrote into the pool"
+
+
+@pytest.mark.parametrize("choice", PAIRWISE + ANY, ids=describe)
+def test_decode_together(choice: dict[str, Any]) -> None:
+    """Sequences that share their first tokens, which end within a block: any number of them at once."""
+    batch = Batch(**{**choice, "mix": "samples"})
+    poison = torch.full_like(batch.clean, NAN)
+    pool = torch.where(batch.is_own, batch.clean, poison)
+    _, most = kernels_for(batch.dtype, batch.dim).together(batch.query.shape[1], pool.shape[3])
+    expected, alone = batch.expected(), batch.decode(pool)
+    for number in {2, 5, most} & set(range(2, most + 1)):
+        found = batch.decode(pool, together=batch.together(number))
+        assert error_of(found, expected) < TOLERANCE[batch.dtype]
+        for row in range(len(found)):
+            assert error_of(found[row], expected[row]) < TOLERANCE[batch.dtype] * 4, (number, row)
+    if batch.dtype == F32 and choice["window"] is None:
+        assert not same_bits(found, alone), "another order of sums: else this test has compared a way with itself"
+
+
+@pytest.mark.parametrize("choice", PAIRWISE + ANY, ids=describe)
+def test_prompt(choice: dict[str, Any]) -> None:
+    """Whole prompts and chunks, token by token; what is no prompt's stays as it is."""
+    batch = Batch(**{**choice, "mix": "prompts"})
+    pool = torch.where(batch.is_own, batch.clean, torch.full_like(batch.clean, NAN))
+    kernels, metadata, expected = kernels_for(batch.dtype, batch.dim), batch.metadata(), batch.expected()
+    at_once = kernels.tokens_at_once(batch.query.shape[1], pool.shape[3])
+    found = torch.full(batch.query.shape, 77.0, dtype=batch.dtype)
+    given = (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, metadata.query_tiles(at_once))
+    settings = (batch.scale, batch.window, batch.softcap, batch.sinks)
+    kernels.paged_prompt(batch.query, found, pool, batch.layer, *given, *settings)
+    assert bool((found[:1] == 77.0).all())
+    assert error_of(found[1:], expected[1:]) < TOLERANCE[batch.dtype]
+    for token in range(1, len(found)):
+        assert error_of(found[token], expected[token]) < TOLERANCE[batch.dtype] * 4, token
 
 
 @pytest.mark.parametrize("mix", ["mixed", "late one-token chunks", "lengths", "one token"])
@@ -445,7 +501,8 @@ def test_sinks() -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were called, and took what they were given."""
-    kernels_for(F32, 16)  # which tries them
+    for dtype in (F32, BF16):
+        cpu.load(dtype, 16, None)  # which tries them
     names: list[str] = []
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -456,7 +513,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("paged_decode", "reshape_and_cache"):
+    for name in ("paged_decode", "paged_prompt", "reshape_and_cache"):
         monkeypatch.setattr(cpu.CPUKernels, name, counted(getattr(cpu.CPUKernels, name)))
     return names
 
@@ -476,11 +533,25 @@ def test_the_kernels_are_called(calls: list[str]) -> None:
     _, step = both_steps(batch)
     step.write(batch.query[:, :2], batch.query[:, :2], 0)
     step.attend(batch.query, AttentionParams(1, batch.scale))
-    assert calls == ["reshape_and_cache", "paged_decode"]
+    assert calls == ["reshape_and_cache", "paged_decode", "paged_prompt"]
 
 
 def test_a_step_of_prompts_alone(calls: list[str]) -> None:
     batch = Batch(mix="mixed")
+    batch.shapes, batch.tables = batch.shapes[2:], batch.tables[2:]
+    batch.query = batch.query[2:]
+    _, step = both_steps(batch)
+    assert error_of(step.attend(batch.query, AttentionParams(1, batch.scale)), batch.expected()) < 1e-6
+    assert calls == ["paged_prompt"]
+
+
+@pytest.mark.parametrize("reason", ["AMX", "no vectors"])
+def test_prompts_that_torch_is_faster_at(calls: list[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason == "AMX":
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    else:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    batch = Batch(mix="mixed", dtype=BF16)
     batch.shapes, batch.tables = batch.shapes[2:], batch.tables[2:]
     batch.query = batch.query[2:]
     plain, step = both_steps(batch)
@@ -831,10 +902,10 @@ def test_homes_that_are_none(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", home)
     monkeypatch.setenv("XDG_CACHE_HOME", xdg) if xdg is not None else monkeypatch.delenv("XDG_CACHE_HOME")
-    assert c_compiler._cache_folder() == c_compiler._temporary_folder()
+    assert c_compiler.cache_folder() == c_compiler._temporary_folder()
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert c_compiler._cache_folder() == tmp_path / ".cache" / "hf_paged"
+    assert c_compiler.cache_folder() == tmp_path / ".cache" / "hf_paged"
 
 
 def _compile_at_once(barrier: Any, results: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, run_compiled
 
 OVER_THE_POOL = ("_decode_kernel", "_prefill_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel")
-OVER_THE_POOL += ("_latent_decode_kernel", "_write_latents_kernel")
+OVER_THE_POOL += ("_latent_decode_kernel", "_write_latents_kernel", "_shared_decode_kernel")
 
 
 def offsets(root: Path = ROOT, *arguments: str) -> dict[str, Any]:
@@ -34,7 +34,12 @@ def test_no_address_overflows() -> None:
 @pytest.mark.parametrize(
     ("file", "wide", "narrow", "kernels"),
     [
-        ("online_softmax.py", "blocks.to(tl.int64)", "blocks", {"_decode_kernel", "_prefill_kernel"}),
+        (
+            "online_softmax.py",
+            "blocks.to(tl.int64)",
+            "blocks",
+            {"_decode_kernel", "_prefill_kernel", "_shared_decode_kernel"},
+        ),
         ("reshape_and_cache.py", "other=-1)", "other=-1).to(tl.int32)", {"_reshape_and_cache_kernel"}),
         ("latent_attention.py", "blocks.to(tl.int64)", "blocks", {"_latent_decode_kernel"}),
         ("copy_blocks.py", "(sources + pair)", "(sources + pair).to(tl.int32)", {"_copy_blocks_kernel"}),

@@ -44,6 +44,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")  # an extra, and not on every platform
 import triton.language as tl  # noqa: E402
 
+from hf_paged.attention import shared_prefix  # noqa: E402
 from hf_paged.attention.backends import triton as triton_backend  # noqa: E402
 from hf_paged.attention.backends.registry import choose  # noqa: E402
 from hf_paged.attention.backends.torch import TorchBackend  # noqa: E402
@@ -51,7 +52,7 @@ from hf_paged.attention.backends.triton import TritonBackend, TritonStep  # noqa
 from hf_paged.attention.decode_work import WorkKind, share_out  # noqa: E402
 from hf_paged.attention.metadata import AttentionMetadata  # noqa: E402
 from hf_paged.attention.params import AttentionParams  # noqa: E402
-from hf_paged.kernels import availability, launch, ops, reference  # noqa: E402
+from hf_paged.kernels import availability, launch, ops, reference, shared_decode  # noqa: E402
 from hf_paged.kernels import copy_blocks as copy_kernel  # noqa: E402
 from hf_paged.kernels import paged_decode as decode  # noqa: E402
 from hf_paged.kernels import paged_prefill as prefill  # noqa: E402
@@ -155,6 +156,7 @@ def shapes_of(mix: str, block_size: int) -> list[Shape]:
     size = block_size
     num_shared = size if size >= 64 else 3 * size  # see `Batch`
     edges = [length for full in (size, 2 * size) for length in (full - 1, full, full + 1)]
+    long, short = (-(-length // size) * size for length in (150, 70))  # prompts
     return {
         "small": [(1, 70), (1, 3), (5, 40), (9, 9)],
         "mixed": [(1, 1328), (5, 18), (129, 463)],
@@ -177,7 +179,19 @@ def shapes_of(mix: str, block_size: int) -> list[Shape]:
         ],
         "fewer tiles than splits": [(1, 1), (1, 3), (1, 300), (1, 40)],
         "one token behind others": [(7, 40), (1, 33), (1, 1), (2, 2)],
+        "samples": [(1, full + own) for full, own in ((long, 1), (long, size + 3), (long, 9), (short, 2), (short, 40))]
+        + [(1, 33), (5, long + 5)],
     }[mix]
+
+
+def sharing_of(mix: str, shapes: list[Shape], size: int) -> list[tuple[int, int, int]]:
+    """Sequences whose first blocks are those of an earlier one: that one, and how many blocks."""
+    full = [length // size for _, length in shapes]
+    if mix == "shared blocks":
+        return [(row, 0, min(3, full[0], full[row])) for row in range(1, len(shapes))]
+    if mix == "samples":
+        return [(1, 0, full[0]), (2, 0, full[0]), (4, 3, full[3])]
+    return []
 
 
 MOST_VISITS = 55  # tiles of keys and values, each of which costs the interpreter some 3 ms
@@ -279,11 +293,9 @@ class Batch:
         self.tables = [[free.pop() for _ in range(n)] for n in needed]
         self.spare_block = free[0]
         states = [random_tensor(n, 2, heads, dim, seed=i) for i, (_, n) in enumerate(self.shapes)]
-        if case.mix == "shared blocks":
-            for row in range(1, len(states)):
-                num_shared = min(3, self.shapes[0][1] // size, self.shapes[row][1] // size)
-                self.tables[row][:num_shared] = self.tables[0][:num_shared]
-                states[row][: num_shared * size] = states[0][: num_shared * size]
+        for row, other, num_shared in sharing_of(case.mix, self.shapes, size):
+            self.tables[row][:num_shared] = self.tables[other][:num_shared]
+            states[row][: num_shared * size] = states[other][: num_shared * size]
 
         self.layer = 1
         self.scales = None
@@ -620,6 +632,92 @@ def test_kernels_work_in_any_grad_mode(make: Callable[[], Any], device: torch.de
         ops.copy_blocks(batch.pool, slots // 16, torch.tensor([batch.spare_block], device=device))
         assert torch.equal(batch.attend(), expected)
     assert torch.equal(batch.pool[batch.spare_block, 1, :, :, 0], batch.query[:1].view(2, 2, 64))
+
+
+# Tokens that several sequences share
+
+SHARED_AXES: dict[str, tuple[Any, ...]] = {
+    "dtype": AXES["dtype"],
+    "head_dim": (64, 80, 128, 256),
+    "block_size": (8, 16, 24, 64),
+    "group": (1, 4, 7),
+    "num_kv_heads": (1, 2),
+    "window": (None, None, 33),
+    "softcap": (None, 50.0),
+    "has_sinks": (False, True),
+    "has_alibi": (False, True),
+    "num_splits": (None, 3),
+}
+
+
+@pytest.fixture
+def reading_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever sequences share, they read together: not only where it pays."""
+    monkeypatch.setattr(AttentionMetadata, "least_saved", -math.inf)
+    monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 1)
+
+
+def samples(device: torch.device, **choice: Any) -> Batch:
+    """Two runs that share their prompts, a sequence of its own, a prompt."""
+    case = Case(mix="samples", **choice)
+    return Batch(case, device, shapes_of(case.mix, case.block_size))
+
+
+def assert_read_together(batch: Batch) -> None:
+    with counted(shared_decode, "_shared_decode_kernel") as launches:
+        found = batch.attend()
+    rows = 16 if batch.case.dtype == torch.float32 else 64
+    assert launches.count == (2 * batch.case.group <= rows and batch.case.window is None)
+    assert batch.error(found, batch.expected()) <= TOLERANCE[batch.case.dtype]
+
+
+@pytest.mark.parametrize("choice", pairwise(SHARED_AXES), ids=describe)
+@pytest.mark.usefixtures("reading_together")
+def test_shared_tokens_are_read_together(choice: dict[str, Any], device: torch.device) -> None:
+    """Breaks if a token is left out or counted twice, or a sequence gets another one's part."""
+    assert_read_together(samples(device, **choice))
+
+
+@pytest.mark.parametrize(("dtype", "pool_dtype"), [(torch.bfloat16, E4M3), (torch.float16, E5M2)], ids=str)
+@pytest.mark.usefixtures("reading_together")
+def test_shared_tokens_in_fp8(dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device) -> None:
+    assert_read_together(samples(device, dtype=dtype, pool_dtype=pool_dtype, has_scales=True))
+
+
+@pytest.mark.usefixtures("reading_together")
+def test_heads_that_fill_a_tile_read_by_themselves(device: torch.device) -> None:
+    assert_read_together(samples(device, dtype=torch.float16, group=33, num_kv_heads=1))
+
+
+def test_shared_tokens_are_read_one_by_one_where_it_is_cheaper(device: torch.device) -> None:
+    batch = samples(device)
+    with counted(shared_decode, "_shared_decode_kernel") as launches:
+        assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[torch.float32]
+    assert batch.metadata().shared_prefixes is not None and launches.count == 0
+
+
+@pytest.mark.usefixtures("reading_together")
+def test_no_window_is_read_together(device: torch.device) -> None:
+    batch = samples(device)
+    with mock.patch.object(shared_decode, "_shared_decode_kernel"):
+        arguments = attention_arguments(batch)
+        with pytest.raises(ValueError, match="without a window, this one's is 7"):
+            OPS.paged_attention(*(arguments | {"window": 7}).values())
+
+
+@pytest.mark.usefixtures("reading_together")
+def test_reading_together_is_compiled_once(device: torch.device) -> None:
+    kernel = Specialisations(shared_decode._shared_decode_kernel)
+    shapes = shapes_of("samples", 16)
+    with mock.patch.object(shared_decode, "_shared_decode_kernel", kernel):
+        for rows in (2, 3, 5, 7):
+            for factor in (1, 4):
+                lengths = [(new, length + 160 * (factor - 1)) for new, length in shapes]
+                batch = Batch(Case(torch.float16, mix="samples"), device, lengths)
+                kinds = slice(None, rows) if rows != 7 else slice(None)
+                metadata = step_metadata(batch.tables[kinds], *zip(*lengths[kinds]), 16, batch.null_block, device)
+                batch.attend(query=batch.query[: sum(new for new, _ in lengths[kinds])], metadata=metadata)
+    assert len(kernel.found) == 1
 
 
 # How the work is shared out

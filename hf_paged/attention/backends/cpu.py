@@ -1,7 +1,8 @@
-"""The kernels in C for new keys and for decoding; plain torch, whose matrix products are good, for prompts."""
+"""The kernels in C for new keys, decoding and prompts; plain torch for what they don't take."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ class CPUBackend(TorchBackend):
         kernels = cpu.load(kv_cache.dtype, kv_cache.shape[5], latent_dim)
         assert isinstance(kernels, cpu.CPUKernels), kernels
         self._kernels = kernels
+        self._takes_prompts = _takes_prompts(kv_cache.dtype)
 
     @classmethod
     def supports(cls, pool: PoolDescription) -> str | None:
@@ -37,15 +39,25 @@ class CPUBackend(TorchBackend):
         return kernels if isinstance(kernels, str) else None
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
-        return CPUStep(self._kv_cache, metadata, self._kernels)
+        return CPUStep(self._kv_cache, metadata, self._kernels, self._takes_prompts)
+
+
+def _takes_prompts(dtype: torch.dtype) -> bool:
+    """Whether prompts, too, are faster in C: not without wide vectors, nor where AMX multiplies half precision."""
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return False
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 class CPUStep(TorchStep):
     """A step by the kernels in C; what they don't take (autocast makes states of another dtype) goes to plain torch."""
 
-    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, kernels: cpu.CPUKernels) -> None:
+    def __init__(
+        self, kv_cache: Tensor, metadata: AttentionMetadata, kernels: cpu.CPUKernels, takes_prompts: bool
+    ) -> None:
         super().__init__(kv_cache, metadata)
-        self._kernels = kernels
+        self._kernels, self._takes_prompts = kernels, takes_prompts
+        self._together: dict[tuple[AttentionMetadata, int], cpu.Together | None] = {}
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         try:
@@ -63,7 +75,37 @@ class CPUStep(TorchStep):
             output = self._decode(query, query.shape[2], metadata, params)
             if output is not None and metadata.num_decodes == query.shape[0]:
                 return output
-        return self._attend(query, params, output)
+            if output is None:
+                return self._attend(query, params, None)
+        found = self._prompts(query, output, metadata, params) if self._takes_prompts else None
+        return self._attend(query, params, output) if found is None else found
+
+    def _prompts(
+        self, query: Tensor, begun: Tensor | None, metadata: AttentionMetadata, params: AttentionParams
+    ) -> Tensor | None:
+        """`[T, num_heads, head_dim]`, all but decode rows, in `begun` if there are any; `None`: not for the kernels."""
+        at_once = self._kernels.tokens_at_once(query.shape[1], self._kv_cache.shape[3])
+        if torch.is_autocast_enabled("cpu") or not at_once:
+            return None
+        output = torch.empty_like(query, memory_format=torch.contiguous_format) if begun is None else begun
+        try:
+            self._kernels.paged_prompt(
+                query,
+                output,
+                self._kv_cache,
+                params.layer,
+                metadata.block_tables,
+                metadata.seq_lens,
+                metadata.query_start_loc,
+                metadata.query_tiles(at_once),
+                params.scale,
+                params.sliding_window,
+                params.softcap,
+                params.sinks,
+            )
+        except InputError:
+            return None
+        return output
 
     def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
         assert params.maps is not None
@@ -89,7 +131,24 @@ class CPUStep(TorchStep):
                 params.sliding_window,
                 params.softcap,
                 params.sinks,
+                self._sharing(metadata, query.shape[1]),
             )
         except InputError:
             return None
         return output
+
+    def _sharing(self, metadata: AttentionMetadata, num_heads: int) -> cpu.Together | None:
+        """The decode rows that read their first blocks together, for layers of so many query heads."""
+        prefixes, num_kv_heads = metadata.shared_prefixes, self._kv_cache.shape[3]
+        if prefixes is None:
+            return None
+        kind = metadata, num_heads
+        if kind not in self._together:
+            least, most = self._kernels.together(num_heads, num_kv_heads)
+            items = prefixes.items(least, most) if most > 1 else None
+            self._together[kind] = (
+                None
+                if items is None
+                else cpu.Together(torch.from_numpy(prefixes.order.astype(np.int32)), torch.from_numpy(items), most)
+            )
+        return self._together[kind]

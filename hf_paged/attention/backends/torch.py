@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import partial
 
 from torch import Tensor
 
 from hf_paged.attention.backends.registry import Backend, PagedStep, PoolDescription, block_pairs, register
 from hf_paged.attention.latent_step import LatentAttention
+from hf_paged.attention.lazy import lazy
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import reference
@@ -35,7 +36,7 @@ class TorchStep:
         self._kv_cache = kv_cache
         self._metadata = metadata
 
-    @cached_property
+    @lazy
     def _slot_rows(self) -> Tensor:
         """The same for all layers."""
         return reference.slot_rows(self._kv_cache, self._metadata.slot_mapping)
@@ -48,7 +49,7 @@ class TorchStep:
             return self._latents.attend(query, params)
         return self._attend(query, params, None)
 
-    @cached_property
+    @lazy
     def _latents(self) -> LatentAttention:
         return LatentAttention(self._kv_cache, self._metadata, self._attend_rows)
 

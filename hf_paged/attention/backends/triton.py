@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_paged.attention.backends.registry import Backend, PagedStep, PoolDescription, block_pairs, register
-from hf_paged.attention.decode_work import DecodeWork, WorkKind
+from hf_paged.attention.decode_work import DecodeWork, Together, WorkKind
 from hf_paged.attention.latent_step import LatentAttention
+from hf_paged.attention.lazy import lazy
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import reference
@@ -104,7 +104,7 @@ class TritonStep:
         self._partials = partials
         self._scales = scales
 
-    @cached_property
+    @lazy
     def _latents(self) -> LatentAttention:
         return LatentAttention(self._kv_cache, self._metadata, self._attend_rows)
 
@@ -148,7 +148,8 @@ class TritonStep:
         """`reference.paged_attention` by the kernels, which read no slot that no query may see.
 
         The sequences that the batch begins with and that have one new token each go to the decode kernel, the others to
-        the prefill kernel: one launch for either, and one for the combination where sequences were split.
+        the prefill kernel: one launch for either, one for the combination where sequences were split, and one for what
+        decoding sequences share, where that saves enough.
 
         Args:
             query: `[T, num_heads, head_dim]`, float32 or half precision; the keys and values are cast to it.
@@ -172,7 +173,10 @@ class TritonStep:
         work: DecodeWork | None = None
         if num_decodes:
             tile, slots = ops.decode_plan(query, kv_cache)
-            work = metadata.decode_work(WorkKind(tile, slots, window, num_splits or 0))
+            shares = metadata.shared_prefixes is not None and not window
+            plan = ops.shared_plan(query, kv_cache) if shares else None
+            together = None if plan is None else Together(*plan)
+            work = metadata.decode_work(WorkKind(tile, slots, window, num_splits or 0), together)
         max_parts = work.max_parts if work else 0
         query_tiles, rows = None, 0
         if num_decodes < metadata.seq_lens.shape[0]:
@@ -187,6 +191,8 @@ class TritonStep:
             metadata.query_start_loc,
             work.items if work else None,
             work.split if work else None,
+            work.shared_items if work else None,
+            work.members if work else None,
             max_parts,
             query_tiles,
             rows,

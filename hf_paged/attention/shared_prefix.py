@@ -1,0 +1,94 @@
+"""Which sequences of a step begin with the same blocks: these may be read once for all of them.
+
+Found by the block tables alone, so it does not matter why they are shared: samples and beams of one prompt, prompts
+with the same beginning, several new tokens of one sequence that come as so many rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+LEAST_TOKENS = 64  # that are worth being read together
+
+
+class SharedPrefixes(NamedTuple):
+    """A step's sequences, in runs that share their first tokens; most runs are one sequence.
+
+    Attributes:
+        order: `[S]` int64, the sequences, run after run.
+        starts: `[R]` int64, the first of each run in `order`.
+        counts: `[R]` int64, its sequences.
+        tokens: `[R]` int64, the tokens that they share; of one sequence 0.
+    """
+
+    order: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+
+    def items(self, least: int, most: int) -> np.ndarray | None:
+        """Runs that are worth it, cut into parts of about the same size; all others sequence by sequence.
+
+        Args:
+            least: Sequences that are worth being read together.
+            most: Sequences of a part.
+
+        Returns:
+            `[I, 3]` int32: the first of some sequences in `order`, how many, the tokens that they share. `None`: none
+            of them has several.
+        """
+        is_together = self.counts >= max(least, 2)
+        if not is_together.any():
+            return None
+        num_parts = np.where(is_together, -(-self.counts // most), self.counts)
+        run = np.repeat(np.arange(len(num_parts)), num_parts)
+        part = np.arange(len(run)) - (np.cumsum(num_parts) - num_parts)[run]
+        size, more = self.counts // num_parts, self.counts % num_parts  # the first `more` parts have one more
+        first = self.starts[run] + part * size[run] + np.minimum(part, more[run])
+        count = size[run] + (part < more[run])
+        return np.stack([first, count, np.where(count > 1, self.tokens[run], 0)], axis=1).astype(np.int32)
+
+
+def shared_prefixes(
+    tables: np.ndarray, seq_lens: np.ndarray, block_size: int, null_block: int
+) -> SharedPrefixes | None:
+    """The runs of sequences; `None`: each is by itself.
+
+    A run ends where the next two sequences share less than half of what their neighbours do.
+
+    Args:
+        tables: `[S, N]` block tables, padded with the null block, which also stands for blocks that were given back.
+        seq_lens: `[S]` tokens of each.
+        block_size: Tokens in a block.
+        null_block: Index of a block that no sequence owns.
+    """
+    firsts = np.sort(tables[:, 0])
+    if not (firsts[1:] == firsts[:-1]).any():
+        return None
+    order = np.argsort(tables[:, 0], kind="stable")
+    tables, lens = tables[order], seq_lens[order]
+    least = np.minimum(lens[1:], lens[:-1])
+    is_same = tables[1:] == tables[:-1]
+    num_blocks = np.where(is_same.all(axis=1), tables.shape[1], is_same.argmin(axis=1))
+    num_blocks = np.minimum(num_blocks, -(-least // block_size))
+    # What was given back is nobody's: a run of null blocks alone is none.
+    is_real = tables[np.arange(len(least)), num_blocks - 1] != null_block
+    tokens = np.where(is_real, np.minimum(num_blocks * block_size, least), 0)  # of each and the next
+    around = np.maximum(np.append(tokens[1:], 0), np.insert(tokens[:-1], 0, 0))
+    is_cut = (tokens < LEAST_TOKENS) | (2 * tokens < around)
+    if is_cut.all():
+        return None
+    starts = np.flatnonzero(np.insert(is_cut, 0, True))
+    counts = np.diff(np.append(starts, len(order)))
+    inside = np.append(np.where(is_cut, np.iinfo(np.int64).max, tokens), np.iinfo(np.int64).max)
+    shared = np.where(counts > 1, np.minimum.reduceat(inside, starts), 0)
+    return SharedPrefixes(order, starts, counts, shared)
+
+
+def one_run(seq_lens: np.ndarray) -> SharedPrefixes:
+    """All sequences as a run: of the shortest's `[S]` tokens, all are shared."""
+    num = len(seq_lens)
+    tokens = np.array([seq_lens.min() if num > 1 else 0])
+    return SharedPrefixes(np.arange(num), np.array([0]), np.array([num]), tokens)

@@ -1,0 +1,336 @@
+"""`CPUDecoderLayer`: what a decoder layer computes before and behind its attention, each in one call from Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.cpu_layers import Add, CPULayers, Gate, RMSNorm, Rotary
+from hf_paged.kernels.cpu_linear import CPULinear, Linear, PanelWeight, Part
+from hf_paged.kernels.layers import InputError
+
+PIECE = 256  # rows at a time: what lies between two kernels stays in the processor's caches
+_ALIGNMENT = 64  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class NormSettings:
+    """See `LayerKernels.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+    rounds_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """A weight as `CPULinear` packs it, and a bias or none."""
+
+    panels: PanelWeight
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSettings:
+    """A layer: `h = x + o(attention(rotary(q(n)), rotary(k(n)), v(n)))` with `n = norm(x)`, then `h + mlp(norm(h))`.
+
+    Attributes:
+        head_dim: Elements of a head.
+        norms: Before attention, and before the gated MLP.
+        head_norms: Of queries' heads, and of keys'; or none.
+        query: Of these five, `o` in the formula is the last.
+        key: See above.
+        value: See above.
+        projection: See above.
+        gate: Of the MLP `down(activation(gate(x)) * up(x))`.
+        up: See above.
+        down: See above.
+        activation: `linear` and `cubic` of `LayerKernels.gate`.
+        interleaved: Of `LayerKernels.rotary`.
+        rounds: Of `LayerKernels.rotary`.
+    """
+
+    head_dim: int
+    norms: tuple[NormSettings, NormSettings]
+    head_norms: tuple[NormSettings, NormSettings] | None
+    query: LinearWeight
+    key: LinearWeight
+    value: LinearWeight
+    projection: LinearWeight
+    gate: LinearWeight
+    up: LinearWeight
+    down: LinearWeight
+    activation: tuple[float, float]
+    interleaved: bool
+    rounds: bool
+
+
+class Scratch:
+    """Memory for what lies between the kernels of a layer. Layers are computed one after another: all use the same."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._memory = torch.empty(0, dtype=dtype, device="cpu")
+
+    def of(self, widths: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Memory, and the addresses in it of `PIECE` rows of each of these widths."""
+        sizes = [-(-width * PIECE // _ALIGNMENT) * _ALIGNMENT for width in widths]
+        if self._memory.numel() < sum(sizes):
+            self._memory = torch.empty(sum(sizes), dtype=self._dtype, device="cpu")
+        start, size = self._memory.data_ptr(), self._dtype.itemsize
+        return self._memory, [start + sum(sizes[:place]) * size for place in range(len(sizes))]
+
+
+class CPUDecoderLayer:
+    """One layer's calls, prepared: a step fills in where its rows are. Bit for bit what the kernels give one by one."""
+
+    def __init__(self, layers: CPULayers, linears: CPULinear, settings: DecoderSettings, scratch: Scratch) -> None:
+        """`layers` and `linears` are of one dtype, which all weights have.
+
+        Raises:
+            InputError: Weights of sizes that don't fit together, of other dtypes or strides.
+        """
+        _check(settings, layers.dtype)
+        self._dtype = layers.dtype
+        self._settings = own = settings
+        self._width = own.norms[0].weight.shape[0]
+        columns = [one.panels.columns for one in (own.query, own.key, own.gate)]
+        query_width, key_width, gate_width = columns
+        self._heads = query_width // own.head_dim, key_width // own.head_dim
+        # No kernel writes over what it reads: compilers don't vectorise such loops.
+        attention_widths, mlp_widths = [query_width, key_width] * 2, [gate_width] * 3
+        self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths)
+        normed, projected, middle, query, key, normed_query, normed_key, gate, up, gated_up = places
+        norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
+        self._first_norm = _norm(own.norms[0], normed)
+        self._second_norm = _norm(own.norms[1], normed)
+        self._second_norm.input = middle
+        heads = [*zip((own.query, own.key, own.value), (query, key, 0), strict=True)]
+        to_heads, (_, _, self._to_value) = _product(linears, normed, *heads)
+        self._project, _ = _product(linears, 0, (own.projection, projected))
+        to_mlp, _ = _product(linears, normed, (own.gate, gate), (own.up, up))
+        to_result, _ = _product(linears, gated_up, (own.down, projected))
+        linear, cubic = own.activation
+        self._gate = Gate(
+            gate=gate,
+            up=up,
+            output=gated_up,
+            dim=gate_width,
+            gate_row=gate_width,
+            up_row=gate_width,
+            linear=linear,
+            cubic=cubic,
+        )
+        self._head_norms: list[RMSNorm] = []
+        turned = query, key
+        if own.head_norms is not None:
+            turned = normed_query, normed_key
+            self._head_norms = [_norm(one, place) for one, place in zip(own.head_norms, turned, strict=True)]
+            for one, place in zip(self._head_norms, (query, key), strict=True):
+                one.input = place
+        self._rotary = Rotary(
+            query=turned[0],
+            key=turned[1],
+            query_heads=self._heads[0],
+            key_heads=self._heads[1],
+            dim=own.head_dim,
+            query_token=query_width,
+            query_head=own.head_dim,
+            key_token=key_width,
+            key_head=own.head_dim,
+            interleaved=own.interleaved,
+            rounds=own.rounds,
+        )
+        self._first_add = Add(second=projected, output=middle)
+        self._second_add = Add(first=middle, second=projected)
+        product = linears.function
+        self._by_rows = [self._first_norm, self._second_norm, self._gate, to_heads, self._project, to_mlp, to_result]
+        self._all = [*self._by_rows, self._rotary, *self._head_norms, self._first_add, self._second_add]
+        self._before = _Calls(
+            layers.compiled,
+            [
+                (norm, self._first_norm),
+                (product, to_heads),
+                *((norm, one) for one in self._head_norms),
+                (layers.compiled.hf_paged_rotary, self._rotary),
+            ],
+        )
+        self._behind = _Calls(
+            layers.compiled,
+            [
+                (product, self._project),
+                (add, self._first_add),
+                (norm, self._second_norm),
+                (product, to_mlp),
+                (gated, self._gate),
+                (product, to_result),
+                (add, self._second_add),
+            ],
+        )
+        self._shape = (0, 0)  # rows and threads that the calls are set to
+
+    def before_attention(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a layer's input.
+
+        Args:
+            states: `[1, tokens, width]`, contiguous.
+            cos: `[1, tokens, rotary_dim]`, contiguous.
+            sin: Like `cos`.
+
+        Returns:
+            `[tokens, heads, head_dim]` each, contiguous.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
+        head_dim = self._settings.head_dim
+        if not (
+            self._is_own(states)
+            and (shape := cos.shape) == sin.shape
+            and len(shape) == 3
+            and shape[:2] == states.shape[:2]
+            and shape[2] <= head_dim
+            and shape[2] % 2 == 0
+            and cos.dtype is sin.dtype is self._dtype
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+            and cos.is_cpu
+            and sin.is_cpu
+        ):
+            raise InputError("decoder layer", "states of its width, and cos and sin", states=states, cos=cos, sin=sin)
+        (_, tokens, rotary_dim), (query_heads, key_heads) = shape, self._heads
+        query = states.new_empty((tokens, query_heads, head_dim))
+        key = states.new_empty((tokens, key_heads, head_dim))
+        value = torch.empty_like(key)
+        size, rotary = self._dtype.itemsize, self._rotary
+        for first in range(0, tokens, PIECE):
+            self._set_rows(min(PIECE, tokens - first))
+            self._first_norm.input = states.data_ptr() + first * self._width * size
+            self._to_value.output = value.data_ptr() + first * key_heads * head_dim * size
+            rotary.cos = cos.data_ptr() + first * rotary_dim * size
+            rotary.sin = sin.data_ptr() + first * rotary_dim * size
+            rotary.to_query = query.data_ptr() + first * query_heads * head_dim * size
+            rotary.to_key = key.data_ptr() + first * key_heads * head_dim * size
+            rotary.rotary_dim = rotary_dim
+            self._before.run()
+        return query, key, value
+
+    def behind_attention(self, states: Tensor, attended: Tensor) -> Tensor:
+        """The layer's result.
+
+        Args:
+            states: Its input.
+            attended: `[tokens, heads, head_dim]`, what attention makes of the queries, contiguous.
+
+        Returns:
+            Like `states`.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
+        heads, _ = self._heads
+        if not (
+            self._is_own(states)
+            and attended.shape == (states.shape[1], heads, self._settings.head_dim)
+            and attended.dtype is self._dtype
+            and attended.is_cpu
+            and attended.is_contiguous()
+        ):
+            raise InputError("decoder layer", "states of its width, and heads", states=states, attended=attended)
+        result = torch.empty_like(states)
+        tokens, size = states.shape[1], self._dtype.itemsize
+        for first in range(0, tokens, PIECE):
+            self._set_rows(min(PIECE, tokens - first))
+            self._project.input = attended.data_ptr() + first * heads * self._settings.head_dim * size
+            self._first_add.first = states.data_ptr() + first * self._width * size
+            self._second_add.output = result.data_ptr() + first * self._width * size
+            self._behind.run()
+        return result
+
+    def _is_own(self, states: Tensor) -> bool:
+        return (
+            states.ndim == 3
+            and states.shape[0] == 1
+            and states.shape[2] == self._width
+            and states.dtype is self._dtype
+            and states.is_cpu
+            and states.is_contiguous()
+        )
+
+    def _set_rows(self, rows: int) -> None:
+        threads = torch.get_num_threads()
+        if self._shape == (rows, threads):
+            return
+        self._shape = rows, threads
+        for arguments in self._all:
+            arguments.num_threads = threads
+        for arguments in self._by_rows:
+            arguments.rows = rows
+        self._rotary.tokens = rows
+        for arguments, heads in zip(self._head_norms, self._heads, strict=False):
+            arguments.rows = rows * heads
+        self._first_add.size = self._second_add.size = rows * self._width
+
+
+def _check(own: DecoderSettings, dtype: torch.dtype) -> None:
+    width, dim = own.norms[0].weight.shape[0], own.head_dim
+    heads, keys, mlp = own.query.panels.columns, own.key.panels.columns, own.gate.panels.columns
+    sizes = [
+        *((one.panels.width, width) for one in (own.query, own.key, own.value, own.gate, own.up)),
+        *((one.panels.columns, width) for one in (own.projection, own.down)),
+        *((own.projection.panels.width, heads), (own.up.panels.columns, mlp), (own.down.panels.width, mlp)),
+        *((own.value.panels.columns, keys), (heads % dim, 0), (keys % dim, 0)),
+        *((one.weight.shape[0], dim) for one in own.head_norms or ()),
+    ]
+    linears = own.query, own.key, own.value, own.projection, own.gate, own.up, own.down
+    sizes += [(one.bias.numel(), one.panels.columns) for one in linears if one.bias is not None]
+    tensors = [norm.weight for norm in (*own.norms, *(own.head_norms or ()))]
+    tensors += [one.bias for one in linears if one.bias is not None]
+    are_here = all(each.dtype is dtype and each.is_cpu and each.is_contiguous() for each in tensors)
+    are_here &= all(one.panels.panels.dtype is dtype for one in linears)
+    fit = own.norms[1].weight.shape[0] == width and all(size == expected for size, expected in sizes)
+    if not (fit and are_here):
+        raise InputError("decoder layer", f"weights that fit together; a head has {dim}", norm=own.norms[0].weight)
+
+
+def _norm(settings: NormSettings, output: int) -> RMSNorm:
+    return RMSNorm(
+        weight=settings.weight.data_ptr(),
+        output=output,
+        dim=settings.weight.shape[0],
+        rounds_first=settings.rounds_first,
+        eps=settings.eps,
+        offset=settings.offset,
+    )
+
+
+def _product(linears: CPULinear, states: int, *weights: tuple[LinearWeight, int]) -> tuple[Linear, list[Part]]:
+    """One pass over weights of one input, each with the address of its result."""
+    return linears.call(states, [(one.panels, one.bias, output) for one, output in weights])
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p)]
+
+
+class _Calls:
+    """Kernels that run one after another, without Python in between."""
+
+    def __init__(self, compiled: ctypes.CDLL, calls: Sequence[tuple[Any, ctypes.Structure]]) -> None:
+        self._function = compiled.hf_paged_run
+        self._function.argtypes, self._function.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        self._held = [arguments for _, arguments in calls]
+        self._calls = (_Call * len(calls))()
+        for call, (kernel, arguments) in zip(self._calls, calls, strict=True):
+            call.kernel = ctypes.cast(kernel, ctypes.c_void_p).value
+            call.arguments = ctypes.addressof(arguments)
+        self._address = ctypes.addressof(self._calls)
+
+    def run(self) -> None:
+        self._function(self._address, len(self._held))

@@ -1,0 +1,181 @@
+/* Attention of a tile of query rows that read the same keys: each lane of a vector is a row, so that a key's element is
+   loaded once for all of them and no sum crosses lanes. Online softmax over tiles of keys, in float32.
+
+   Needs cpu_element.h, HEAD_DIM and VALUE_DIM. */
+#if defined(__AVX512F__)
+enum { LANES = 16, AT_ONCE = 8 }; /* sums of two vectors are in 16 of 32 registers */
+#elif defined(__AVX__)
+enum { LANES = 8, AT_ONCE = 4 }; /* in 8 of 16 */
+#else
+enum { LANES = 4, AT_ONCE = 8 };
+#endif
+enum { VECTORS = 2, ROWS = VECTORS * LANES, KEYS = 32, VALUES = (VALUE_DIM + AT_ONCE - 1) / AT_ONCE * AT_ONCE };
+enum { RUNS = KEYS / AT_ONCE, LINE = 64 };
+
+typedef float vector __attribute__((vector_size(LANES * 4)));
+typedef int32_t numbers __attribute__((vector_size(LANES * 4)));
+
+/* Of `vectors` vectors of rows; those of one dimension, or one key, lie side by side. */
+struct tile {
+  vector query[HEAD_DIM * VECTORS]; /* times the scale; zeros where there is no row */
+  vector sum[VALUES * VECTORS];
+  vector scores[KEYS * VECTORS], largest[VECTORS], total[VECTORS];
+  numbers first[VECTORS], end[VECTORS]; /* tokens that a row sees */
+  float keys[KEYS][HEAD_DIM], values[KEYS][VALUES];
+  int64_t vectors;
+  /* What comes next, brought from memory meanwhile: runs of keys, bytes of a run, from a run's keys to its values. */
+  const char *ahead[RUNS];
+  int64_t num_bytes[RUNS], to_values;
+};
+
+static inline vector choose(numbers mask, vector yes, vector no) {
+  return (vector)((mask & (numbers)yes) | (~mask & (numbers)no));
+}
+
+/* A tile without rows, for up to so many. `pool`: anywhere in it; `to_values`: bytes from a token's key to its value. */
+static void clear_tile(struct tile *tile, int64_t rows, const char *pool, int64_t to_values) {
+  const int64_t vectors = tile->vectors = rows > LANES ? VECTORS : 1;
+  memset(tile->query, 0, HEAD_DIM * vectors * sizeof(vector));
+  memset(tile->sum, 0, VALUES * vectors * sizeof(vector));
+  for (int v = 0; v < VECTORS; v++) {
+    tile->largest[v] = (vector){0} - INFINITY, tile->total[v] = (vector){0};
+    tile->first[v] = (numbers){0}, tile->end[v] = (numbers){0} + INT32_MAX;
+  }
+  for (int i = 0; i < RUNS; i++) tile->ahead[i] = pool, tile->num_bytes[i] = 0;
+  tile->to_values = to_values;
+  for (int k = 0; k < KEYS; k++)
+    for (int d = VALUE_DIM; d < VALUES; d++) tile->values[k][d] = 0;
+}
+
+/* Row `r`: its query, the tokens it sees, and its head's sink (or NULL): a score without a value. */
+static void add_row(struct tile *tile, int64_t r, const element *query, float scale, int64_t first, int64_t end,
+                    const float *sink) {
+  float *to = (float *)tile->query + r;
+  for (int d = 0; d < HEAD_DIM; d++) to[d * tile->vectors * LANES] = to_float(query[d]) * scale;
+  tile->first[r / LANES][r % LANES] = (int32_t)first;
+  tile->end[r / LANES][r % LANES] = (int32_t)end;
+  if (!sink) return;
+  tile->largest[r / LANES][r % LANES] = *sink;
+  tile->total[r / LANES][r % LANES] = 1.0f;
+}
+
+/* What row `r` has come to. */
+static inline void take_row(const struct tile *tile, int64_t r, float *largest, float *total, float *sum) {
+  const float *from = (const float *)tile->sum + r;
+  for (int d = 0; d < VALUE_DIM; d++) sum[d] = from[d * tile->vectors * LANES];
+  *largest = tile->largest[r / LANES][r % LANES];
+  *total = tile->total[r / LANES][r % LANES];
+}
+
+/* Some of the next KEYS keys and values, which lie side by side, to place `at`. */
+static inline void read_keys(struct tile *tile, int64_t at, int64_t count, const element *keys, const element *values) {
+  for (int64_t t = 0; t < count; t++)
+    for (int d = 0; d < HEAD_DIM; d++) tile->keys[at + t][d] = to_float(keys[t * HEAD_DIM + d]);
+  for (int64_t t = 0; t < count; t++)
+    for (int d = 0; d < VALUE_DIM; d++) tile->values[at + t][d] = to_float(values[t * HEAD_DIM + d]);
+}
+
+/* Zeros behind the last `count` that were read: what is masked is multiplied all the same. */
+static inline void end_keys(struct tile *tile, int64_t count) {
+  memset(tile->keys[count], 0, (KEYS - count) * sizeof tile->keys[0]);
+  memset(tile->values[count], 0, (KEYS - count) * sizeof tile->values[0]);
+}
+
+static inline __attribute__((always_inline)) void multiply_keys(struct tile *tile, const int vectors) {
+  for (int k = 0; k < KEYS; k += AT_ONCE) {
+    const char *ahead = tile->ahead[k / AT_ONCE];
+    const int64_t num_bytes = tile->num_bytes[k / AT_ONCE];
+    vector score[AT_ONCE][VECTORS];
+    for (int i = 0; i < AT_ONCE; i++)
+      for (int v = 0; v < vectors; v++) score[i][v] = (vector){0};
+    for (int d = 0; d < HEAD_DIM; d++) {
+      vector query[VECTORS];
+      for (int v = 0; v < vectors; v++) query[v] = tile->query[d * vectors + v];
+      if (d * LINE < num_bytes) __builtin_prefetch(ahead + d * LINE, 0, 2);
+      for (int i = 0; i < AT_ONCE; i++) {
+        const float key = tile->keys[k + i][d];
+        for (int v = 0; v < vectors; v++) score[i][v] += key * query[v];
+      }
+    }
+    for (int i = 0; i < AT_ONCE; i++)
+      for (int v = 0; v < vectors; v++) tile->scores[(k + i) * vectors + v] = score[i][v];
+  }
+}
+
+/* Scores to weights. `start`: the tile's first token. */
+static inline __attribute__((always_inline)) void weigh(struct tile *tile, const int vectors, int64_t start,
+                                                        int is_masked, float softcap, vector *factor) {
+  const numbers minus_infinity = (numbers)((vector){0} - INFINITY);
+  float *scores = (float *)tile->scores;
+  if (softcap > 0)
+    for (int i = 0; i < KEYS * vectors * LANES; i++) scores[i] = tanhf(scores[i] / softcap) * softcap;
+  vector top[VECTORS];
+  for (int v = 0; v < vectors; v++) top[v] = tile->largest[v];
+  if (is_masked)
+    for (int k = 0; k < KEYS; k++)
+      for (int v = 0; v < vectors; v++) {
+        const numbers token = (numbers){0} + (int32_t)(start + k);
+        const numbers is_seen = (token >= tile->first[v]) & (token < tile->end[v]);
+        tile->scores[k * vectors + v] = choose(is_seen, tile->scores[k * vectors + v], (vector)minus_infinity);
+      }
+  for (int k = 0; k < KEYS; k++)
+    for (int v = 0; v < vectors; v++) {
+      const vector score = tile->scores[k * vectors + v];
+      top[v] = choose(score > top[v], score, top[v]);
+    }
+  for (int v = 0; v < vectors; v++) {
+    /* A row that has seen nothing yet: -inf less -inf would be NaN. */
+    const numbers is_new = (numbers)tile->largest[v] == minus_infinity;
+    const vector shift = choose((numbers)top[v] == minus_infinity, (vector){0}, top[v]);
+    factor[v] = tile->largest[v] - shift;
+    for (int r = 0; r < LANES; r++) factor[v][r] = exp_negative(factor[v][r]);
+    factor[v] = choose(is_new, (vector){0}, factor[v]);
+    tile->largest[v] = top[v];
+    tile->total[v] *= factor[v];
+    for (int k = 0; k < KEYS; k++) tile->scores[k * vectors + v] -= shift;
+  }
+  if (is_masked)
+    for (int i = 0; i < KEYS * vectors * LANES; i++) scores[i] = scores[i] == -INFINITY ? 0 : exp_negative(scores[i]);
+  else
+    for (int i = 0; i < KEYS * vectors * LANES; i++) scores[i] = exp_negative(scores[i]);
+  for (int k = 0; k < KEYS; k++)
+    for (int v = 0; v < vectors; v++) tile->total[v] += tile->scores[k * vectors + v];
+}
+
+static inline __attribute__((always_inline)) void multiply_values(struct tile *tile, const int vectors,
+                                                                  const vector *factor) {
+  for (int d = 0; d < VALUES; d += AT_ONCE) {
+    const int line = d / AT_ONCE * KEYS, run = line / VALUES; /* one each time, as keys' */
+    const char *ahead = tile->ahead[run] + tile->to_values;
+    const int64_t num_bytes = tile->num_bytes[run];
+    vector sum[AT_ONCE][VECTORS];
+    for (int i = 0; i < AT_ONCE; i++)
+      for (int v = 0; v < vectors; v++) sum[i][v] = tile->sum[(d + i) * vectors + v] * factor[v];
+    for (int k = 0; k < KEYS; k++) {
+      vector weight[VECTORS];
+      for (int v = 0; v < vectors; v++) weight[v] = tile->scores[k * vectors + v];
+      const int64_t at = (line % VALUES + k) * LINE;
+      if (at < num_bytes) __builtin_prefetch(ahead + at, 0, 2);
+      for (int i = 0; i < AT_ONCE; i++) {
+        const float value = tile->values[k][d + i];
+        for (int v = 0; v < vectors; v++) sum[i][v] += value * weight[v];
+      }
+    }
+    for (int i = 0; i < AT_ONCE; i++)
+      for (int v = 0; v < vectors; v++) tile->sum[(d + i) * vectors + v] = sum[i][v];
+  }
+}
+
+/* The keys and values that were read, of which token `start` is the first; those no row sees are masked. */
+static inline __attribute__((always_inline)) void attend_keys_of(struct tile *tile, const int vectors, int64_t start,
+                                                                 int is_masked, float softcap) {
+  vector factor[VECTORS];
+  multiply_keys(tile, vectors);
+  weigh(tile, vectors, start, is_masked, softcap, factor);
+  multiply_values(tile, vectors, factor);
+}
+
+static void attend_keys(struct tile *tile, int64_t start, int is_masked, float softcap) {
+  if (tile->vectors == 1) attend_keys_of(tile, 1, start, is_masked, softcap);
+  else attend_keys_of(tile, VECTORS, start, is_masked, softcap);
+}

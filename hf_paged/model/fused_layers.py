@@ -37,7 +37,7 @@ _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-4, torch.float16: 6e-5}
 _MLP_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
-class _Norm(ModuleOverride):
+class Norm(ModuleOverride):
     """An RMSNorm."""
 
     __slots__ = ("eps", "kernels", "offset", "rounds_first")
@@ -52,7 +52,7 @@ class _Norm(ModuleOverride):
         return self.kernels.rms_norm(states, self.module.weight, eps, self.offset, self.rounds_first)
 
 
-class _GatedMLP(ModuleOverride):
+class GatedMLP(ModuleOverride):
     """`down_proj(act(gate_proj(x)) * up_proj(x))`, the first two maybe in one; its layers are called as they are."""
 
     __slots__ = ("activation", "coefficients", "has_one_input_layer", "kernels")
@@ -65,7 +65,7 @@ class _GatedMLP(ModuleOverride):
     def compute(self, states: Tensor) -> Tensor:
         module, activation = self.module, self.activation
         is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
-        if is_hooked or _activation(module) is not activation:
+        if is_hooked or activation_of(module) is not activation:
             raise InputError("gate", "the activation that was tried", states=states)
         if self.has_one_input_layer:
             gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
@@ -108,20 +108,31 @@ class FusedLayers:
             return
         if self._made_for != placement:
             self._calls, self._made_for = None, placement
-        if self._calls is None:
+        calls = self._calls  # which another thread may drop meanwhile
+        if calls is None:
             model = self._model()
             assert model is not None
-            self._calls = _find(model, *placement)
-            rotary = (call.changed for call in self._calls if isinstance(call, RotaryAttention))
+            calls = self._calls = _find(model, *placement)
+            rotary = (call.changed for call in calls if isinstance(call, RotaryAttention))
             self._rotary_forwards = list(dict.fromkeys(rotary))
         for forward in self._rotary_forwards:
             forward.look_up()
-        with overriding(self._calls):
+        with overriding(calls):
             yield
 
+    @property
+    def calls(self) -> list[ModuleOverride] | None:
+        """Those modules: the same list as long as nothing has changed; `None`: not yet known."""
+        return self._calls
+
     def forget(self) -> None:
-        """Lets the next `scope` find the layers anew: modules have other code."""
-        self._calls = None
+        """Lets the next `scope` find the layers anew: modules have other code, or compute with other numbers.
+
+        In a `scope` that is open, they compute as they are from now on.
+        """
+        calls, self._calls = self._calls or (), None
+        for call in calls:
+            call.thread_id = None
 
 
 @torch.inference_mode(False)
@@ -151,7 +162,7 @@ def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Mo
 
 def _norm(
     module: Any, kernels: LayerKernels, generator: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> _Norm | None:
+) -> Norm | None:
     """A module with one vector of weights that computes one of `NORMS`."""
     weight = getattr(module, "weight", None)
     eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
@@ -173,7 +184,7 @@ def _norm(
     if not isinstance(truth, Tensor):
         return None
     for offset, rounds_first in NORMS:
-        call = _Norm(module, kernels, eps, offset, rounds_first)
+        call = Norm(module, kernels, eps, offset, rounds_first)
         try:
             if agrees(call.compute(states), truth, _TOLERANCE[dtype], dim=-1):
                 return call
@@ -189,13 +200,15 @@ def _gated_mlp(
     dtype: torch.dtype,
     device: torch.device,
     known: dict[Hashable, bool],
-) -> _GatedMLP | None:
+) -> GatedMLP | None:
     """A module with the usual layers that does nothing else with them; tried once for modules of the same settings."""
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
-    activation = _activation(module)
+    activation = activation_of(module)
     has_layers = layers[3] is not None and ((layers[0] is None) == (layers[1] is None) != (layers[2] is None))
     first = layers[0] if layers[0] is not None else layers[2]
     if not has_layers or activation is None or not all(isinstance(x, nn.Module) for x in layers if x is not None):
+        return None
+    if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):  # a factor, 1 at first
         return None
     coefficients = next((c for c in ACTIVATIONS if _computes(activation, c)), None)
     width = getattr(first, "in_features", None)
@@ -203,18 +216,28 @@ def _gated_mlp(
         return None
     if not all(is_library_code(part) and not has_hooks(part) for part in module.modules()):
         return None
-    call = _GatedMLP(module, kernels, activation, coefficients)
+    call = GatedMLP(module, kernels, activation, coefficients)
     settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
     settings.pop("layer_idx", None)
     kind = (type(module), coefficients, *sorted((name, repr(value)) for name, value in settings.items()))
     if kind not in known:
-        states = torch.randn(1, 3, width, generator=generator, device="cpu").to(device, dtype)
+        states = torch.randn(1, 3, width, generator=generator, device="cpu")
+        states *= torch.tensor([[1.0], [30.0], [1e4]], device="cpu")  # bounds matter in the last
+        states = states.to(device, dtype)
         truth = attempt(module, states)
-        known[kind] = isinstance(truth, Tensor) and agrees(call.compute(states), truth, _MLP_TOLERANCE[dtype], dim=-1)
+        known[kind] = isinstance(truth, Tensor) and _agrees_where_finite(call.compute(states), truth)
     return call if known[kind] else None
 
 
-def _activation(module: Any) -> Any:
+def _agrees_where_finite(result: Tensor, truth: Tensor) -> bool:
+    """Whether a gated MLP's rows are the same, but for those that are too large for its dtype."""
+    rows = truth.isfinite().all(dim=-1)
+    is_comparable = result.shape == truth.shape and bool(rows.any())
+    return is_comparable and agrees(result[rows], truth[rows], _MLP_TOLERANCE[truth.dtype], dim=-1)
+
+
+def activation_of(module: Any) -> Any:
+    """What a gated MLP calls its activation."""
     activation = getattr(module, "act_fn", None)
     return getattr(module, "activation_fn", None) if activation is None else activation
 

@@ -20,7 +20,7 @@ _HEADS = (3, 2)  # of the trial's queries and keys
 
 
 class _Rotary:
-    """In the place of `apply_rotary_pos_emb(q, k, cos, sin, ...)`."""
+    """In the place of `apply_rotary_pos_emb(q, k, cos, sin, ...)`; its attributes are its arguments."""
 
     def __init__(
         self, names: dict[str, Any], kernels: LayerKernels, interleaved: bool, rounds: bool, takes_part: bool
@@ -36,34 +36,38 @@ class _Rotary:
         """
         self._names = names
         self._kernels = kernels
-        self._interleaved = interleaved
-        self._rounds = rounds
-        self._takes_part = takes_part
+        self.interleaved = interleaved
+        self.rounds = rounds
+        self.takes_part = takes_part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`[1, heads, tokens, dim]` queries and keys, cos and sin; everything else goes to the function itself."""
         if len(args) == 4 and not kwargs:
             q, k, cos, sin = args
-            if self._takes_part or cos.shape[-1:] == q.shape[-1:]:
+            if self.takes_part or cos.shape[-1:] == q.shape[-1:]:
                 try:
-                    return self._kernels.rotary(q, k, cos, sin, self._interleaved, self._rounds)
+                    return self._kernels.rotary(q, k, cos, sin, self.interleaved, self.rounds)
                 except InputError:
                     pass
         return self._names[NAME](*args, **kwargs)
 
 
 class RotaryForward:
-    """The forward of a class of attention modules, with one of the names it uses standing for something else."""
+    """The forward of a class of attention modules, with one of the names it uses standing for something else.
+
+    Attributes:
+        rotary: That.
+    """
 
     def __init__(self, own: FunctionType, rotary: _Rotary) -> None:
         self._own = own
-        self._rotary = rotary
+        self.rotary = rotary
         self.look_up()
 
     def look_up(self) -> None:
         """Takes the other names from the module's file as they are now."""
         own = self._own
-        names = own.__globals__ | {NAME: self._rotary}
+        names = own.__globals__ | {NAME: self.rotary}
         self.run = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
         self.run.__kwdefaults__ = own.__kwdefaults__
 

@@ -106,17 +106,19 @@ class Latents:
         for weight in self._weights(layer):
             if weight.ndim != 2 or weight.shape[1] != latent or weight.shape[0] % heads or weight.dtype != wanted.dtype:
                 continue
-            by_head = weight.detach().unflatten(0, (heads, -1))
+            by_head = weight.unflatten(0, (heads, -1))
             for part in (by_head[:, :rows], by_head[:, -rows:]):
                 if part.shape == wanted.shape and part.device == wanted.device and torch.equal(part, wanted):
                     return part
         return None
 
-    def _weights(self, layer: int) -> Iterator[nn.Parameter]:
+    def _weights(self, layer: int) -> Iterator[Tensor]:
+        """What this process holds of them."""
         model = self._model()
         for module in () if model is None else model.modules():
             if getattr(module, "layer_idx", None) == layer:
-                yield from module.parameters()
+                for weight in module.parameters():
+                    yield getattr(weight, "_local_tensor", weight).detach()
 
 
 def _probes(latent: Tensor, rotary: Tensor) -> Tensor:
@@ -199,7 +201,7 @@ class LatentStep:
         self._cache = cache
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        """Of a layer with latents: what it has made of what its cache returned, `[N, num_heads, width]`."""
+        """Takes what a layer with latents has made of what its cache returned, `[N, num_heads, width]`."""
         if not self._latents.takes(layer):
             return self._step.write(key, value, layer)
         probes = self._cache.probes.pop(layer, None)

@@ -23,8 +23,24 @@ def panels(weight: Tensor) -> Multiply | None:
     kernel = cpu_linear.load(weight.dtype)
     if isinstance(kernel, str) or weight.shape[1] % cpu_linear.DEPTHS[weight.dtype]:
         return None
-    copy = kernel.pack(weight)
-    return lambda states, bias: kernel.multiply(states, copy, bias)
+    return Panels(kernel, kernel.pack(weight))
+
+
+class Panels:
+    """What multiplies by a weight that was copied into our kernel's layout.
+
+    Attributes:
+        kernel: That of its dtype.
+        weight: The copy.
+    """
+
+    __slots__ = ("__weakref__", "kernel", "weight")
+
+    def __init__(self, kernel: cpu_linear.CPULinear, weight: cpu_linear.PanelWeight) -> None:
+        self.kernel, self.weight = kernel, weight
+
+    def __call__(self, states: Tensor, bias: Tensor | None) -> Tensor:
+        return self.kernel.multiply(states, self.weight, bias)
 
 
 def onednn(weight: Tensor) -> Multiply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import forward_context
+from hf_paged.attention.lazy import lazy
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
+from hf_paged.attention.shared_prefix import SharedPrefixes, one_run
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.latents import LatentStep, LatentStepCache
@@ -28,6 +31,16 @@ def rows_of(rows: np.ndarray, attention: PoolAttention) -> Tensor:
     """
     kv_cache = attention.kv_cache
     return torch.from_numpy(rows) if kv_cache.layer_devices is not None else to_device(rows, kv_cache.device)
+
+
+class _Rehearsal(AttentionMetadata):
+    """A step all of whose sequences read the null block, and together if any sequences could."""
+
+    least_saved = -math.inf
+
+    @lazy
+    def shared_prefixes(self) -> SharedPrefixes | None:
+        return one_run(self.host_seq_lens[: self.num_decodes]) if self.num_decodes else None
 
 
 class PackedRunner:
@@ -91,7 +104,7 @@ class PackedRunner:
         query_lens, seq_lens = np.array(lens, dtype=np.int64).T
         num_blocks = -(-seq_lens // kv_cache.block_size)
         blocks = np.full(num_blocks.sum(), kv_cache.null_block)
-        metadata = AttentionMetadata.build(
+        metadata = _Rehearsal.build(
             blocks, num_blocks, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
         )
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])

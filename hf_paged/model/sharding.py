@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_paged.memory.spec import AttentionSpec
 
-_OTHER_SIZES = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size", "cp_size")
+_OTHER_SIZES = ("pp_size", "fsdp_size", "dp_replicate_size", "cp_size")
 
 
 def ranks_of(model: nn.Module) -> list[int] | None:
@@ -46,9 +46,14 @@ def _why_not_shared(model: Any, mesh: Any) -> str | None:
             "wrong for padded rows: load it with tp_size"
         )
     others = [name for name in _OTHER_SIZES if (getattr(config, name, 1) or 1) > 1]
-    if others or size != mesh.size() or getattr(config, "enable_expert_parallel", False):
+    if (getattr(config, "ep_size", 1) or 1) not in (1, size):  # equal: each of the same ranks has its experts
+        others.append("ep_size")
+    if others or size != mesh.size():
         how = ", ".join(others) or "tp_plan, DistributedConfig"
-        return f"it is spread over {mesh.size()} processes ({how}), of which only tensor parallelism (tp_size) is taken"
+        return (
+            f"it is spread over {mesh.size()} processes ({how}), of which only tensor parallelism (tp_size) is taken, "
+            "and experts over the same ranks (ep_size equal to tp_size)"
+        )
     try:
         heads = _kv_heads(model, size)
     except (ImportError, AttributeError) as error:
@@ -58,8 +63,6 @@ def _why_not_shared(model: Any, mesh: Any) -> str | None:
             f"its key/value heads can't be shared out evenly between {size} processes, and stock's forwards fail, too: "
             "load it on fewer"
         )
-    if "mla_kv_a_proj" in model.tp_plan.values():
-        return "its plan for tensor parallelism shards latent attention, whose latents the pool can't share out"
     return None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 SLIDING = "sliding_attention"
 Spans = list[list[tuple[int, int]]]
-"""Of each row the first column, and that behind the last, of runs of new columns that see each other."""
+"""The first column, and that behind the last, of runs of new columns that see each other; for each row."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SpanMasks:
     """What is known of a model's masks: each that is read may rule out forms."""
 
     def __init__(self, window: int | None) -> None:
-        """Of layers that have a window, by their kind."""
+        """Draws for layers of one kind, which may have a window."""
         self._window = window
         self._forms: dict[str, set[MaskForm]] = {}
 

@@ -60,7 +60,7 @@ class WeightsVersion:
         Args:
             model: Held weakly.
             linears: Hold copies of its weights, dropped when these change.
-            fused: Hold its code, dropped when that changes.
+            fused: Hold its code, and numbers that it computes with, dropped when either changes.
             latents: Hold parts of its weights, or what its layers make of these, dropped when either changes.
         """
         self._model = weakref.ref(model)
@@ -70,7 +70,7 @@ class WeightsVersion:
         self._latents = latents
         self._found: tuple[Hashable, ...] | None = None  # the last key, as far as latents depend on it
         self._tensors: list[weakref.ref[Tensor]] = []
-        self._versions: Sequence[tuple[object, ...]] = []
+        self._versions: Sequence[tuple[Hashable, ...]] = []
         self._kinds: list[type] = []
         self._sizes: list[int] = []
         self._forwards: list[weakref.ref[Any] | None] = []
@@ -101,10 +101,14 @@ class WeightsVersion:
         self.hooks.look(model, modules)
         attributes = [module.__dict__ for module in modules]
         is_same_code = self._has_same_code(modules, attributes)
+        _take_out([modules[index] for index in self._tuners])
         tensors = self._held(modules, attributes)
         # Of a tensor that is shared out, its share: what stands for the whole has no version and no address.
         held = tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
-        versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in held]
+        if self._linears is not None and self._linears.replacements:
+            versions = [self._linears.replacements.state(t) for t in held]
+        else:
+            versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in held]
         is_same_tensors = (
             not self._was_stepped
             and versions == self._versions
@@ -124,7 +128,7 @@ class WeightsVersion:
                 self._linears.forget()
         elif not is_same_numbers:
             self._epoch += 1
-        if not is_same_code and self._fused is not None:
+        if not (is_same_code and is_same_numbers) and self._fused is not None:
             self._fused.forget()
         is_moved = [version[1:] for version in versions] != [version[1:] for version in self._versions]
         if is_moved or not is_same_code or not is_same_numbers:
@@ -161,7 +165,7 @@ class WeightsVersion:
             # Within accelerate's hooks, which move and fetch, it is the class's forward that computes.
             self._is_library = all(is_library_code(m) or (is_wrapped(m) and is_of_library(type(m))) for m in modules)
             self._fetched = {index: hooks for index, module in enumerate(modules) if (hooks := offloading(module))}
-            self._tuners = [index for index, module in enumerate(modules) if _is_tuner(module)]
+            self._tuners = [index for index, module in enumerate(modules) if is_tuner(module)]
             self._sizes = []
         return is_same
 
@@ -295,7 +299,17 @@ def _number_names(module: nn.Module) -> list[str]:
     ]
 
 
-def _is_tuner(module: nn.Module) -> bool:
+def _take_out(modules: list[Any]) -> None:
+    """Takes adapters that are merged and disabled out of the weights.
+
+    Their layers do so themselves when they are next called: within a forward, where copies of the weights are used.
+    """
+    for module in modules:
+        if module.disable_adapters and module.merged:
+            module.unmerge()
+
+
+def is_tuner(module: nn.Module) -> bool:
     """Whether it is a layer of PEFT's."""
     return hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
 

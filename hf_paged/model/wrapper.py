@@ -144,7 +144,7 @@ class Wrapper:
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        """Of the language model at this place."""
+        """Finds the language model at this place."""
         self.path = tuple(path.split("."))
         parts = model.get_submodule(path).modules()
         self.is_causal = all(getattr(part, "is_causal", True) is not False for part in parts)

@@ -20,7 +20,7 @@ import hf_paged
 from hf_paged import PagedCache
 from hf_paged.kernels import cpu_layers
 from hf_paged.model import fused_layers, fused_rotary
-from hf_paged.model.fused_layers import ACTIVATIONS, FusedLayers, _find, _GatedMLP, _Norm
+from hf_paged.model.fused_layers import ACTIVATIONS, FusedLayers, GatedMLP, Norm, _find
 from hf_paged.model.fused_rotary import RotaryAttention
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -177,7 +177,7 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 def kinds(model: nn.Module, dtype: torch.dtype = F32) -> dict[type, set[str]]:
     """The names of the classes that each kind of call stands in for."""
-    found: dict[type, set[str]] = {_Norm: set(), _GatedMLP: set(), RotaryAttention: set()}
+    found: dict[type, set[str]] = {Norm: set(), GatedMLP: set(), RotaryAttention: set()}
     for call in _find(model, dtype, CPU):
         found[type(call)].add(type(call.module).__name__)
     return found
@@ -211,6 +211,27 @@ class _Clamped(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=0.05) * self.up_proj(x))
 
 
+class _Bounded(LlamaMLP):
+    """As DeepSeek V4 and GLM 5 do it: nothing that a normal input reaches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7.0)) * self.up_proj(x).clamp(-7.0, 7.0))
+
+
+class _Scaled(LlamaMLP):
+    """As Inkling does it, by a factor that is 1 before training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class _Multiplied(LlamaMLP):
+    multiplier = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.multiplier
+
+
 class _Centred(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
@@ -228,7 +249,7 @@ def pass_for_library_code(monkeypatch: pytest.MonkeyPatch, *classes: type) -> No
         monkeypatch.setattr(kind.forward, "__module__", "transformers.models")
 
 
-@pytest.mark.parametrize("kind", [_Clamped, _Centred, _Reversed])
+@pytest.mark.parametrize("kind", [_Clamped, _Bounded, _Scaled, _Centred, _Reversed])
 def test_what_only_looks_alike(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class of a known name, with the layers of a known one, that computes something else."""
     pass_for_library_code(monkeypatch, kind)
@@ -237,6 +258,8 @@ def test_what_only_looks_alike(kind: type, monkeypatch: pytest.MonkeyPatch) -> N
     for module in model.modules():
         if type(module) is original:
             module.__class__ = kind
+            if kind is _Scaled:
+                module.factor = nn.Parameter(torch.ones(1))
     assert not any(isinstance(call.module, kind) for call in _find(model, F32, CPU))
 
 
@@ -247,7 +270,7 @@ def test_other_activations(activation: Any) -> None:
         layer.mlp.act_fn = activation if isinstance(activation, nn.Module) else None
         if not isinstance(activation, nn.Module):
             vars(layer.mlp)["act_fn"] = activation
-    assert not kinds(model)[_GatedMLP]
+    assert not kinds(model)[GatedMLP]
 
 
 def test_a_users_modules_are_never_tried() -> None:
@@ -395,6 +418,20 @@ def test_changes_are_seen(change: Callable[[Any], None]) -> None:
         expected, logits = stock(IDS).logits, model(IDS, past_key_values=PagedCache(model)).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+
+
+def test_a_number_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_for_library_code(monkeypatch, _Multiplied)
+    stock, model = build("llama"), build("llama")
+    for one in (stock, model):
+        for layer in one.model.layers:
+            layer.mlp.__class__, layer.mlp.multiplier = _Multiplied, 1.0
+    hf_paged.patch(model, num_blocks=64)
+    for multiplier in (1.0, -3.0):
+        for one in (stock, model):
+            one.model.layers[0].mlp.multiplier = multiplier
+        assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+        assert any(isinstance(call.module, _Multiplied) for call in fused(model))
 
 
 def test_a_class_that_is_patched_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import cycle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -332,6 +332,30 @@ def test_weights_that_change_between_calls(name: str, calls: list[int]) -> None:
     assert_clean(model)
 
 
+def test_an_adapter_that_is_merged_and_disabled(calls: list[int]) -> None:
+    """Would break: PEFT takes it out when its layer is called, and the copy of the weight still has it in."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stock, model = (peft.get_peft_model(make(), settings) for _ in range(2))
+        model.load_state_dict(stock.state_dict())
+    patch(model)
+    texts = []
+    for is_disabled in (False, True, True, False):
+        for one in (stock, model):
+            if not is_disabled:
+                one.merge_adapter()
+        found = []
+        for one in (stock, model):
+            with one.disable_adapter() if is_disabled else nullcontext():
+                found.append(one.generate(input_ids=IDS, **GREEDY, attention_mask=torch.ones_like(IDS)))
+        assert torch.equal(*found)
+        texts.append(found[0].tolist())
+    assert texts[0] == texts[3] != texts[1], "the adapter changes nothing: the test is too easy"
+    assert len(calls) > 10
+
+
 def test_a_bias_that_changes_through_data() -> None:
     """It is not copied."""
     stock, model = make("gpt2"), patch(make("gpt2"))
@@ -608,7 +632,7 @@ def test_real_measurements() -> None:
 @BOTH_WAYS
 @pytest.mark.parametrize("how", ["wrong", "missing", "not here", "not for this weight"])
 def test_a_way_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """Of oneDNN's operations, private ones, which torch may change; of ours, where there is no compiler."""
+    """Operations of oneDNN, private ones, may change with torch; ours may be missing, where there is no compiler."""
     (right,) = linear_ways.WITH_COPY
     tried = []
 
@@ -681,7 +705,8 @@ def test_the_way_that_gains_most(monkeypatch: pytest.MonkeyPatch, calls: list[in
     class Given(Trials):
         def gains(self, pairs: Sequence[Pair], tolerances: Any) -> list[float]:
             gains = {"a": (3.0, 1.0), "b": (2.0, 2.0), "c": (1.0, 2.5)}
-            return [gains[pair.kind[2].__name__][pair.kind[1] > 1] for pair in pairs]  # type: ignore[index]
+            kinds = [cast(tuple[Any, ...], pair.kind) for pair in pairs]
+            return [gains[way][rows > 1] for *_, rows, way, _ in kinds]
 
     monkeypatch.setattr(linear_ways, "WITH_COPY", tuple(way_of(name) for name in "abc"))
     monkeypatch.setattr(packed_linears, "TRIALS", Given())
@@ -699,7 +724,7 @@ def test_layers_that_are_not_taken() -> None:
         model.model.layers[0].mlp.up_proj.weight.detach().t().contiguous().t()
     )
     model.model.layers[1].self_attn.o_proj.weight.data = model.model.layers[1].self_attn.o_proj.weight.data.double()
-    taken = {name for name, module in model.named_modules() if packed_linears._can_take(module)}
+    taken = {name for name, module in model.named_modules() if packed_linears.can_take(module)}
     assert "lm_head" not in taken and "model.layers.0.mlp.up_proj" not in taken
     assert "model.layers.1.self_attn.o_proj" not in taken and "model.layers.0.self_attn.k_proj" not in taken
     assert {"model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"} <= taken

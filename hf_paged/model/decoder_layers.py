@@ -1,0 +1,371 @@
+"""`DecoderLayers`: decoder layers whose kernels run one after another without Python in between."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_paged.attention.backends.registry import PagedStep
+from hf_paged.attention.context import current_step, is_sentinel, with_step
+from hf_paged.attention.params import AttentionParams
+from hf_paged.attention.shared_layers import SharedLayersStep
+from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, LinearWeight, NormSettings, Scratch
+from hf_paged.kernels.cpu_layers import CPULayers
+from hf_paged.kernels.layers import InputError
+from hf_paged.model.fused_layers import FusedLayers, GatedMLP, Norm, activation_of
+from hf_paged.model.fused_rotary import NAME, RotaryAttention
+from hf_paged.model.module_overrides import (
+    ModuleOverride,
+    has_hooks,
+    is_library_code,
+    is_untouched,
+    not_overriding,
+    overriding,
+)
+from hf_paged.model.packed_linears import Layer as PackedLinear
+from hf_paged.model.packed_linears import PackedLinears
+
+logger = logging.getLogger(__name__)
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What a forward of attention uses beside its own modules: of shapes, of the cache, and of the attention function.
+ATTENTION_NAMES = {
+    *("shape", "view", "transpose", "reshape", "contiguous", "head_dim", NAME),
+    *("update", "layer_idx"),
+    *("ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward", "config", "_attn_implementation"),
+    *("training", "attention_dropout", "scaling", "sliding_window", "getattr"),
+}
+
+
+class DecoderLayers:
+    """Decoder layers of the usual kind, in steps: norm, attention, sum, norm, gated MLP, sum.
+
+    All that they consist of is computed by our kernels already (`FusedLayers`, `PackedLinears`); here these are called
+    from C. A layer is taken if its code uses nothing else, and its own forward in a step gives the same, bit for bit:
+    queries, keys, values and result. Whatever changes in it or in one of its modules gives it back its own forward.
+
+    Only the thread inside `scope` sees any of it.
+    """
+
+    def __init__(self, model: nn.Module, fused: FusedLayers, linears: PackedLinears) -> None:
+        """Does nothing before the first `scope`.
+
+        Args:
+            model: Held weakly.
+            fused: Its norms, gated MLPs and rotary embeddings.
+            linears: Its linear layers.
+        """
+        self._model = weakref.ref(model)
+        self._fused = fused
+        self._linears = linears
+        self._made_of: tuple[list[ModuleOverride], list[PackedLinear]] | None = None
+        self._layers: list[_DecoderLayer] = []
+        linears.on_forget = self.forget  # which would keep their copies
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within it, and within the scopes of the parts, steps on this thread compute these layers in C."""
+        calls, linears = self._fused.calls, self._linears.layers
+        if calls is None or linears is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            with not_overriding(self._layers):
+                yield
+            return
+        made_of = self._made_of
+        if made_of is None or made_of[0] is not calls or made_of[1] is not linears:
+            self._made_of, self._layers = (calls, linears), []
+            model = self._model()
+            if model is not None:
+                self._layers = _find(model, calls, linears, self._linears.small)
+        with overriding(self._layers):
+            yield
+
+    def forget(self) -> None:
+        """Drops what was prepared; the next `scope` looks again. In one that is open, layers compute as they are."""
+        layers, self._made_of, self._layers = self._layers, None, []
+        for layer in layers:
+            layer.thread_id = None
+
+
+def _find(
+    model: nn.Module,
+    calls: list[ModuleOverride],
+    linears: list[PackedLinear],
+    small: Callable[[nn.Module], PackedLinear | None],
+) -> list[_DecoderLayer]:
+    overrides = {id(call.module): call for call in (*calls, *linears)}
+    scratch: Scratch | None = None
+    found: list[_DecoderLayer] = []
+    for module in model.modules():
+        parts = _parts(module, overrides, small)
+        if parts is None:
+            continue
+        scratch = scratch or Scratch(parts.linears[0].dtype)
+        found.append(_DecoderLayer(module, parts, scratch))
+    logger.info("hf_paged: %d decoder layers may be computed in C", len(found))
+    return found
+
+
+class _Parts:
+    """What stands in for the modules of a decoder layer, and where these are found.
+
+    Attributes:
+        attention: The layer's modules.
+        mlp: See above.
+        norms: Before attention, and before the MLP; of queries' and of keys' heads, if there are any.
+        linears: Those of `LINEARS`.
+        places: All with the dictionary that their module is in, and its name there; but for
+        small: the same of linear layers that compute for themselves where they are called by themselves.
+    """
+
+    def __init__(self, attention: RotaryAttention, mlp: GatedMLP) -> None:
+        self.attention, self.mlp = attention, mlp
+        self.norms: list[Norm] = []
+        self.linears: list[PackedLinear] = []
+        self.places: list[tuple[dict[str, Any], str, ModuleOverride]] = []
+        self.small: list[tuple[dict[str, Any], str, PackedLinear]] = []
+
+    def add(self, parent: nn.Module, name: str, override: ModuleOverride) -> None:
+        self.places.append((parent._modules, name, override))
+
+    def are_taken(self, thread_id: int | None) -> bool:
+        """Whether all are where they were, and are computed our way now, on this thread."""
+        for modules, name, override in self.places:
+            module = override.module
+            if modules.get(name) is not module or override.thread_id != thread_id or has_hooks(override.module):
+                return False
+        for modules, name, linear in self.small:
+            module = linear.module
+            is_own = is_untouched(module) and type(module).forward is linear.own and not has_hooks(module)
+            if modules.get(name) is not module or not is_own:
+                return False
+        mlp = self.mlp
+        is_same = activation_of(mlp.module) is mlp.activation
+        return is_same and not (isinstance(mlp.activation, nn.Module) and has_hooks(mlp.activation))
+
+    def state(self) -> list[object]:
+        """All else that the layer's result depends on, in numbers."""
+        attention = vars(self.attention.module)
+        state: list[object] = [value for value in attention.values() if type(value) in (int, float, bool)]
+        for norm in self.norms:
+            state += norm.module.weight.data_ptr(), getattr(norm.module, norm.eps)
+        for linear in self.linears:
+            bias = linear.module._parameters["bias"]
+            state.append(None if bias is None else bias.data_ptr())
+        return state
+
+
+def _parts(
+    layer: Any, overrides: dict[int, ModuleOverride], small: Callable[[nn.Module], PackedLinear | None]
+) -> _Parts | None:
+    """Those of a layer whose forward uses nothing but its four modules, which are of the right kinds."""
+    children = dict(layer.named_children())
+    if len(children) != 4 or not is_untouched(layer) or not is_library_code(layer) or has_hooks(layer):
+        return None
+    code = _code(inspect.unwrap(type(layer).forward))  # within transformers' own gradient checkpointing
+    own = {name: overrides.get(id(child)) for name, child in children.items()}
+    attention = next((one for one in own.values() if isinstance(one, RotaryAttention)), None)
+    mlp = next((one for one in own.values() if isinstance(one, GatedMLP)), None)
+    if code is None or attention is None or mlp is None or not set(code.co_names) <= own.keys():
+        return None
+    if not isinstance(mlp.kernels, CPULayers):
+        return None
+    parts = _Parts(attention, mlp)
+    for name, override in own.items():
+        if override is None:
+            return None
+        parts.add(layer, name, override)
+        if isinstance(override, Norm):
+            parts.norms.append(override)
+    modules = dict(attention.module.named_children())
+    code = _code(type(attention.module).forward)
+    names = {*LINEARS[:4], "q_norm", "k_norm"}
+    if code is None or _calculates(code) or not set(code.co_names) <= ATTENTION_NAMES | modules.keys():
+        return None
+    if not names - {"q_norm", "k_norm"} <= modules.keys() <= names or len(modules) == 5 or len(parts.norms) != 2:
+        return None
+    found: dict[str, ModuleOverride] = {}
+    too_small: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in (attention.module, mlp.module):
+        for name, child in parent.named_children():
+            override = overrides.get(id(child))
+            if name in LINEARS and override is None:
+                too_small.append((parent, name, child))
+            elif name in LINEARS and isinstance(override, PackedLinear):
+                if override.panels is None or min(override.gains) <= 1:
+                    return None
+                found[name] = override
+            elif name in names and isinstance(override, Norm):
+                found[name] = override
+            elif name in (*LINEARS, *names):
+                return None
+            if name in found:
+                parts.add(parent, name, found[name])
+    if not any(name in LINEARS for name in found):  # copies of this model's weights are not worth it, or not allowed
+        return None
+    for parent, name, child in too_small:
+        linear = small(child)
+        if linear is None:
+            return None
+        found[name] = linear
+        parts.small.append((parent._modules, name, linear))
+    if not set(LINEARS) <= found.keys():
+        return None
+    parts.linears = [found[name] for name in LINEARS]  # type: ignore[misc]
+    parts.norms += [found[name] for name in ("q_norm", "k_norm") if name in found]  # type: ignore[misc]
+    return parts
+
+
+def _code(forward: Any) -> CodeType | None:
+    """What a forward does, if it is all here."""
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    code = forward.__code__
+    return None if any(isinstance(value, CodeType) for value in code.co_consts) else code
+
+
+def _calculates(code: CodeType) -> bool:
+    """Whether it adds, multiplies or compares anything: with numbers that are 1 in a trial, say."""
+    return any(one.opname in ("BINARY_OP", "COMPARE_OP", "UNARY_NEGATIVE") for one in dis.get_instructions(code))
+
+
+class _DecoderLayer(ModuleOverride):
+    """A decoder layer in a step."""
+
+    __slots__ = ("is_same", "kernels", "params", "parts", "scratch", "state")
+
+    def __init__(self, module: Any, parts: _Parts, scratch: Scratch) -> None:
+        super().__init__(module)
+        self.parts = parts
+        self.scratch = scratch
+        self.is_same: bool | None = None  # not tried yet
+        self.state: list[object] | None = None
+        self.kernels: CPUDecoderLayer | None = None
+        self.params: AttentionParams | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mask: Any = kwargs.get("attention_mask")
+        angles = kwargs.get("position_embeddings")
+        if self.is_same is not False and len(args) == 1 and is_sentinel(mask) and isinstance(angles, tuple):
+            step = current_step(mask)
+            if not isinstance(step, SharedLayersStep) and self.parts.are_taken(self.thread_id):
+                try:
+                    return self._compute(step, mask, angles, *args, **kwargs)
+                except InputError:
+                    pass
+        return self.module._call_impl(*args, **kwargs)
+
+    def _compute(self, step: PagedStep, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
+        state = self.parts.state()
+        if self.kernels is None or self.params is None or state != self.state:
+            return self._try(step, mask, angles, state, *args, **kwargs)
+        states = args[0]
+        query, key, value = self.kernels.before_attention(states, *angles)
+        step.write(key, value, self.params.layer)
+        attended = step.attend(query, self.params)
+        return self.kernels.behind_attention(states, attended)
+
+    def _try(
+        self,
+        step: PagedStep,
+        mask: Tensor,
+        angles: tuple[Tensor, Tensor],
+        state: list[object],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The layer's own forward, with a look at what it hands to attention: is it what the kernels give?"""
+        noting = _NotingStep(step)
+        with with_step(mask, noting), overriding(linear for _, _, linear in self.parts.small):
+            own = self.module._call_impl(*args, **kwargs)
+        kernels: CPUDecoderLayer | None = None
+        found: tuple[Tensor, ...] = ()  # as of a layer of another kind
+        try:
+            kernels = CPUDecoderLayer(*_kernels(self.parts), _settings(self.parts), self.scratch)
+            found = kernels.before_attention(args[0], *angles)
+            if noting.attended is not None:
+                found += (kernels.behind_attention(args[0], noting.attended),)
+        except InputError:
+            found = ()
+        truth = (*noting.stored, own)
+        self.is_same = (
+            len(found) == len(truth)
+            and noting.num_calls == 2
+            and all(
+                isinstance(one, Tensor) and one.shape == other.shape and torch.equal(one, other)
+                for one, other in zip(truth, found, strict=True)
+            )
+        )
+        self.kernels, self.params, self.state = kernels, noting.params, state
+        return own
+
+
+class _NotingStep:
+    """A step that keeps what one layer makes of it.
+
+    Attributes:
+        stored: Queries, keys and values.
+        params: What else attention was called with.
+        attended: Its result.
+        num_calls: Of writing and of attending.
+    """
+
+    def __init__(self, step: PagedStep) -> None:
+        self._step = step
+        self.stored: tuple[Tensor, ...] = ()
+        self.params: AttentionParams | None = None
+        self.attended: Tensor | None = None
+        self.num_calls = 0
+
+    def write(self, key: Tensor, value: Tensor, layer: int) -> None:
+        self.num_calls += 1
+        self.stored = key, value
+        self._step.write(key, value, layer)
+
+    def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
+        self.num_calls += 1
+        self.stored, self.params = (query, *self.stored), params
+        self.attended = self._step.attend(query, params)
+        return self.attended
+
+
+def _kernels(parts: _Parts) -> tuple[CPULayers, Any]:
+    layers, panels = parts.mlp.kernels, parts.linears[0].panels
+    assert isinstance(layers, CPULayers) and panels is not None
+    return layers, panels.kernel
+
+
+def _settings(parts: _Parts) -> DecoderSettings:
+    norms = [
+        NormSettings(norm.module.weight, getattr(norm.module, norm.eps), norm.offset, norm.rounds_first)
+        for norm in parts.norms
+    ]
+    weights: list[LinearWeight] = []
+    for linear in parts.linears:
+        assert linear.panels is not None
+        weights.append(LinearWeight(linear.panels.weight, linear.module.bias))
+    query, key, value, projection, gate, up, down = weights
+    rotary = parts.attention.changed.rotary
+    return DecoderSettings(
+        head_dim=parts.attention.module.head_dim,
+        norms=(norms[0], norms[1]),
+        head_norms=(norms[2], norms[3]) if len(norms) > 2 else None,
+        query=query,
+        key=key,
+        value=value,
+        projection=projection,
+        gate=gate,
+        up=up,
+        down=down,
+        activation=parts.mlp.coefficients,
+        interleaved=rotary.interleaved,
+        rounds=rotary.rounds,
+    )

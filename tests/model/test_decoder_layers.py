@@ -1,0 +1,302 @@
+"""Decoder layers whose kernels are called from C: bit for bit the same, found by what their code does, given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from models import build, random_ids
+from torch import Tensor, nn
+
+import hf_paged
+from hf_paged import PagedCache
+from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear
+from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, LinearWeight, NormSettings, Scratch
+from hf_paged.kernels.layers import InputError
+from hf_paged.model import linear_ways, packed_linears
+from hf_paged.model.decoder_layers import DecoderLayers, _calculates, _code
+
+F32, BF16 = torch.float32, torch.bfloat16
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+IDS = random_ids(2, 11)
+TAKEN = ("llama", "mistral", "qwen2", "qwen2_windows", "qwen3", "gemma")
+OTHERS = ("granite", "gemma2", "phi3", "olmo2", "stablelm", "mixtral", "starcoder2")
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """All linear layers are multiplied by our kernel; each layer computed in C adds its tokens to the list."""
+
+    def best(modules: list[Any], ways: Any, **_: Any) -> dict[Any, Any]:
+        return {packed_linears._kind(module): (linear_ways.panels, (2.0, 2.0)) for module in modules}
+
+    monkeypatch.setattr(packed_linears, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(packed_linears, "_best_ways", best)
+    numbers: list[int] = []
+    own = CPUDecoderLayer.behind_attention
+
+    def counting(self: CPUDecoderLayer, states: Tensor, attended: Tensor) -> Tensor:
+        numbers.append(states.shape[1])
+        return own(self, states, attended)
+
+    monkeypatch.setattr(CPUDecoderLayer, "behind_attention", counting)
+    yield numbers
+
+
+def patched(name: str, dtype: torch.dtype = F32) -> Any:
+    return hf_paged.patch(build(name).to(dtype), num_blocks=64, max_num_seqs=8)
+
+
+def layers_of(model: Any) -> list[Any]:
+    return model.paged.core.decoder_layers._layers
+
+
+def logits_of(model: Any) -> list[Tensor]:
+    """Of a prompt, a decode step and a chunk behind them."""
+    cache = PagedCache(model)
+    with torch.no_grad():
+        return [model(IDS[:, part], past_key_values=cache).logits for part in (slice(0, 7), slice(7, 8), slice(8, 11))]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_tokens(name: str, calls: list[int]) -> None:
+    """Those of stock `generate()`, from layers that are all computed in C behind their first step."""
+    stock, model = build(name), patched(name)
+    expected = stock.generate(IDS, **GREEDY)
+    assert torch.equal(model.generate(IDS, **GREEDY), expected)
+    layers = layers_of(model)
+    assert len(layers) == model.config.num_hidden_layers and all(layer.is_same for layer in layers)
+    calls.clear()
+    model.paged.reset_prefix_cache()
+    assert torch.equal(model.generate(IDS, **GREEDY), expected)
+    assert len(calls) == len(layers) * GREEDY["max_new_tokens"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers(name: str, calls: list[int]) -> None:
+    """Keep their own forwards."""
+    stock, model = build(name), patched(name)
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert not any(layer.is_same for layer in layers_of(model))
+    calls.clear()
+    model.generate(IDS, **GREEDY)
+    assert not calls
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
+def test_bits(name: str, dtype: torch.dtype, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels called one by one, also where a step is computed in pieces."""
+    monkeypatch.setattr(cpu_decoder, "PIECE", 4)
+    model = patched(name, dtype)
+    model.generate(IDS, **GREEDY)
+    calls.clear()
+    found = logits_of(model)
+    assert set(calls) == {14, 2, 6}
+    monkeypatch.setattr(DecoderLayers, "scope", lambda self: nullcontext())
+    model.paged.reset_prefix_cache()
+    calls.clear()
+    assert all(torch.equal(one, other) for one, other in zip(found, logits_of(model), strict=True))
+    assert not calls
+
+
+def test_small_weights(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below what is worth a call (keys' and values' layers) they are multiplied by in C, and let go with the others."""
+    model = build("llama")
+    own = model.model.layers[0].self_attn
+    monkeypatch.setattr(packed_linears, "MIN_ELEMENTS", own.k_proj.weight.numel() + 1)
+    assert own.k_proj.weight.numel() < own.q_proj.weight.numel()
+    stock, model = build("llama"), hf_paged.patch(model, num_blocks=64)
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert [layer.is_same for layer in layers_of(model)] == [True] * 2
+    for one in (stock, model):
+        one.model.layers[0].self_attn.k_proj.weight.data.mul_(-2.0)
+    calls.clear()
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert calls
+    small = [weakref.ref(linear.panels) for layer in layers_of(model) for _, _, linear in layer.parts.small]
+    assert len(small) == 4 and all(one() for one in small)
+    model.paged.core.linears.forget()
+    gc.collect()
+    assert not any(one() for one in small)
+    monkeypatch.setattr(packed_linears, "MIN_ELEMENTS", 2**30)
+    calls.clear()
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert not calls and not layers_of(model)
+
+
+def test_a_layer_that_computes_something_else(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is found out in its first step, which its own forward computes."""
+    own = CPUDecoderLayer.before_attention
+
+    def before(self: CPUDecoderLayer, *args: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = own(self, *args)
+        return query, key + 1e-3, value
+
+    monkeypatch.setattr(CPUDecoderLayer, "before_attention", before)
+    stock, model = build("llama"), patched("llama")
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert [layer.is_same for layer in layers_of(model)] == [False] * len(layers_of(model)) != []
+    calls.clear()
+    model.generate(IDS, **GREEDY)
+    assert not calls
+
+
+def test_code_that_calculates() -> None:
+    """A factor on queries may be 1 wherever it is tried."""
+
+    def scaled(self: Any, states: Tensor) -> Tensor:
+        return self.q_proj(states) * self.scaling
+
+    def plain(self: Any, states: Tensor) -> Tensor:
+        return self.q_proj(states)
+
+    def nested(self: Any, states: Tensor) -> Tensor:
+        return (lambda: states)()
+
+    assert _calculates(scaled.__code__) and not _calculates(plain.__code__)
+    assert _code(plain) is plain.__code__ and _code(nested) is None
+
+
+def hook_a_projection(model: Any) -> None:
+    look = hf_paged.packed_hook(lambda module, args, output: 2 * output)
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(look)
+
+
+def hook_a_layer(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(hf_paged.packed_hook(lambda module, args, output: output.flip(-1)))
+
+
+def replace_a_projection(model: Any) -> None:
+    own = model.model.layers[0].self_attn
+    own.o_proj = nn.Sequential(own.o_proj, nn.Tanh())
+
+
+def replace_the_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def replace_a_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm.weight = nn.Parameter(torch.linspace(-2, 2, model.config.hidden_size))
+
+
+def move_a_norm(model: Any) -> None:
+    weight = model.model.layers[1].post_attention_layernorm.weight
+    weight.data = torch.linspace(-2, 2, len(weight))
+
+
+def change_eps(model: Any) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+
+def change_scaling(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling = 2.0
+
+
+def change_a_weight(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(-1.5)
+
+
+CHANGES = [
+    hook_a_projection,
+    hook_a_layer,
+    replace_a_projection,
+    replace_the_activation,
+    replace_a_norm,
+    move_a_norm,
+    change_eps,
+    change_scaling,
+    change_a_weight,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(change: Callable[[Any], None]) -> None:
+    stock, model = build("llama"), patched("llama")
+    model.generate(IDS, **GREEDY)
+    for one in (stock, model):
+        change(one)
+    model.paged.reset_prefix_cache()
+    with torch.no_grad():
+        expected, logits = stock(IDS).logits, model(IDS, past_key_values=PagedCache(model)).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+
+
+def test_copies_of_weights_are_let_go() -> None:
+    model = patched("llama")
+    model.generate(IDS, **GREEDY)
+    panels = [weakref.ref(linear.panels) for layer in layers_of(model) for linear in layer.parts.linears]
+    assert panels and all(one() for one in panels)
+    model.paged.core.linears.forget()
+    gc.collect()
+    assert not any(one() for one in panels)
+
+
+def test_weights_that_change_while_a_lone_caller_runs_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next step may be the first of a call that came behind the change."""
+    stock, model, ids = build("llama"), patched("llama"), random_ids(1, 9)
+    model.generate(IDS, **GREEDY)
+    loop = model.paged.core.worker.loop
+    own, turns, requests = loop.turn, iter(range(100)), []
+
+    def turn(*args: Any) -> None:
+        if next(turns) == 2:
+            for one in (stock, model):
+                change_a_weight(one)
+            thread = threading.Thread(target=lambda: requests.append(model.paged.submit(ids[0], **GREEDY)))
+            thread.start()
+            thread.join()
+        own(*args)
+
+    monkeypatch.setattr(loop, "turn", turn)
+    model.generate(IDS, **GREEDY)
+    expected = stock.generate(ids, **GREEDY)[0, ids.shape[1] :].tolist()
+    assert requests[0].result(60).token_ids == expected
+
+
+def test_copies_that_another_thread_drops_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right when they were made."""
+    stock, model = build("llama"), patched("llama")
+    own, numbers = packed_linears.SharedInputs, []
+
+    def made(layers: Any) -> Any:
+        numbers.append(len(layers))
+        thread = threading.Thread(target=model.paged.core.linears.forget)
+        thread.start()
+        thread.join()
+        return own(layers)
+
+    monkeypatch.setattr(packed_linears, "SharedInputs", made)
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert numbers and all(numbers)
+
+
+@pytest.mark.parametrize("kind", ["dtype", "strides of a norm", "strides of a bias", "a short bias"])
+def test_weights_that_kernels_would_read_beyond(kind: str) -> None:
+    layers, linears = cpu_layers.load(F32), cpu_linear.load(F32)
+    assert not isinstance(layers, str) and not isinstance(linears, str)
+    vectors = {"dtype": torch.ones(64, dtype=BF16), "strides of a norm": torch.ones(1).expand(64)}
+    biases = {"strides of a bias": torch.ones(1).expand(64), "a short bias": torch.ones(3)}
+
+    def made(vector: Tensor, bias: Tensor | None) -> CPUDecoderLayer:
+        shapes = (64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)
+        weights = [
+            LinearWeight(linears.pack(torch.ones(shape)), bias if i == 0 else None) for i, shape in enumerate(shapes)
+        ]
+        norm = NormSettings(vector, 1e-6, 0.0, True)
+        settings = DecoderSettings(16, (norm, norm), None, *weights, (1.0, 0.0), False, True)
+        return CPUDecoderLayer(layers, linears, settings, Scratch(F32))
+
+    made(torch.ones(64), torch.ones(64))
+    with pytest.raises(InputError):
+        made(vectors.get(kind, torch.ones(64)), biases.get(kind))

@@ -39,10 +39,13 @@ from transformers.utils import logging as transformers_logging
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.api import support
+from hf_paged.engine.draft_budget import RowBudget
 from hf_paged.engine.executor import StepExecutor
+from hf_paged.model.trial import TRIALS
 
 # The models are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
+TRIALS.kept = None  # what a machine busy with tests measures is nothing to keep
 
 Make = Callable[[Any], dict[str, Any]]
 
@@ -86,6 +89,12 @@ def run_compiled(*command: Any, python_path: Path = ROOT, seconds: float = 110) 
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+@pytest.fixture
+def full_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have all the drafts that they may, whatever pays."""
+    monkeypatch.setattr(RowBudget, "most", lambda self, *_: self.limit)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def _one_picture(seed: int) -> dict[str, Any]:
 
 
 def _tall_patches(seed: int) -> dict[str, Any]:
-    """Of Qwen's towers: patches of a picture of 4 x 8."""
+    """What Qwen's towers take: patches of a picture of 4 x 8."""
     return {"pixel_values": _pixels(seed, 32, 3 * 2 * 8 * 8), "image_grid_thw": torch.tensor([[1, 4, 8]])}
 
 
@@ -68,7 +68,7 @@ def _tiles(seed: int) -> dict[str, Any]:
 
 
 def _placed_patches(width: int, height: int) -> Callable[[int], dict[str, Any]]:
-    """Of Gemma 4's tower: a picture's patches and where they lie."""
+    """What Gemma 4's tower takes: a picture's patches and where they lie."""
 
     def picture(seed: int) -> dict[str, Any]:
         across, down = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")

@@ -141,7 +141,7 @@ class BatchRequest:
         ]
 
     def _names(self) -> list[str]:
-        """Of its results, the best one first."""
+        """Names of its results, the best one first."""
         num_children = (self.config.num_return_sequences or 1) - 1
         return [self.request_id, *(f"{self.request_id}__child#{i}" for i in range(num_children))]
 

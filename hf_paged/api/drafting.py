@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import logging
@@ -15,7 +16,8 @@ from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.sampling.lookup import LookupSettings
-from hf_paged.sampling.processors import RowEnds
+from hf_paged.sampling.processors import RowEnds, processor_kinds
+from hf_paged.sampling.random import NoiseAhead
 
 logger = logging.get_logger(__name__)
 
@@ -47,13 +49,15 @@ def lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
         max_length=config.max_length,
         vocab_size=model.config.get_text_config().vocab_size,
         eos=() if eos is None else tuple(eos.reshape(-1).tolist()),
-        # Draws, and what a streamer is given at once, follow from how many drafts there are.
-        adapts=not config.do_sample and call.others.get("streamer") is None,
+        # Of a single row draws, and what a streamer is given at once, follow from how many drafts there are.
+        adapts=(len(call.input_ids) > 1 or not config.do_sample) and call.others.get("streamer") is None,
     )
 
 
-def draft_model_of(model: Any, call: LoopCall) -> DraftModel | None:
+def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftModel | None:
     """What another patched model guesses for several prompts; `None`: for one, or drafts are not such a model's.
+
+    `device` is where the call's tokens are chosen.
 
     Raises:
         UnsupportedCallError: That model is assisted itself: two loops could wait for each other's steps.
@@ -86,12 +90,16 @@ def draft_model_of(model: Any, call: LoopCall) -> DraftModel | None:
             "the assistant model is itself assisted by another model at the moment: wait for that call to end, or "
             "leave assistant_model out"
         )
-    calls, device, salt = engine.calls, assistant.device, CACHE_SALT.get()
+    calls, salt = engine.calls, CACHE_SALT.get()
 
     def generate(
-        ids: Tensor, padding: list[int], processors: LogitsProcessorList, criteria: StoppingCriteriaList
+        ids: Tensor,
+        padding: list[int],
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        noise: NoiseAhead | None,
     ) -> list[list[int]]:
-        rows = SampleCall(ids, padding, 1, processors, criteria, device, do_sample=False, pad_token_id=0)
+        rows = SampleCall(ids, padding, 1, processors, criteria, device, noise is not None, pad_token_id=0, noise=noise)
         with salted(salt), calls.leading():
             run = calls.start(rows)
             try:
@@ -104,15 +112,25 @@ def draft_model_of(model: Any, call: LoopCall) -> DraftModel | None:
             raise run.error
         return [row.tokens for row in run.rows]
 
-    return DraftModel(generate, assistant.generation_config.num_assistant_tokens or 20, adapts=not config.do_sample)
+    kinds = zip(call.processors, processor_kinds(call.processors), strict=True)
+    return DraftModel(
+        generate,
+        LogitsProcessorList(processor for processor, kind in kinds if kind is not None),
+        pad_token_id=0 if config._pad_token_tensor is None else int(config._pad_token_tensor),
+        num_tokens=assistant.generation_config.num_assistant_tokens or 20,
+        adapts=True,
+    )
 
 
-def can_do_without_drafts(call: LoopCall) -> bool:
-    """Makes a call with prompt lookup one without, if it can be: its tokens are the same. Says that it does."""
-    if call.generation_config.prompt_lookup_num_tokens is None or call.cache is None:
+def can_do_without_drafts(model: Any, call: LoopCall) -> bool:
+    """Makes a call with drafts one without, if it can be: its tokens are the same. Says that it does."""
+    config, assistant = call.generation_config, call.others.get("assistant_model")
+    is_patched = isinstance(getattr(assistant, "paged", None), Engine) and not model.paged.traits.states
+    if call.cache is None or (config.prompt_lookup_num_tokens is None and not is_patched):
         return False
+    name = "assistant_model" if config.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
     logger.warning_once(
-        "hf_paged: prompt_lookup_num_tokens is left out of this call: with several prompts it is for plain rows, "
+        f"hf_paged: {name} is left out of this call: with several prompts it is for plain rows, "
         "without outputs of each step, processors and criteria of your own, hooks on inner modules"
     )
     call.is_assisted = False

@@ -255,7 +255,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         result = self._run_rows(call, *preparation)
         if result is not None:
             return result
-        if len(call.input_ids) > 1 and can_do_without_drafts(call):
+        if len(call.input_ids) > 1 and can_do_without_drafts(self, call):
             return self._run_sample(call, preparation, super()._sample)  # type: ignore[misc]
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
         return run_loop(self, preparation, loop, call, spare_tokens=2)

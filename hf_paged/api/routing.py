@@ -104,7 +104,7 @@ def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall 
     input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
     kwargs, lookup, draft_model = call.others, None, None
     if call.is_assisted:
-        lookup, draft_model = lookup_settings(model, call), draft_model_of(model, call)
+        lookup, draft_model = lookup_settings(model, call), draft_model_of(model, call, device)
         if lookup is None and draft_model is None:
             return None
     if call.cache is None or not (

@@ -111,7 +111,7 @@ class _Recorder:
 
 
 def _entry(draws: bool) -> bytes:
-    """Of the generators' states by kind of device, in order."""
+    """The generators' states by kind of device, in order."""
     if not draws:
         return b""
     digest = hashlib.blake2b(digest_size=8)

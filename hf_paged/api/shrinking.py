@@ -191,7 +191,7 @@ def _state_sections(config: PreTrainedConfig) -> None:
 
 
 def _shrink_sections(parameters: Any, head_dim: int | None) -> None:
-    """Of a rotary embedding of several axes, the share of each: together half a head."""
+    """Shrinks the shares of a rotary embedding of several axes: together they are half a head."""
     if not isinstance(parameters, dict) or head_dim is None:
         return
     for value in parameters.values():
@@ -246,7 +246,7 @@ def _mixer_widths(config: PreTrainedConfig, widths: dict[str, int]) -> dict[str,
 
 
 def _ratio(config: PreTrainedConfig) -> float:
-    """Of the narrow heads' width to the wide ones'."""
+    """The narrow heads' width over the wide ones'."""
     width = _head_dim(config)
     return 1.0 if width is None else 16 / width
 

@@ -141,7 +141,6 @@ def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None
     """Why a model of these traits can't be served by several processes, or `None`."""
     kinds = {
         "it is multimodal": inner_path(model) not in (None, ""),
-        "its layers keep a state": bool(traits.states),
         "its layers have indexers": bool(traits.indexers),
         "its rows depend on each other": not traits.is_batched,
     }

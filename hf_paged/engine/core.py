@@ -28,7 +28,9 @@ from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.decoder_layers import DecoderLayers
 from hf_paged.model.fused_layers import FusedLayers
+from hf_paged.model.int8_linears import Int8Linears
 from hf_paged.model.latents import Latents
 from hf_paged.model.packed_linears import PackedLinears
 from hf_paged.model.runner import ModelRunner
@@ -49,7 +51,8 @@ class EngineCore:
         config: The settings.
         traits: What `is_supported` found out about the model's architecture.
         linears: Layers of the engine's forwards, and
-        fused: more of them.
+        fused: more of them, and
+        decoder_layers: what consists of both.
         weights_version: What keys and values depend on in the model.
         bound: The model as forwards call it.
         runner: Runs steps.
@@ -86,8 +89,10 @@ class EngineCore:
             )
         self.config = config
         self.traits = traits
-        self.linears = PackedLinears(model, config.memory_fraction)
+        linears = Int8Linears if config.weight_dtype == "int8" else PackedLinears
+        self.linears = linears(model, config.memory_fraction, config.packed_weights == "replace")
         self.fused = FusedLayers(model)
+        self.decoder_layers = DecoderLayers(model, self.fused, self.linears)
         latents = Latents(model, traits.layers)
         self.weights_version = state = WeightsVersion(model, self.linears, self.fused, latents)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
@@ -115,7 +120,7 @@ class EngineCore:
     @contextmanager
     def _layers(self) -> Iterator[None]:
         """Within it, forwards of the model on this thread compute its layers in the engine's way."""
-        with self.linears.scope(), self.fused.scope():
+        with self.linears.scope(), self.fused.scope(), self.decoder_layers.scope():
             yield
 
     @property
@@ -160,11 +165,12 @@ class EngineCore:
             _CURRENT.reset(token)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Around a forward that no step is: of weights that are there only while their module computes, no step runs
-        beside it, whose modules would take them away.
+        """Around a forward that no step is: where a step may take weights away (those that are there only while their
+        module computes, and those that packed ones replace), none runs beside it.
         """
         _ = self.bound.placement  # as of now
-        return self.worker.loop.exclusive() if self.bound.is_offloaded else nullcontext()
+        takes_weights = self.bound.is_offloaded or self.config.packed_weights == "replace"
+        return self.worker.loop.exclusive() if takes_weights else nullcontext()
 
     # Tables
 
@@ -278,3 +284,4 @@ class EngineCore:
             loop.fail_all(RuntimeError("the model was unpatched while this call was running"))
             self.worker.pause.end()
         self.worker.stop()
+        self.linears.forget()

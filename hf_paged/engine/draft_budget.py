@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate
-from math import log2
 
 OLD = 0.9  # what an earlier draft counts beside the next
-FASTER, SLOWER = 0.5, 0.1  # what a step counts that took less, or more, than those before: what else runs only adds
-FADES, REACH = 0.9995, 8  # what sizes within reach lose a step: one that seemed slow is tried again
+OLDER = 0.998  # what an earlier step counts beside the next, for what a token costs beside others
+DRIFT = 0.4  # what a step counts for how fast the machine is now
+OUTLIER = 2.0  # times that a step may take more, or less, than expected, and count for it
+SHARE = 0.3  # of a step is taken to be its tokens', the rest what any costs, as far as
+VARIED = 0.05  # steps' numbers of tokens vary less than this, beside their mean, squared
+MARGIN = 1.1  # times as fast that a step with drafts has to be: what they cost the host is not measured
+LEAST = 0.05  # of the mean, that any step costs
 LEAST_PAUSE, MOST_PAUSE = 8, 64  # tokens of a row without drafts, after which one is tried again
 
 
 class StepCosts:
-    """Seconds of steps by their number of tokens, measured as they run, for four sizes an octave.
+    """What steps cost, by their number of tokens: a straight line through those that were measured.
+
+    What else runs on the machine makes all of them slower for a while, with many tokens or few. So they are measured in
+    a unit that becomes slower or faster with them.
 
     Attributes:
         num_rows: Of the last such step.
@@ -23,38 +28,40 @@ class StepCosts:
     def __init__(self) -> None:
         """Nothing is known: more tokens are taken to cost nothing."""
         self.num_rows = 1
-        self._sizes: dict[int, tuple[float, float]] = {}  # mean tokens and low seconds
-        self._tokens: list[float] = []  # the same in order, where
-        self._seconds: list[float] = []  # more tokens never take less
+        self._unit = 1.0  # seconds
+        self._weight = self._tokens = self._units = 0.0  # of all steps; their mean
+        self._spread = self._together = 0.0  # sums of squared distances from the mean, and of their products
+        self._slope = 0.0
 
     def note(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step has run all of whose tokens' logits were wanted."""
         self.num_rows = num_rows
-        size = round(4 * log2(num_tokens))
-        tokens, known = self._sizes.get(size, (num_tokens, seconds))
-        for other, (mean, low) in self._sizes.items():
-            if num_rows <= mean <= REACH * num_rows:
-                self._sizes[other] = mean, low * FADES
-        weight = FASTER if seconds < known else SLOWER
-        self._sizes[size] = tokens + (num_tokens - tokens) / 8, known + weight * (seconds - known)
-        self._tokens, measured = map(list, zip(*(self._sizes[size] for size in sorted(self._sizes)), strict=True))
-        self._seconds = list(accumulate(reversed(measured), min))[::-1]
+        if not self._weight:
+            self._unit, self._units = seconds, 1.0
+        expected = self.seconds(num_tokens)
+        ratio = min(max(seconds / expected, 1 / OUTLIER), OUTLIER)
+        units = ratio * expected / self._unit
+        self._unit *= ratio**DRIFT
+        self._weight = OLDER * self._weight + 1
+        tokens_off, units_off = num_tokens - self._tokens, units - self._units
+        self._tokens += tokens_off / self._weight
+        self._units += units_off / self._weight
+        self._spread = OLDER * self._spread + tokens_off * (num_tokens - self._tokens)
+        self._together = OLDER * self._together + tokens_off * (units - self._units)
+        known = VARIED * self._tokens**2
+        slope = (self._together + known * SHARE * self._units / self._tokens) / (self._spread + known)
+        self._slope = max(0.0, slope)
 
     def seconds(self, num_tokens: float) -> float:
-        """What a step of so many tokens would take; between sizes that were measured, what lies between."""
-        place = bisect_left(self._tokens, num_tokens)
-        if place == len(self._tokens):
-            return self._seconds[-1] if self._seconds else 1.0
-        if place == 0:  # to be tried
-            return self._seconds[0] * num_tokens / self._tokens[0]
-        first, last = self._tokens[place - 1], self._tokens[place]
-        share = (num_tokens - first) / (last - first)
-        return self._seconds[place - 1] + share * (self._seconds[place] - self._seconds[place - 1])
+        """What a step of so many tokens would take."""
+        if not self._weight:
+            return self._unit
+        return self._unit * max(self._units + self._slope * (num_tokens - self._tokens), LEAST * self._units)
 
 
 @dataclass(slots=True)
 class RowBudget:
-    """Of one row.
+    """How many drafts one row gets.
 
     Attributes:
         limit: Drafts at most.
@@ -83,7 +90,7 @@ class RowBudget:
             return 0
         right = self.num_right / (self.num_right + self.num_wrong)
         rows = costs.num_rows
-        best, best_rate, expected, likely = 0, 1.0 / costs.seconds(rows), 1.0, 1.0
+        best, best_rate, expected, likely = 0, MARGIN / costs.seconds(rows), 1.0, 1.0
         for count in range(1, self.limit + 1):
             likely *= right
             expected += likely
@@ -94,6 +101,10 @@ class RowBudget:
             self.pause = self.next_pause
             self.next_pause = min(2 * self.next_pause, MOST_PAUSE)
         return max(best, int(self.is_due))
+
+    def align(self, num_tokens: int) -> None:
+        """Has the next try of a row of so many tokens come with those of other rows: any drafts slow a step down."""
+        self.pause += -(num_tokens + self.pause) % LEAST_PAUSE
 
     def note(self, num_drafts: int, num_right: int, num_new: int) -> None:
         """So many of its drafts were right, and it has so many tokens more."""

@@ -10,35 +10,44 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
+from hf_paged.sampling.random import NoiseAhead
+
 KEPT = 0.8  # of what drafting has cost, beside the next time
 
 
 @dataclass(slots=True)
 class DraftModel:
-    """Greedy calls of a draft model. What it has computed of a row it finds in its prefix cache.
+    """Calls of a draft model. What it has computed of a row it finds in its prefix cache.
 
     Attributes:
-        generate: Runs a call of left-padded ids, padding, and criteria on the draft model's engine, to its end.
+        generate: Runs a call of left-padded ids, padding, processors, criteria, and where draws come from (`None`: it
+            takes the likeliest tokens) on the draft model's engine, to its end.
+        processors: Of the call that it guesses for: those that don't look at how long a row is.
+        pad_token_id: In front of shorter rows.
         num_tokens: Drafts at most.
         adapts: There may be fewer, where more don't pay.
         seconds: That a draft of each row costs, as measured.
     """
 
-    generate: Callable[[Tensor, list[int], LogitsProcessorList, StoppingCriteriaList], list[list[int]]]
+    generate: Callable[
+        [Tensor, list[int], LogitsProcessorList, StoppingCriteriaList, NoiseAhead | None], list[list[int]]
+    ]
+    processors: LogitsProcessorList
+    pad_token_id: int
     num_tokens: int
     adapts: bool
     seconds: float = 0.0
 
-    def drafts(self, rows: list[list[int]], most: list[int]) -> list[list[int]]:
+    def drafts(self, rows: list[list[int]], most: list[int], noise: NoiseAhead | None) -> list[list[int]]:
         """What each of these rows of ids goes on with, up to so many tokens. Waits for it."""
         started = time.perf_counter()
         width, longest = max(map(len, rows)), max(most)
         padding = [width - len(row) for row in rows]
-        ids = torch.zeros(len(rows), width, dtype=torch.int64, device="cpu")
+        ids = torch.full((len(rows), width), self.pad_token_id, dtype=torch.int64, device="cpu")
         for index, row in enumerate(rows):
             ids[index, padding[index] :] = torch.tensor(row, device="cpu")
         criteria = StoppingCriteriaList([MaxLengthCriteria(width + longest)])
-        found = self.generate(ids, padding, LogitsProcessorList(), criteria)
+        found = self.generate(ids, padding, self.processors, criteria, noise)
         took = (time.perf_counter() - started) / longest
         self.seconds = KEPT * self.seconds + (1 - KEPT) * took if self.seconds else took
         return [own[:count] for own, count in zip(found, most, strict=True)]

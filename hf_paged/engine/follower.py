@@ -131,7 +131,7 @@ class Follower:
         self.end(RankError(f"the ranks of this model can't go on: rank 0 is gone ({error})"))
 
     def follow(self) -> None:
-        """Serves steps until rank 0 ends; keeps no results, since nobody here will ask for any.
+        """Serves steps until rank 0 ends; keeps no results: none are asked for here.
 
         Raises:
             RankError: Something went wrong.

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,6 +104,7 @@ class KVPool:
         self.tell: Callable[[list[Copy]], None] | None = None  # told of copies before they are made
         self._placement = placement
         self._find_size = find_size
+        self._found_size: PoolSize | None = None
         self._manager: BlockManager | None = None
         self._scheduler: Scheduler | None = None
         self._attention: PoolAttention | None = None
@@ -119,13 +119,21 @@ class KVPool:
         """Tokens of the longest sequence that the model is made for."""
         return self._size.max_context
 
-    @cached_property
+    @property
     def _size(self) -> PoolSize:
-        return self._find_size()
+        if self._found_size is None:
+            self._measure()
+        assert self._found_size is not None
+        return self._found_size
+
+    def _measure(self) -> None:
+        with self.lock:
+            if self._found_size is None:
+                self._found_size = self._find_size()
 
     def limit(self, num_blocks: int) -> None:
         """At its first use it takes no more blocks than these."""
-        self._size = replace(self._size, num_blocks=min(num_blocks, self._size.num_blocks))
+        self._found_size = replace(self._size, num_blocks=min(num_blocks, self._size.num_blocks))
 
     @property
     def num_blocks(self) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_paged.engine.sampled_request import SampleCall
-from hf_paged.sampling.random import GeneratorStates
+from hf_paged.sampling.grammar import Grammar
+from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
+from hf_paged.sampling.random import GeneratorStates, default_generator
 
 # Whether the `generate()` that this thread is about to call is to raise `CallPrepared` instead of running its loop.
 PREPARES_ONLY: ContextVar[bool] = ContextVar("hf_paged_prepares_only", default=False)
@@ -51,6 +55,52 @@ class PreparedCall:
     generation_config: Any
     is_streamable: bool
     states: GeneratorStates = field(default_factory=dict)
+
+    def check_logprobs(self, logprobs: LogprobsWanted | None, prompt_logprobs: PromptLogprobsWanted | None) -> None:
+        """Raises `ValueError` for what can't be said of its tokens."""
+        if logprobs is not None and logprobs.is_processed and not isinstance(self.work, SampleCall):
+            raise ValueError(
+                "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
+                "and processors of your own have logprobs_mode='raw'"
+            )
+        if prompt_logprobs is not None and isinstance(self.work, SampleCall) and self.work.given is not None:
+            raise ValueError("prompt_logprobs are of a prompt of token ids: not with pictures, sound or embeddings")
+
+    def follow(self, grammar: Grammar) -> None:
+        """Its text is to follow a grammar.
+
+        Raises:
+            ValueError: It isn't the engine's own sampling that chooses the tokens.
+        """
+        work = self.work
+        if not isinstance(work, SampleCall) or work.beams is not None or work.has_drafts:
+            raise ValueError(
+                "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors "
+                "of your own"
+            )
+        work.grammar = grammar
+
+    def seed(self, seed: int) -> None:
+        """Has it draw as after `torch.manual_seed`."""
+        if isinstance(self.work, SampleCall):
+            if self.work.generator is not None:
+                self.work.generator.manual_seed(seed)
+            return
+        for device in self.states:  # its loop begins there
+            self.states[device] = torch.Generator(device).manual_seed(seed).get_state()
+
+    def split_generators(self) -> None:
+        """If it samples, reseeds the global generators from themselves.
+
+        Its draws begin at the state found; those of the next call must not be the same numbers.
+        """
+        if self.generation_config is None or not self.generation_config.do_sample:
+            return
+        for device in self.states:
+            generator = default_generator(device)
+            # Not drawn from it: a number on a GPU would have to be waited for.
+            state = hashlib.blake2b(bytes(generator.get_state().numpy()), digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(state, "little") >> 2)
 
 
 class CallPrepared(BaseException):

@@ -26,7 +26,7 @@ from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
-from hf_paged.sampling.random import DraftNoise, SamplingNoise
+from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
 from hf_paged.sampling.sampler import Chosen, Outcome, RowSampler, SamplingBatch
 from hf_paged.sampling.token_table import TokenTable
 
@@ -49,6 +49,7 @@ class SampleCall:
         do_sample: Draw, or take the likeliest token.
         pad_token_id: What stands behind the end of a row that finished before others.
         generator: Where draws come from; owned by the run.
+        noise: The same, if they are another call's.
         priority: Of its sequences.
         request_id: The request that it is.
         given: Of each prompt, its tokens, if these are not all ids.
@@ -71,6 +72,7 @@ class SampleCall:
     do_sample: bool
     pad_token_id: int
     generator: torch.Generator | None = None
+    noise: NoiseAhead | None = None
     priority: int = 0
     request_id: str | None = None
     given: list[GivenPrompt] | None = None
@@ -191,7 +193,7 @@ class SampledRequest:
         self.rows = [Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._max_context = pool.max_context
-        self._noise = None if call.generator is None else self._new_noise(call.generator, num_rows)
+        self._noise = call.noise if call.generator is None else self._new_noise(call.generator, num_rows)
         self._matchers = None if call.grammar is None else call.grammar.matchers(num_rows)
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
@@ -220,7 +222,7 @@ class SampledRequest:
         self._begin()
         worker.add(self, prompts)
 
-    def _new_noise(self, generator: torch.Generator, num_rows: int) -> SamplingNoise | DraftNoise:
+    def _new_noise(self, generator: torch.Generator, num_rows: int) -> SamplingNoise | StepNoise:
         return SamplingNoise(generator, num_rows)
 
     def _begin(self) -> None:

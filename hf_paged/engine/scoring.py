@@ -41,7 +41,7 @@ class LogitRows:
 def token_logprobs(
     model: Any, tokens: list[int], first: int, num_top: int, rows: LogitRows | None = None
 ) -> list[TokenLogprobs]:
-    """Of each token of a text from one on, how likely it was, by the model's own logits. Steps are shared as always.
+    """How likely each token of a text was, from one on, by the model's own logits. Steps are shared as always.
 
     Args:
         model: A patched model.
@@ -62,7 +62,7 @@ def token_logprobs(
         end = min(start + SLICE, len(tokens) - 1)
         with rows.taken(end - start):
             logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0]
-            found += Logprobs(logits.float(), ids[0, start + 1 : end + 1], num_top).read()
+            found += Logprobs(logits.float(), ids[0, start + 1 : end + 1], num_top, is_ranked=True).read()
             del logits
     cache.reset()
     return found

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import pickle
-import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hf_paged.core.errors import QueueFullError
-from hf_paged.core.interrupts import allowed_interrupt
 from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
@@ -27,6 +20,7 @@ from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
 from hf_paged.engine.follower import Follower
 from hf_paged.engine.leader import SHARED_CALL, Leader, SharedCall, sendable, within
 from hf_paged.engine.loop_request import LoopRequest
+from hf_paged.engine.many_prompts import generate_all
 from hf_paged.engine.prepared_call import PREPARES_ONLY, WANTS_LOGPROBS, CallPrepared, PreparedCall
 from hf_paged.engine.prompt_scoring import PromptScoring
 from hf_paged.engine.prompts import check_arguments, one_prompt
@@ -35,11 +29,9 @@ from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.engine.scoring import LogitRows
-from hf_paged.parallel.call_key import call_key
-from hf_paged.parallel.channel import RankError
+from hf_paged.engine.shared_request import hear_end, request_key, tell_end
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
-from hf_paged.sampling.random import default_generator
 
 NO_CONTROLS = SamplingControls()
 
@@ -129,20 +121,19 @@ class Submissions:
                 begin = partial(self._end_scored, state)
             else:
                 call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
-                _check_logprobs(call, logprobs, prompt_logprobs)
+                call.check_logprobs(logprobs, prompt_logprobs)
                 if controls.seed is None:
-                    _split_generators(call)
+                    call.split_generators()
                 else:
-                    _seed_generators(call, controls.seed)
+                    call.seed(controls.seed)
                 if controls.grammar is not None:
-                    _check_grammar(call)
-                    call.work.grammar = controls.grammar  # type: ignore[union-attr]
+                    call.follow(controls.grammar)
                 has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
                 state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
                 start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
                 begin = partial(start, state, call, priority, logprobs)
                 generation_config = call.generation_config
-            key = _key(prompt, generation_config, logprobs, prompt_logprobs)
+            key = request_key(prompt, generation_config, logprobs, prompt_logprobs)
             if isinstance(ranks, Follower):
                 give_up = self._expect(ranks, state, key)
                 return Request(state, give_up, give_up, self._waiting)
@@ -160,7 +151,7 @@ class Submissions:
 
         if ranks is not None and shared is not None:
             shared.on_cancel(cancel)
-            state.listen(partial(_tell_end, ranks, shared, state))
+            state.listen(partial(tell_end, ranks, shared, state))
         return Request(state, cancel, abandon, self._waiting)
 
     def _prepare(
@@ -298,17 +289,7 @@ class Submissions:
 
         def done(outcome: bytes | BaseException) -> None:
             self._active.pop(state.request_id, None)
-            if isinstance(outcome, BaseException):
-                state.fail(outcome)
-                return
-            error, output = pickle.loads(outcome)
-            if error is not None:
-                state.fail(error)
-                return
-            state.prompt_logprobs = output.pop("prompt_logprobs")
-            for event in output.pop("events"):
-                state.push(*event)
-            state.finish(**output)
+            hear_end(state, outcome)
 
         digest, text, _ = key
         active.state, active.abandon = state, follower.expect(digest, text, done)
@@ -324,42 +305,11 @@ class Submissions:
         arguments: dict[str, Any],
     ) -> list[RequestOutput]:
         """See `Engine.generate`."""
-        if isinstance(prompts, str | Tensor):
-            raise ValueError(f"prompts must be a list of prompts, each of token ids, got a {type(prompts).__name__}")
-        prompts = list(prompts)
-        # Submitted a little ahead of what can run, in order: memory for requests in flight, not for all of them.
-        ahead = 2 * self._core.config.max_num_seqs
-        if self._core.config.max_waiting is not None:
-            ahead = min(ahead, self._core.config.max_waiting)
-        results: dict[int, RequestOutput] = {}
-        running: dict[int, Request] = {}
-        done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        remaining = deque(enumerate(prompts))
-        with tqdm(total=len(prompts), disable=not progress_bar, unit="prompt", desc="generate") as bar:
-            try:
-                while remaining or running:
-                    while remaining and len(running) < ahead and self._room.is_free:
-                        index, prompt = remaining[0]
-                        try:
-                            request = self.submit(
-                                prompt, generation_config, None, 0, None, logprobs, prompt_logprobs, dict(arguments)
-                            )
-                        except QueueFullError:
-                            break  # another caller was faster
-                        remaining.popleft()
-                        running[index] = request
-                        request.on_done(partial(done.put, index))
-                    with suppress(queue.Empty):
-                        with self._waiting(), allowed_interrupt():
-                            index = done.get(timeout=1.0 if running else 0.01)
-                        results[index] = running.pop(index).result()
-                        bar.update()
-                        bar.set_postfix(running=self._core.num_running, refresh=False)
-            except BaseException:
-                for request in running.values():
-                    request.cancel()
-                raise
-        return [results[index] for index in range(len(prompts))]
+
+        def submit(prompt: Any) -> Request:
+            return self.submit(prompt, generation_config, None, 0, None, logprobs, prompt_logprobs, dict(arguments))
+
+        return generate_all(self._core, self._room, prompts, submit, self._waiting, progress_bar)
 
     def cancel_all(self) -> None:
         """Cancels every unfinished request."""
@@ -374,78 +324,7 @@ class Submissions:
                 active.state.fail(error)
 
 
-def _key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str, bytes]:
-    """By which ranks find each other's requests: see `Leader.begin`."""
-    digest = call_key("submit", {"prompt": prompt, "wanted": repr(wanted)}, generation_config)
-    return digest, f"submit() of a prompt of {prompt.shape[1]} tokens", b""
-
-
-def _tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
-    """When a request is over, the other ranks hear how."""
-    if not state.is_done or not leader.is_open(shared):
-        return
-    output, said = state.output, None
-    if output is not None:
-        said = {
-            "events": state.events,
-            "prompt_logprobs": state.prompt_logprobs,
-            "sequences": output.sequences,
-            "reasons": output.finish_reasons,
-            "scores": output.scores,
-            "logprobs": output.logprobs,
-        }
-    with suppress(RankError):  # which all others hear, too
-        leader.end(shared, (None if state.error is None else sendable(state.error), said))
-
-
 def _run_within(shared: SharedCall | None, run: Callable[[], None]) -> None:
     """Forwards of a call that several ranks know are no calls of their own."""
     with within(shared):
         run()
-
-
-def _check_logprobs(
-    call: PreparedCall, logprobs: LogprobsWanted | None, prompt_logprobs: PromptLogprobsWanted | None
-) -> None:
-    """Raises `ValueError` for what can't be said of a call's tokens."""
-    if logprobs is not None and logprobs.is_processed and not isinstance(call.work, SampleCall):
-        raise ValueError(
-            "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
-            "and processors of your own have logprobs_mode='raw'"
-        )
-    if prompt_logprobs is not None and isinstance(call.work, SampleCall) and call.work.given is not None:
-        raise ValueError("prompt_logprobs are of a prompt of token ids: not with pictures, sound or embeddings")
-
-
-def _check_grammar(call: PreparedCall) -> None:
-    """Raises `ValueError` where it isn't the engine's own sampling that chooses the tokens."""
-    work = call.work
-    if not isinstance(work, SampleCall) or work.beams is not None or work.has_drafts:
-        raise ValueError(
-            "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors of "
-            "your own"
-        )
-
-
-def _seed_generators(call: PreparedCall, seed: int) -> None:
-    """Has a request draw as after `torch.manual_seed`."""
-    if isinstance(call.work, SampleCall):
-        if call.work.generator is not None:
-            call.work.generator.manual_seed(seed)
-        return
-    for device in call.states:  # its loop begins there
-        call.states[device] = torch.Generator(device).manual_seed(seed).get_state()
-
-
-def _split_generators(call: PreparedCall) -> None:
-    """After a sampling request was submitted, reseeds the global generators from themselves.
-
-    Its draws begin at the state found; the next request's must not be the same numbers.
-    """
-    if call.generation_config is None or not call.generation_config.do_sample:
-        return
-    for device in call.states:
-        generator = default_generator(device)
-        # Not drawn from it: a number on a GPU would have to be waited for.
-        state = hashlib.blake2b(bytes(generator.get_state().numpy()), digest_size=8).digest()
-        generator.manual_seed(int.from_bytes(state, "little") >> 2)

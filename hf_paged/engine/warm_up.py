@@ -109,14 +109,15 @@ def rehearsals(longest: int, max_tokens: int, max_rows: int) -> list[list[Lens]]
         max_rows: Sequences of a step.
 
     Returns:
-        Decode steps of one sequence of every length (in powers of two: how it is split) and of as many as there can
-        be; prompts of every length (the tiles of queries); the latter behind a longer context, and beside a decoding
-        sequence.
+        Decode steps of one sequence of every length (in powers of two: how it is split), of as many as there can be,
+        and of two with tiles to share; prompts of every length (the tiles of queries); the latter behind a longer
+        context, and beside a decoding sequence.
     """
     lengths = sorted({min(2**power, longest) for power in range(longest.bit_length() + 1)})
     chunks = [n for n in sorted({*lengths, min(longest, max_tokens)}) if 1 < n <= max_tokens]
     steps = [[(1, n)] for n in lengths]
     steps.append([(1, min(longest, 16))] * min(max_rows, max_tokens))
+    steps.append([(1, min(longest, 128))] * min(max_rows, max_tokens, 2))
     steps += [[(n, n)] for n in chunks]
     if chunks:
         steps.append([(1, longest), (chunks[0], longest)])

@@ -61,6 +61,11 @@ class StepWorker:
         """See `StepExecutor.token_table`."""
         return self._executor.token_table(device)
 
+    @property
+    def overlaps(self) -> bool:
+        """See `StepExecutor.overlaps`."""
+        return self._executor.overlaps
+
     def costs(self) -> StepCosts:
         """What steps cost, measured from the first time on that this is asked for. The pool's lock is held."""
         if self._executor.costs is None:

@@ -170,7 +170,7 @@ class SelectedBeams:
     """Selections of a step, on their way to the host."""
 
     def __init__(self, count: int) -> None:
-        """Of `count` batches."""
+        """Makes room for `count` batches."""
         self._errors: list[Exception | None] = [None] * count
         self._groups: list[tuple[list[int], list[int], int, int, ToHost]] = []
 
@@ -183,7 +183,7 @@ class SelectedBeams:
         self._errors[number] = error
 
     def read(self) -> list[Selection | Exception]:
-        """Of each batch. Waits until the step that computes them is over."""
+        """Each batch's selection, or its error. Waits until the step that computes them is over."""
         found: dict[int, Selection | Exception] = {
             number: error for number, error in enumerate(self._errors) if error is not None
         }
@@ -322,14 +322,16 @@ def _processed(batches: list[BeamBatch], logits: Tensor) -> Tensor:
     scores = torch.log_softmax(logits.to(first.device, torch.float32), dim=-1)
     counts = [len(batch.prompts) * batch.search.settings.num_beams for batch in batches]
 
+    def num_tokens() -> list[int]:
+        tokens = [batch.search.settings.prompt_length + batch.num_new - 1 for batch in batches]
+        return [number for number, count in zip(tokens, counts, strict=True) for _ in range(count)]
+
     def read(marks_ends: bool) -> Tensor:
         assert first.table is not None  # then all of them have their tokens in it
         rows = [row for batch in batches for row in _table_rows(batch)]
-        tokens = [batch.search.settings.prompt_length + batch.num_new - 1 for batch in batches]
-        lengths = [length for length, count in zip(tokens, counts, strict=True) for _ in range(count)]
-        return first.table.read(rows, lengths, marks_ends)
+        return first.table.read(rows, num_tokens(), marks_ends)
 
-    return process([search.processors for search in searches], counts, scores, read)
+    return process([search.processors for search in searches], counts, scores, read, num_tokens)
 
 
 def _divided(scores: Tensor, divisors: Tensor) -> Tensor:

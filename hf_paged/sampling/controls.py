@@ -16,7 +16,7 @@ from hf_paged.sampling.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class SamplingControls:
-    """Of one request.
+    """What one request asks of the sampler besides `generate()`'s own settings.
 
     Attributes:
         seed: Its draws are those of a generator that starts with it; `None`: where the global one stands.

@@ -20,11 +20,13 @@ class TokenLogprobs:
         token_id: The token.
         logprob: Its log-probability.
         top: The likeliest tokens in its place and theirs, likeliest first.
+        rank: 1 for the likeliest of all tokens; of a prompt's tokens only.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = field(default_factory=list)
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +92,28 @@ def _check_number(name: str, value: Any, vocab_size: int) -> None:
 
 
 class Logprobs:
-    """Of some rows' tokens, on the device and on their way to the host."""
+    """Log-probabilities of some rows' tokens, on the device and on their way to the host."""
 
-    def __init__(self, scores: Tensor, tokens: Tensor, num_top: int) -> None:
+    def __init__(self, scores: Tensor, tokens: Tensor, num_top: int, is_ranked: bool = False) -> None:
         """Queues the transfer; waits for nothing.
 
         Args:
             scores: `[rows, vocab_size]` float32, of any scale: `log_softmax` is of these.
             tokens: `[rows]` int64, what was chosen; below 0 where nothing was.
             num_top: Likeliest tokens beside them.
+            is_ranked: Count what is likelier than the tokens.
         """
         log_probs = scores.log_softmax(dim=-1)
         top, ids = log_probs.topk(num_top, dim=-1)
-        self._own = ToHost(log_probs.gather(1, tokens.clamp(min=0)[:, None])[:, 0])
-        self._tokens, self._top, self._ids = ToHost(tokens), ToHost(top), ToHost(ids)
+        own = log_probs.gather(1, tokens.clamp(min=0)[:, None])
+        self._own, self._tokens, self._top, self._ids = ToHost(own[:, 0]), ToHost(tokens), ToHost(top), ToHost(ids)
+        self._ranks = ToHost((log_probs > own).sum(dim=-1) + 1) if is_ranked else None
 
     def read(self) -> list[TokenLogprobs]:
         """One a row. Waits for the device."""
         own, tokens, top, ids = (each.wait().tolist() for each in (self._own, self._tokens, self._top, self._ids))
+        ranks = [None] * len(own) if self._ranks is None else self._ranks.wait().tolist()
         return [
-            TokenLogprobs(token, logprob, list(zip(top_ids, values, strict=True)))
-            for token, logprob, top_ids, values in zip(tokens, own, ids, top, strict=True)
+            TokenLogprobs(token, logprob, list(zip(top_ids, values, strict=True)), rank)
+            for token, logprob, top_ids, values, rank in zip(tokens, own, ids, top, ranks, strict=True)
         ]

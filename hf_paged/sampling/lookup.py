@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_paged.sampling.processors import needs_ids
+from hf_paged.sampling.processors import change_as_rows_grow
+
+WIDTH = array("i").itemsize  # bytes of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,13 @@ class LookupRules:
     """
 
     def __init__(self, settings: LookupSettings, processors: Sequence[Any], device: torch.device) -> None:
-        """Of the processors of one call, whose scores are on `device`."""
+        """Takes the processors of one call, whose scores are on `device`."""
         self._settings = settings
         self._processors = processors
         self._device = device
         # Of most, what is forbidden is the same for all tokens so far.
-        self._fixed = None if needs_ids(processors) else self._forbidden(np.zeros((1, 1), dtype=np.int64)).cpu().numpy()
+        nothing = np.zeros((1, 1), dtype=np.int64)
+        self._fixed = None if change_as_rows_grow(processors) else self._forbidden(nothing).cpu().numpy()
 
     def num_allowed(self, ids: np.ndarray, drafts: np.ndarray) -> int:
         """How many of these drafts, from the first on, may stand behind these tokens."""
@@ -77,11 +82,11 @@ class LookupRules:
 class PromptLookup:
     """One row's tokens, and what followed their last ones before.
 
-    The same drafts as `PromptLookupCandidateGenerator`, found by comparing arrays.
+    The same drafts as `PromptLookupCandidateGenerator`, found by searching bytes.
     """
 
     def __init__(self, settings: LookupSettings, token_ids: Sequence[int], rules: LookupRules | None = None) -> None:
-        """Of a row of the call's input, padding included.
+        """Begins with a row of the call's input, padding included.
 
         Args:
             settings: How to look.
@@ -90,35 +95,43 @@ class PromptLookup:
         """
         self._settings = settings
         self._rules = rules
-        self._eos = np.array(settings.eos, dtype=np.int64)
-        self._length = len(token_ids)
-        self._ids = np.empty(self._length + 256, dtype=np.int64)
-        self._ids[: self._length] = token_ids
+        self._width = self._length = len(token_ids)
+        self._bytes = bytearray(_to_bytes(token_ids))
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """The row has got more tokens."""
-        end = self._length + len(token_ids)
-        if end > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(end, dtype=np.int64)])
-        self._ids[self._length : end] = token_ids
-        self._length = end
+    def drafts(self, generated: Sequence[int]) -> list[int]:
+        """What followed the first place at which the longest run of last tokens stood; maybe nothing.
 
-    def drafts(self) -> list[int]:
-        """What followed the first place at which the longest run of last tokens stood; maybe nothing."""
-        settings, length = self._settings, self._length
+        Args:
+            generated: All tokens of the row behind its input. Those that were there the last time are the same.
+        """
+        self._bytes += _to_bytes(generated[self._length - self._width :])
+        settings, length = self._settings, self._width + len(generated)
+        self._length = length
         if settings.max_length == length + 1:
             return []
-        ids = self._ids[:length]
         for size in range(min(settings.max_ngram, length - 1), 0, -1):
-            # Where the run's last token stands before its end, then those of them with the others before it.
-            ends = np.flatnonzero(ids[size - 1 : -1] == ids[-1]) + size
-            for back in range(2, size + 1):
-                ends = ends[ids[ends - back] == ids[-back]]
-            for start in ends.tolist():
-                found = ids[start : min(start + settings.num_tokens, length, settings.max_length)]
+            for start in self._ends(size):
+                found = self._tokens(start, min(start + settings.num_tokens, length, settings.max_length))
                 if self._rules is not None:
-                    found = found[: self._rules.num_allowed(ids, found)]
-                if len(found):
-                    ends_at = np.flatnonzero(np.isin(found, self._eos))
-                    return found[: ends_at[0] if len(ends_at) else None].tolist()
+                    known = np.array(self._tokens(0, length), dtype=np.int64)
+                    found = found[: self._rules.num_allowed(known, np.array(found, dtype=np.int64))]
+                if found:
+                    return list(takewhile(lambda token: token not in settings.eos, found))
         return []
+
+    def _ends(self, size: int) -> Iterator[int]:
+        """Behind which tokens the last `size` ones stood before."""
+        last = self._bytes[-size * WIDTH :]
+        end = len(self._bytes) - WIDTH
+        place = self._bytes.find(last, 0, end)
+        while place >= 0:
+            if place % WIDTH == 0:  # not across two tokens
+                yield place // WIDTH + size
+            place = self._bytes.find(last, place + 1, end)
+
+    def _tokens(self, start: int, end: int) -> list[int]:
+        return np.frombuffer(bytes(self._bytes[start * WIDTH : end * WIDTH]), dtype=np.int32).tolist()
+
+
+def _to_bytes(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()

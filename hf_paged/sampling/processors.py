@@ -38,6 +38,8 @@ class Treatment:
         merge: Makes one processor for all rows of one of them, the column's name and each one's value; also given what
             makes a column of such values, and the vocabulary's size.
         counts_ids: It looks at how often tokens are there: behind the end of a shorter row it is to be given -1.
+        least: Settings whose sum is a number of tokens: rows with fewer are processed, all others left as they are,
+            and nothing else of the tokens matters. Each row may have its own.
     """
 
     is_batched: bool = False
@@ -45,6 +47,12 @@ class Treatment:
     column: str | None = None
     merge: Callable[[Any, str, list[Any], _ToColumn, int], Process] | None = None
     counts_ids: bool = False
+    least: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> set[str | None]:
+        """Settings of which each row may have its own value."""
+        return {self.column, *self.least}
 
 
 class _Divisor:
@@ -116,6 +124,10 @@ def _column(name: str, merge: Callable[..., Process], reads_ids: bool = False) -
     return Treatment(True, reads_ids, name, merge)
 
 
+def _until(*names: str) -> Treatment:
+    return Treatment(is_batched=True, reads_ids=False, least=names)
+
+
 # Processors that look at each row by itself and remember nothing: a row that has left the batch cannot change what they
 # do to the others. Whatever is not listed, a user's own first of all, sees every row. By name, for no version of
 # transformers has all of them.
@@ -127,8 +139,8 @@ _TREATMENTS = {
     "ForcedEOSTokenLogitsProcessor": _ALONE,
     "InfNanRemoveLogitsProcessor": _BATCHED,
     "LogitNormalization": _BATCHED,
-    "MinLengthLogitsProcessor": _ALONE,
-    "MinNewTokensLengthLogitsProcessor": _ALONE,
+    "MinLengthLogitsProcessor": _until("min_length"),
+    "MinNewTokensLengthLogitsProcessor": _until("prompt_length_to_skip", "min_new_tokens"),
     "MinPLogitsWarper": _column("min_p", _numbers),
     "NoBadWordsLogitsProcessor": _ALONE,
     "NoRepeatNGramLogitsProcessor": _ALONE,
@@ -170,6 +182,12 @@ def needs_ids(processors: Iterable[Any]) -> bool:
     return any(PROCESSORS.get(type(processor), _ALONE).reads_ids for processor in processors)
 
 
+def change_as_rows_grow(processors: Iterable[Any]) -> bool:
+    """Whether what these processors do depends on the tokens so far: on which they are, or how many."""
+    processors = list(processors)
+    return needs_ids(processors) or any(PROCESSORS[type(processor)].least for processor in processors)
+
+
 def processor_kinds(processors: Iterable[Any]) -> list[Hashable]:
     """What each must have in common with those of other calls to become one with them; `None` if it can't."""
     return [_kind(processor) for processor in processors]
@@ -181,7 +199,7 @@ def _kind(processor: Any) -> Hashable:
         return None
     if getattr(processor, "prompt_ignore_length", None) is not None:  # looks where tokens are
         return None
-    settings = ((key, _plain(value)) for key, value in sorted(vars(processor).items()) if key != treatment.column)
+    settings = ((key, _plain(value)) for key, value in sorted(vars(processor).items()) if key not in treatment.own)
     return type(processor), tuple(settings)
 
 
@@ -213,8 +231,33 @@ def merged_processor(processors: Sequence[Any], lengths: list[int], scores: Tens
     return treatment.merge(first, treatment.column, values, to_column, scores.shape[-1])
 
 
+def process_short(
+    processors: Sequence[Any], least: tuple[str, ...], lengths: list[int], scores: Tensor, num_tokens: list[int]
+) -> Tensor:
+    """Scores of rows, behind processors that leave rows of enough tokens as they are.
+
+    Args:
+        processors: Of one kind.
+        least: See `Treatment`.
+        lengths: How many rows of `scores` belong to each, in this order.
+        scores: `[rows, vocab_size]`.
+        num_tokens: Tokens that each row has.
+    """
+    enough = [sum(getattr(processor, name) for name in least) for processor in processors]
+    is_short = np.array(num_tokens) < np.repeat(enough, lengths)
+    if not is_short.any():
+        return scores
+    strictest: Process = processors[enough.index(max(enough))]
+    processed = strictest(scores.new_empty(len(scores), 0, dtype=torch.int64), scores)  # rows of no token
+    return processed if is_short.all() else torch.where(to_device(is_short[:, None], scores.device), processed, scores)
+
+
 def process(
-    processors: Sequence[Sequence[Any]], lengths: list[int], scores: Tensor, read: Callable[[bool], Tensor]
+    processors: Sequence[Sequence[Any]],
+    lengths: list[int],
+    scores: Tensor,
+    read: Callable[[bool], Tensor],
+    num_tokens: Callable[[], list[int]],
 ) -> Tensor:
     """Scores of the rows of several calls behind their processors.
 
@@ -224,10 +267,14 @@ def process(
         scores: `[rows, vocab_size]`.
         read: Gives the rows' tokens so far; whether -1 stands behind the end of shorter ones. Called if a processor
             looks at them.
+        num_tokens: Gives how many that are, padding included. Called if a processor's effect depends on it alone.
     """
     ids: Tensor | None = None
     for own in zip(*processors, strict=True):
         treatment = PROCESSORS.get(type(own[0]), _ALONE)
+        if treatment.least:
+            scores = process_short(own, treatment.least, lengths, scores, num_tokens())
+            continue
         given: Tensor | None = None
         if treatment.counts_ids:
             given = read(True)

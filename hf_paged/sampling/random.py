@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -138,16 +137,17 @@ class SamplingNoise:
 
     `torch.multinomial(p, 1)` is `argmax(p / q)` with `q` exponentially distributed, one draw for the whole batch a step
     (ATen/native/Distributions.cpp). Rows may lag behind others: the generator's state at each token is kept until the
-    last row has passed it, not the noise.
+    last row has passed it, and the noise of few tokens.
     """
 
-    def __init__(self, generator: torch.Generator, num_rows: int) -> None:
-        """Draws from `generator`, which the call owns, for a batch of `num_rows`."""
+    def __init__(self, generator: torch.Generator, num_rows: int, num_kept: int = 1) -> None:
+        """Draws from `generator`, which the call owns, for a batch of `num_rows`; keeps `num_kept` tokens' noise."""
         self._generator = generator
         self._num_rows = num_rows
+        self._num_kept = num_kept if num_rows > 1 else 0
         self._states: dict[int, Tensor] = {}
         self._num_drawn = 0
-        self._latest: tuple[int, Tensor] | None = None
+        self._kept: dict[int, Tensor] = {}
 
     def rows(self, token_index: int, rows: list[int], like: Tensor, oldest_index: int) -> Tensor:
         """`[len(rows), vocab_size]`, the noise of these rows' next tokens.
@@ -164,14 +164,27 @@ class SamplingNoise:
         is_whole = rows == list(range(self._num_rows))
         return noise if is_whole else noise[to_device(rows, noise.device)]
 
+    def at(self, token_indices: list[int], rows: list[int], like: Tensor, oldest_index: int = 0) -> Tensor:
+        """`[len(rows), vocab_size]`, of tokens of these rows, each with its index among its row's."""
+        indices = sorted(set(token_indices))
+        if len(indices) == 1:
+            return self.rows(indices[0], rows, like, oldest_index)
+        noise = like.new_empty(len(rows), like.shape[-1])
+        for index in indices:
+            places = [place for place, own in enumerate(token_indices) if own == index]
+            own_rows = [rows[place] for place in places]
+            noise[to_device(places, noise.device)] = self.rows(index, own_rows, like, oldest_index)
+        return noise
+
     def rewind(self, num_tokens: int) -> None:
         """Leaves the generator where it stands after so many tokens: one more may have been begun in vain."""
         if num_tokens < self._num_drawn:  # whose state is kept: a row was there when it drew
             self._generator.set_state(self._states[num_tokens])
 
     def _noise(self, token_index: int, probs: Tensor) -> Tensor:
-        if self._latest is not None and self._latest[0] == token_index:
-            return self._latest[1]
+        kept = self._kept.get(token_index)
+        if kept is not None:
+            return kept
         generator = self._generator
         if token_index < self._num_drawn:
             generator = torch.Generator(generator.device)
@@ -180,47 +193,48 @@ class SamplingNoise:
             self._states[token_index] = generator.get_state()
             self._num_drawn = token_index + 1
         noise = probs.new_empty(self._num_rows, probs.shape[-1]).exponential_(1, generator=generator)
-        if self._num_rows > 1:
-            self._latest = (token_index, noise)
+        if self._num_kept:
+            if len(self._kept) == self._num_kept:
+                del self._kept[next(iter(self._kept))]
+            self._kept[token_index] = noise
         return noise
 
 
-class DraftNoise:
-    """The noise of a sampling call with drafts: at once for all tokens that a row chooses in a step.
+class NoiseAhead:
+    """The noise of another call's rows, for a model that draws how these may go on: often alike, as it is the same."""
 
-    Each row draws from a generator of its own, as if it were the only one: `[places, vocab_size]` numbers a step, as
-    `torch.multinomial` does for so many rows. The first row's is the call's.
+    def __init__(self, noise: SamplingNoise, rows: list[int], num_tokens: list[int]) -> None:
+        """Of these rows of the other call, each of which has so many tokens."""
+        self._noise = noise
+        self._rows = rows
+        self._num_tokens = num_tokens
+
+    def rows(self, token_index: int, rows: list[int], like: Tensor, oldest_index: int) -> Tensor:
+        """See `SamplingNoise.rows`."""
+        indices = [self._num_tokens[row] + token_index for row in rows]
+        return self._noise.at(indices, [self._rows[row] for row in rows], like)
+
+
+class StepNoise:
+    """The noise of a sampling call of one row with drafts: at once for all tokens that it chooses in a step.
+
+    `[places, vocab_size]` numbers a step, as `torch.multinomial` draws for so many rows.
     """
 
-    def __init__(self, generator: torch.Generator, num_rows: int) -> None:
-        """Draws from `generator`, which the call owns, and from others that begin where it and the row's number say."""
-        state = bytes(generator.get_state().numpy())
-        self._generators = [generator]
-        for row in range(1, num_rows):
-            seed = hashlib.blake2b(state + row.to_bytes(8), digest_size=8).digest()
-            self._generators.append(torch.Generator(generator.device).manual_seed(int.from_bytes(seed) >> 2))
-        self._spans = [(0, 0)] * num_rows
-        self._drawn: list[Tensor | None] = [None] * num_rows
+    def __init__(self, generator: torch.Generator) -> None:
+        """Draws from `generator`, which the call owns."""
+        self._generator = generator
+        self._span = (0, 0)
+        self._drawn: Tensor | None = None
 
-    def expect(self, row: int, first_index: int, count: int) -> None:
-        """A row's next `count` tokens are chosen at once, from `first_index` on."""
-        self._spans[row] = (first_index, count)
-        self._drawn[row] = None
+    def expect(self, first_index: int, count: int) -> None:
+        """The next `count` tokens are chosen at once, from `first_index` on."""
+        self._span = (first_index, count)
+        self._drawn = None
 
-    def rows(self, token_indices: list[int], rows: list[int], like: Tensor) -> Tensor:
-        """`[len(rows), vocab_size]`, of tokens of these rows, each with its index among its row's."""
-        first = [self._spans[row][0] for row in rows]
-        return torch.cat(
-            [
-                self._noise(row, like)[index - start][None]
-                for row, index, start in zip(rows, token_indices, first, strict=True)
-            ]
-        )
-
-    def _noise(self, row: int, like: Tensor) -> Tensor:
-        drawn = self._drawn[row]
-        if drawn is None:
-            drawn = like.new_empty(self._spans[row][1], like.shape[-1])
-            drawn.exponential_(1, generator=self._generators[row])
-            self._drawn[row] = drawn
-        return drawn
+    def at(self, token_indices: list[int], rows: list[int], like: Tensor, oldest_index: int = 0) -> Tensor:
+        """`[len(token_indices), vocab_size]`, of tokens of the row, each with its index."""
+        first, count = self._span
+        if self._drawn is None:
+            self._drawn = like.new_empty(count, like.shape[-1]).exponential_(1, generator=self._generator)
+        return self._drawn[to_device([index - first for index in token_indices], like.device)]

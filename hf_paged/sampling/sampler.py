@@ -15,7 +15,7 @@ from hf_paged.sampling.beams import Selection
 from hf_paged.sampling.grammar import GrammarMatcher, mask_tokens
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
 from hf_paged.sampling.processors import process
-from hf_paged.sampling.random import DraftNoise, SamplingNoise
+from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
 from hf_paged.sampling.token_table import TokenTable
 
 
@@ -39,7 +39,7 @@ class RowSampler:
     def __init__(
         self,
         processors: Sequence[Any],
-        noise: SamplingNoise | DraftNoise | None,
+        noise: SamplingNoise | NoiseAhead | StepNoise | None,
         kinds: list[Hashable],
         criteria: Callable[[Tensor, Any], Tensor] | None = None,
         table: TokenTable | None = None,
@@ -87,7 +87,7 @@ class SamplingBatch:
 
     @property
     def matchers(self) -> list[GrammarMatcher]:
-        """Of its rows."""
+        """The grammar matchers of its rows."""
         return [] if self.sampler.matchers is None else [self.sampler.matchers[row] for row in self.rows]
 
     @property
@@ -98,7 +98,7 @@ class SamplingBatch:
     def noise(self, like: Tensor) -> Tensor:
         """`[len(rows), vocab_size]`, of the dtype and on the device of `like`."""
         noise = self.sampler.noise
-        assert isinstance(noise, SamplingNoise)
+        assert isinstance(noise, SamplingNoise | NoiseAhead)
         return noise.rows(self.token_index, self.rows, like, self.oldest_index)
 
 
@@ -119,8 +119,8 @@ class DraftBatch(SamplingBatch):
 
     def noise(self, like: Tensor) -> Tensor:
         noise = self.sampler.noise
-        assert isinstance(noise, DraftNoise)
-        return noise.rows(self.token_indices, self.rows, like)
+        assert isinstance(noise, SamplingNoise | StepNoise)
+        return noise.at(self.token_indices, self.rows, like, self.oldest_index)
 
 
 class Chosen(NamedTuple):
@@ -261,7 +261,7 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
         assert first.table is not None  # then all of them have their tokens in it
         return first.table.read(*_table_rows(batches), marks_ends)
 
-    scores = process([sampler.processors for sampler in samplers], lengths, scores, read)
+    scores = process([sampler.processors for sampler in samplers], lengths, scores, read, lambda: _num_tokens(batches))
     if first.noise is None:
         tokens = scores.argmax(dim=-1)
     else:
@@ -293,4 +293,8 @@ def _note(batches: list[SamplingBatch], lengths: list[int], tokens: Tensor) -> N
 def _table_rows(batches: list[SamplingBatch]) -> tuple[list[int], list[int]]:
     """Where the tokens of all their rows are, and how many each has."""
     rows = [row for batch in batches for row in batch.table_rows]
-    return rows, [length for batch in batches for length in batch.lengths]
+    return rows, _num_tokens(batches)
+
+
+def _num_tokens(batches: list[SamplingBatch]) -> list[int]:
+    return [length for batch in batches for length in batch.lengths]

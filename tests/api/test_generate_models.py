@@ -89,6 +89,7 @@ def test_cache_kept_over_two_turns(make_pair: MakePair, name: str) -> None:
 
 
 @every_model
+@pytest.mark.usefixtures("full_budget")
 def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
     """Would break: several candidates a forward, and taking back those that were wrong."""
     pair = make_pair(name, block_size=2)
@@ -135,7 +136,7 @@ def test_prompts_of_growing_length_with_one_beginning(make_pair: MakePair, name:
 @pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name: str) -> None:
-    """Would break: wrong tokens from a model that the pool can't stand behind, or a refusal nobody understands."""
+    """Would break: wrong tokens from a model that the pool can't stand behind, or a refusal without a reason."""
     make, reason = REFUSED[name]
     model = make()
     kind = type(model)

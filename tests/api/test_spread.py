@@ -15,6 +15,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from conftest import Pair, assert_same, assert_same_cache, join, new_cache
 from models import build, decoder_layers, ragged_batch, random_ids
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import hf_paged
 
@@ -42,7 +43,18 @@ def hooked(model: Any, folder: Path) -> Any:
     return accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
 
 
-WAYS = {way.__name__: way for way in (to_cpu, to_disk, partly_to_disk, hooked)}
+def loaded(model: Any, folder: Path) -> Any:
+    """By `from_pretrained`, into less memory than it needs: what is left stays in files."""
+    model.save_pretrained(folder / "model")
+    memory = {"cpu": sum(4 * parameter.numel() for parameter in model.parameters()) * 3 // 4}
+    found = AutoModelForCausalLM.from_pretrained(
+        folder / "model", device_map="auto", max_memory=memory, offload_folder=folder / "offloaded"
+    )
+    assert {"cpu", "disk"} == set(found.hf_device_map.values())
+    return found.eval()
+
+
+WAYS = {way.__name__: way for way in (to_cpu, to_disk, partly_to_disk, hooked, loaded)}
 SETTINGS = {"block_size": 4, "num_blocks": 256}
 
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -115,7 +127,7 @@ def test_changed_weights_are_seen(make_spread: MakePair, way: str) -> None:
     for model in (pair.stock, pair.paged):
         with torch.no_grad():
             weight(model, "model.layers.0.self_attn.q_proj").mul_(-1.5)
-    if way == "to_disk":
+    if way in ("to_disk", "loaded"):
         return
     pair.both(lambda model: model.generate(ids, max_new_tokens=4))
     assert pair.delta["prefix_cache_hit_tokens"] == 0

@@ -1,14 +1,15 @@
-"""Everything that can go wrong while others generate: it ends one call, and nobody else notices.
+"""Everything that can go wrong while others generate: it ends one call, and no other call notices.
 
-After each fault the invariants hold, no block is held, the next request is served, and whoever ran at the same time has
-the tokens of stock. What ends whole processes (forks, interpreter exits) runs in children of one subprocess: this file
-run as a script.
+After each fault the invariants hold, no block is held, the next request is served, and calls beside it have the tokens
+of stock. What ends whole processes (forks, interpreter exits) runs in children of one subprocess: this file run as a
+script.
 """
 
 from __future__ import annotations
 
 import atexit
 import copy
+import faulthandler
 import functools
 import gc
 import json
@@ -96,7 +97,7 @@ def undisturbed() -> list[list[list[int]]]:
 def neighbours(pair: Pair) -> Iterator[None]:
     """Requests of all kinds run beside what is done inside; in the end they have stock's tokens, and all is free.
 
-    Two of them are held in their midst until it is over, so that there is somebody to be disturbed.
+    Two of them are held in their midst until it is over, so that there is a call to be disturbed.
     """
     expected, requests = undisturbed(), []
     with ExitStack() as gates:
@@ -330,7 +331,7 @@ def test_ctrl_c_at_any_moment(pair: Pair) -> None:
 def test_ctrl_c_while_work_is_handed_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, given: dict[str, Any]
 ) -> None:
-    """Would break: a forward that nobody waits for, whose tokens are taken back while the worker computes them."""
+    """Would break: a forward that is not waited for, whose tokens are taken back while the worker computes them."""
     original, transaction = getattr(owner, method), pair.engine.core.transaction
     main, num_calls, is_slow = threading.get_ident(), 0, False
 
@@ -384,7 +385,7 @@ def fail_on_marker(pair: Pair, error: type[BaseException] = Boom, token: int = M
 @pytest.mark.parametrize("error", [Boom, SystemExit], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("mode", MODES)
 def test_model_that_fails_for_one_request(make_pair: MakePair, mode: str, error: type[BaseException]) -> None:
-    """Would break: an error of one row that ends everybody in its step (or the worker itself)."""
+    """Would break: an error of one row that ends all rows of its step (or the worker itself)."""
     pair = make_pair(max_num_batched_tokens=64)
     fail_on_marker(pair, error)
     with neighbours(pair):
@@ -485,7 +486,7 @@ def test_out_of_memory_shrinks_the_step(pair: Pair, once: bool) -> None:
 
 
 def test_out_of_memory_again_fails_the_smallest(pair: Pair) -> None:
-    """Would break: a step that is tried for ever, or everybody failing where one had to go."""
+    """Would break: a step that is tried for ever, or all failing where one had to go."""
     memory = Memory(pair, VOCAB)
     brake = Brake(pair)
     prompts = [prompt(seed, 9) for seed in range(6)]
@@ -509,7 +510,7 @@ def test_out_of_memory_again_fails_the_smallest(pair: Pair) -> None:
 def test_copies_that_fail_are_made_later(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception]
 ) -> None:
-    """Would break: blocks that the tables name and nobody has filled, which is other tokens and no error."""
+    """Would break: blocks that the tables name and no step has filled, which is other tokens and no error."""
     pair = make_pair(build("llama"), num_blocks=24, block_size=2, preemption="swap", enable_prefix_caching=False)
     owner: Any = KVCache if kind.startswith("swap") else PoolAttention
     copies, calls = getattr(owner, kind), []
@@ -530,7 +531,7 @@ def test_copies_that_fail_are_made_later(
         try:
             sequences = request.result(PATIENCE).sequences
         except error:
-            continue  # its step failed, and nobody else's
+            continue  # its step failed, and no other
         assert sequences == stock_rows(pair.stock, ids, **given)
         num_right += 1
     assert len(calls) >= 3 and num_right >= 4
@@ -734,7 +735,7 @@ def test_samples_of_a_prompt_of_one_token(pair: Pair) -> None:
 
 
 def test_refusals_while_others_run(make_pair: MakePair) -> None:
-    """Would break: one oversized prompt or repeated id after which everybody gets `None`."""
+    """Would break: one oversized prompt or repeated id after which all others get `None`."""
     pair = make_pair(num_blocks=160)
     with neighbours(pair):
         running = pair.engine.submit(prompt(5), max_new_tokens=50, request_id="twice", **ENDLESS)
@@ -892,17 +893,19 @@ def _in_child(check: Callable[[], None]) -> None:
             sys.stderr.flush()
         finally:
             os._exit(1)
-    assert _wait_for(pid, 20) == 0, "the child failed"
+    assert _wait_for(pid, PATIENCE - 5) == 0, "the child failed"
 
 
 def _wait_for(pid: int, seconds: float) -> int | None:
-    """The exit code of a child, `None` if it has to be killed."""
+    """The exit code of a child; `None`: it had to be killed, and has printed where it was."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
+    os.kill(pid, signal.SIGABRT)  # it says where its threads are
+    time.sleep(1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None
@@ -1011,7 +1014,7 @@ def fork_in_the_midst_of_a_step() -> None:
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
-    """Of each weight that has one, after a training step from zero."""
+    """The gradient of each weight that has one, after a training step from zero."""
     with _ONE_TRAINS:
         model.zero_grad()
         model(prompt(3), labels=prompt(3)).loss.backward()
@@ -1048,13 +1051,14 @@ def run_processes(processes: Iterable[Callable[[], None]]) -> None:
             if pid == 0:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
+                faulthandler.enable()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 # torch makes its pool of threads anew in the first call of each child, and not safely: threads that
                 # call it at once fail now and then ("Invalid thread pool!").
                 torch.set_num_threads(1)
                 process()
                 return  # to the end of the script, and of this interpreter
-            code = _wait_for(pid, PATIENCE)
+            code = _wait_for(pid, PATIENCE + 5)
             file.seek(0)
             text = file.read().decode()
         results[process.__name__] = {"code": code, "seconds": time.monotonic() - started, "text": text}

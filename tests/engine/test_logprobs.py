@@ -142,6 +142,11 @@ def test_prompt(make_pair: MakePair, model: str, mode: str) -> None:
         assert output.sequences == rows and output.prompt_logprobs is not None
         assert output.prompt_logprobs[0] is None and output.logprobs is None
         check(output.prompt_logprobs[1:], ids[0, 1:].tolist(), expected, 3)
+        for said, row in zip(output.prompt_logprobs[1:], expected, strict=True):
+            assert said is not None and said.rank is not None
+            assert abs(said.rank - 1 - int((row > row[said.token_id]).sum())) <= int(
+                ((row - row[said.token_id]).abs() < 1e-4).sum() - 1
+            ), "tokens as likely as this one but for rounding may be before or behind it"
     settle(pair)
 
 

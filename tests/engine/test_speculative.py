@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE, Pair, join, logged_messages
@@ -32,7 +31,7 @@ from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.draft_budget import RowBudget, StepCosts
 from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
-from hf_paged.sampling.random import DraftNoise
+from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
 
 MakePair = Callable[..., Pair]
 
@@ -65,14 +64,27 @@ def speculated(monkeypatch: pytest.MonkeyPatch) -> list[SpeculativeRequest]:
 
 @pytest.fixture
 def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows have now more and now fewer drafts, whatever pays."""
+    """Rows have now more and now fewer drafts, or none for a while, whatever pays."""
     rng = random.Random(1)
-    monkeypatch.setattr(RowBudget, "most", lambda self, *_: rng.randint(0, self.limit))
+
+    def most(budget: RowBudget, *_: Any) -> int:
+        count = max(rng.randint(0, budget.limit), rng.randint(0, budget.limit))
+        budget.pause = 0 if count else rng.choice([0, 0, 3])
+        return count
+
+    monkeypatch.setattr(RowBudget, "most", most)
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:
     """A prompt with much to look up."""
     return random_ids(1, 5, seed=seed).repeat(1, -(-length // 5))[:, :length]
+
+
+def draft_model(model: Any = None) -> Any:
+    """A patched copy of a model, or another one, for few drafts."""
+    draft = hf_paged.patch(copy.deepcopy(model) if model is not None else build("llama", layers=1, seed=9))
+    draft.generation_config.num_assistant_tokens = 4
+    return draft
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -116,6 +128,7 @@ def test_alone_in_any_pool(make_pair: MakePair, pool: str, name: str) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["best_repeating", "drawn_repeating"])
+@pytest.mark.usefixtures("full_budget")
 def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[SpeculativeRequest], name: str) -> None:
     """Would break: a row computed again for logits that it has been given, which then belong to other drafts."""
     pair = make_pair(max_num_batched_tokens=2, enable_prefix_caching=False)
@@ -164,33 +177,54 @@ def test_batches(make_pair: MakePair, speculated: list[SpeculativeRequest], mode
     assert pair.engine.check_invariants() is None
 
 
-def test_what_a_batch_does_without(pair: Pair, speculated: list[SpeculativeRequest]) -> None:
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_what_a_batch_does_without(pair: Pair, speculated: list[SpeculativeRequest], name: str) -> None:
     """Would break: an error about batches from stock's loop, or silence about drafts that are left out."""
     given = ragged_batch() | {"max_new_tokens": 6, "pad_token_id": PAD}
     more = {"return_dict_in_generate": True, "output_scores": True}
     expected, _ = pair.generate(**given, **more)
     with logged_messages() as messages:
-        found = pair.paged.generate(**given, **more, **LOOKUP)
-    assert any("prompt_lookup_num_tokens is left out" in text for _, text in messages), messages
+        drafts = LOOKUP if name in LOOKUP else {name: draft_model()}
+        found = pair.paged.generate(**given, **more, **drafts)
+    assert any(f"{name} is left out" in text for _, text in messages), messages
     assert torch.equal(found.sequences, expected.sequences)
     assert not speculated
 
 
-def test_rows_draw_by_themselves(pair: Pair) -> None:
-    """Would break: draws that depend on what else is in the batch, or that are the same in all rows."""
-    ids, given = (
-        repeating(12),
-        {"do_sample": True, "max_new_tokens": 20, "pad_token_id": PAD, "eos_token_id": None, **LOOKUP},
-    )
+DRAWN: dict[str, dict[str, Any]] = {
+    "sharply": {"temperature": 0.3, "top_k": 0},
+    "from_the_top": {"top_p": 0.6, "temperature": 0.4, "eos_token_id": SOME_EOS},
+    "repeating": {"temperature": 0.5, "top_k": 0, "lengths": (15, 15, 15)} | REPEATS,
+    "without_repeats": {"no_repeat_ngram_size": 3, "temperature": 0.4},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("pool", ["roomy", "recompute", "few_tokens"])
+@pytest.mark.parametrize("source", ["lookup", "the_same", "another"])
+@pytest.mark.usefixtures("any_budget")
+def test_drawn_batches(make_pair: MakePair, pool: str, source: str, name: str) -> None:
+    """Would break: draws that depend on how many drafts there were, and so on time and on what else runs."""
+    pair = make_pair(**POOLS[pool])
+    given = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": PAD, "eos_token_id": None} | DRAWN[name]
+    given |= ragged_batch(given.pop("lengths", (21, 14, 9, 2)))
+    for tokens in given["input_ids"]:
+        tokens[-9:] = tokens[-3:].repeat(3)
     torch.manual_seed(5)
-    alone = pair.paged.generate(ids, **given)
+    expected = pair.stock.generate(**given)
     state = torch.get_rng_state()
+    drafts: dict[str, Any] = LOOKUP
+    if source != "lookup":
+        drafts = {"assistant_model": draft_model(pair.stock if source == "the_same" else None)}
     torch.manual_seed(5)
-    both = pair.paged.generate(ids.repeat(2, 1), **given)
+    assert torch.equal(pair.paged.generate(**given, **drafts), expected)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(both[:1], alone) and not torch.equal(both[1:], alone)
-    torch.manual_seed(5)
-    assert torch.equal(pair.paged.generate(ids.repeat(2, 1), **given), both)
+    stats = pair.engine.stats()
+    assert stats.num_draft_tokens > 10, "the test is too easy"
+    if source == "the_same" and name in ("sharply", "repeating"):  # others end, or keep to what was there before
+        assert stats.num_accepted_tokens >= 0.9 * stats.num_draft_tokens
+    settle(pair)
 
 
 @pytest.mark.core
@@ -269,9 +303,7 @@ def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
 def test_a_draft_model(make_pair: MakePair, speculated: list[SpeculativeRequest], kind: str) -> None:
     """Would break: drafts of one row for another, a draft model's error that hangs its caller, blocks left in pools."""
     pair = make_pair()
-    model = copy.deepcopy(pair.stock) if kind == "the_same" else build("llama", layers=1, seed=9)
-    draft = hf_paged.patch(model, block_size=2, num_blocks=200)
-    draft.generation_config.num_assistant_tokens = 4
+    draft = draft_model(pair.stock if kind == "the_same" else None)
     given = ragged_batch((21, 14, 9, 2)) | {"max_new_tokens": 30, "pad_token_id": PAD, "eos_token_id": SOME_EOS}
     given["min_new_tokens"] = 9
     expected = pair.stock.generate(**given)
@@ -325,7 +357,7 @@ def test_models_that_assist_each_other(pair: Pair) -> None:
     def ask(*_: Any) -> None:
         if not errors:
             try:
-                draft_model_of(other, call)
+                draft_model_of(other, call, torch.device("cpu"))
             except UnsupportedCallError as error:
                 errors.append(error)
 
@@ -387,7 +419,7 @@ def test_lookup(processors: list[Any]) -> None:
         rules = LookupRules(settings, processors, torch.device("cpu"))
         cut = rng.randint(1, length)
         lookup = PromptLookup(settings, ids[:cut], rules if processors else None)
-        lookup.append(ids[cut:])
+        lookup.drafts(ids[cut : (cut + length) // 2])
         stock = PromptLookupCandidateGenerator(
             eos_token_id=torch.tensor(eos) if eos else None,
             num_output_tokens=num_tokens,
@@ -397,7 +429,7 @@ def test_lookup(processors: list[Any]) -> None:
             vocab_size=VOCAB,
         )
         expected = stock.get_candidates(torch.tensor([ids]))[0][0, length:].tolist()
-        assert lookup.drafts() == expected
+        assert lookup.drafts(ids[cut:]) == expected
         num_found += bool(expected)
     assert num_found > 30
 
@@ -406,12 +438,45 @@ def test_noise_of_a_step() -> None:
     """Would break: numbers drawn anew when they are asked for again, or other ones than torch.multinomial's."""
     probs = torch.rand(4, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
     generator = torch.Generator().manual_seed(3)
-    noise = DraftNoise(generator, 2)
-    noise.expect(0, 7, 4)
-    noise.expect(1, 2, 1)
-    found = noise.rows([7, 8, 2, 9, 10], [0, 0, 1, 0, 0], probs)
-    assert torch.equal(noise.rows([9], [0], probs), found[3:4])
+    noise = StepNoise(generator)
+    noise.expect(7, 4)
+    found = noise.at([7, 8, 9, 10], [0] * 4, probs)
+    assert torch.equal(noise.at([9], [0], probs), found[2:3])
     expected = torch.Generator().manual_seed(3)
     tokens = torch.multinomial(probs, 1, generator=expected)[:, 0]
-    assert torch.equal((probs / found[np.array([0, 1, 3, 4])]).argmax(-1), tokens)
+    assert torch.equal((probs / found).argmax(-1), tokens)
     assert torch.equal(generator.get_state(), expected.get_state())
+
+
+def test_noise_of_rows_ahead() -> None:
+    """Would break: a row's noise that depends on when it is asked for, or on what other rows ask for."""
+    like = torch.empty(3, 20)
+    plain, noise = (SamplingNoise(torch.Generator().manual_seed(3), 3, num_kept=2) for _ in range(2))
+    expected = [plain.rows(index, [0, 1, 2], like, 0) for index in range(9)]
+    rng = random.Random(1)
+    for _ in range(30):
+        first = [rng.randrange(3) for _ in range(3)]
+        noise.at([0, 1, 2], [0, 0, 0], like)
+        ahead = NoiseAhead(noise, [2, 0, 1], first)
+        for index in range(6):
+            found = ahead.rows(index, [0, 2, 1], like, 0)
+            wanted = [expected[first[own] + index][row] for own, row in ((0, 2), (2, 1), (1, 0))]
+            assert torch.equal(found, torch.stack(wanted))
+
+
+def test_drafts_of_one_noise() -> None:
+    """Would break: tokens of another distribution than the model's, where drafts come from one of another."""
+    generator = torch.Generator().manual_seed(2)
+    count = 40_000
+    right, wrong = (torch.rand(5, generator=generator).softmax(-1) for _ in range(2))
+    noise = SamplingNoise(generator, count)
+    rows, none = list(range(count)), [0] * count
+    drafts = (wrong / NoiseAhead(noise, rows, none).rows(0, rows, wrong, 0)).argmax(-1)
+    tokens = (right / noise.at(none, rows, right)).argmax(-1)
+    for own, probs in ((drafts, wrong), (tokens, right)):
+        expected = count * probs
+        chi_square = ((own.bincount(minlength=5) - expected) ** 2 / expected).sum()
+        assert chi_square < 18.5  # of 4 degrees of freedom, once in 1,000
+    apart = 0.5 * (right - wrong).abs().sum().item()
+    accepted = (drafts == tokens).float().mean().item()
+    assert accepted > (1 - apart) / (1 + apart) - 0.01

@@ -92,7 +92,7 @@ def step_all(pair: Pair) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("model", ["llama", "falcon_rotary"])
 @pytest.mark.parametrize("mode", MODES, ids=name_of)
 def test_step_by_step_gives_the_same_tokens(make_pair: MakePair, mode: dict[str, Any], model: str) -> None:
-    """Would break: whoever watches sees another text than the one that would have been."""
+    """Would break: a watcher sees another text than the one that would have been."""
     pair = make_pair(model, num_blocks=64, block_size=4)
     arguments = {"max_new_tokens": 8} | ENDLESS | mode
     torch.manual_seed(5)
@@ -109,14 +109,14 @@ def test_step_by_step_gives_the_same_tokens(make_pair: MakePair, mode: dict[str,
 
 
 def test_many_at_once_step_by_step(make_pair: MakePair) -> None:
-    """Requests and threads, preempted and brought back. Would break: a step that leaves somebody out, or for ever."""
+    """Requests and threads, preempted and brought back. Would break: a step that leaves a caller out, or for ever."""
     pair = make_pair(num_blocks=24, block_size=4)
     pair.engine.pause()
     given = {"max_new_tokens": 16} | ENDLESS
     requests = [(n, pair.engine.submit(random_ids(1, 9, seed=n), **given, **BEAMS)) for n in range(2)]
     requests += [(n, pair.engine.submit(random_ids(1, 9, seed=n), **given)) for n in range(2, 6)]
     with in_thread(pair.paged.generate, random_ids(1, 9, seed=6), **given) as outcome:
-        eventually(lambda: len(pair.engine.snapshot()["groups"]) >= 7, "somebody is not there")
+        eventually(lambda: len(pair.engine.snapshot()["groups"]) >= 7, "a caller is not there")
         step_all(pair)
     assert pair.engine.stats().num_preemptions > 0
     for n, request in requests:
@@ -134,7 +134,7 @@ def test_many_at_once_step_by_step(make_pair: MakePair) -> None:
 
 @pytest.mark.core
 def test_nothing_runs_in_a_pause(pair: Pair) -> None:
-    """Would break: a picture that moves while somebody explains it."""
+    """Would break: a picture that moves while it is explained."""
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=120, **ENDLESS)
     eventually(lambda: num_steps(pair) > 3, "nothing runs")
     pair.engine.pause()
@@ -168,7 +168,7 @@ def test_pause_waits_for_the_running_step(pair: Pair) -> None:
 
 @pytest.mark.parametrize("was_paused", [False, True])
 def test_ctrl_c_in_pause(pair: Pair, was_paused: bool) -> None:
-    """Would break: a pause that nobody knows of, because the call that began it never came back."""
+    """Would break: a pause that no caller knows of, because the call that began it never came back."""
     brake = Brake(pair)
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=60, **ENDLESS)
     with brake.at(step=2) as reached:
@@ -245,13 +245,13 @@ def test_cancelling_frees_the_blocks_in_a_pause(
 
 
 def test_a_dropped_handle_frees_its_blocks_in_a_pause(pair: Pair) -> None:
-    """Would break: a closed tab that keeps its blocks until somebody presses "resume"."""
+    """Would break: a closed tab that keeps its blocks until a user presses "resume"."""
     pair.engine.pause()
     requests = [pair.engine.submit(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode) for mode in ({}, BEAMS)]
     pair.engine.step()
     requests.clear()
     gc.collect()
-    eventually(lambda: not pair.engine.snapshot()["groups"], "somebody is still there")
+    eventually(lambda: not pair.engine.snapshot()["groups"], "a caller is still there")
     assert pair.engine.stats().num_free_blocks == 256
     pair.engine.resume()
     settle(pair)
@@ -393,7 +393,7 @@ def test_a_step_waits_for_callers_between_two_forwards(pair: Pair, seconds: floa
 
 
 def test_a_step_does_not_wait_for_ever(pair: Pair) -> None:
-    """Would break: "step" hangs as long as somebody's own code does."""
+    """Would break: "step" hangs as long as a caller's own code does."""
     pair.engine.pause()
     with Gate(1) as gate:
         request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS, **gate.arguments)
@@ -414,7 +414,7 @@ def test_a_step_does_not_wait_for_ever(pair: Pair) -> None:
 
 
 def test_stepping_fails_nobody_for_lack_of_room(make_pair: MakePair) -> None:
-    """Would break: who waits for blocks that another caller holds is refused, because somebody read for long."""
+    """Would break: who waits for blocks that another caller holds is refused, because another caller read for long."""
     pair = make_pair(num_blocks=9, block_size=4)
     pair.engine.pause()
     with Gate(2) as gate:
@@ -434,7 +434,7 @@ def test_stepping_fails_nobody_for_lack_of_room(make_pair: MakePair) -> None:
 def test_a_pause_is_no_time_without_room(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, is_stepped: bool
 ) -> None:
-    """Would break: who finds no room is refused right after a long pause, as if nobody had come back all the time."""
+    """Would break: who finds no room is refused right after a long pause, as if no caller had ever come back."""
     monkeypatch.setattr("hf_paged.engine.step_loop.ROOM_SECONDS", 1.0)
     pair = make_pair(num_blocks=12, block_size=4, preemption="recompute", swap_space_gib=0.0)
     mask = torch.ones(1, 17, dtype=torch.long)
@@ -462,7 +462,7 @@ def test_a_pause_is_no_time_without_room(
 
 
 def test_a_step_that_raises_fails_its_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: the error comes to whoever pressed the button, or the button hangs."""
+    """Would break: the error comes to the user who pressed the button, or the button hangs."""
     runner = pair.engine.core.runner
     run = runner.run
 
@@ -485,7 +485,7 @@ def test_a_step_that_raises_fails_its_request(pair: Pair, monkeypatch: pytest.Mo
 
 
 def test_resume_during_a_step(pair: Pair) -> None:
-    """Would break: "resume" pressed while a step runs loses the step, or hangs whoever asked for it."""
+    """Would break: "resume" pressed while a step runs loses the step, or hangs the thread that asked for it."""
     brake = Brake(pair)
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS)
@@ -516,7 +516,7 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
 
 
 def test_ctrl_c_in_a_step(pair: Pair) -> None:
-    """Would break: a permission for a step that nobody waits for any more, and that the next request uses."""
+    """Would break: a permission for a step that is not waited for any more, and that the next request uses."""
     pair.engine.pause()
     with Gate() as gate:
         request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3, **ENDLESS, **gate.arguments)
@@ -572,7 +572,7 @@ def test_unpatching_in_a_pause(pair: Pair, mode: dict[str, Any]) -> None:
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode)
     with in_thread(pair.paged.generate, random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode) as outcome:
-        eventually(lambda: pair.engine.stats().num_waiting == 2, "somebody is not there")
+        eventually(lambda: pair.engine.stats().num_waiting == 2, "a caller is not there")
         engine = pair.engine
         hf_paged.unpatch(pair.paged)
     assert isinstance(outcome[0], RuntimeError) and "unpatched" in str(outcome[0])
@@ -600,7 +600,7 @@ def test_releasing_the_memory_in_a_pause(pair: Pair) -> None:
 
 
 def test_a_dropped_engine_in_a_pause() -> None:
-    """Would break: a thread that holds a model that nobody wants any more, because it was paused."""
+    """Would break: a thread that holds a model that is not used any more, because it was paused."""
     model = hf_paged.patch(build("llama"), block_size=4, num_blocks=64)
     model.paged.pause()
     request = model.paged.submit(random_ids(1, 9), max_new_tokens=8)
@@ -623,7 +623,7 @@ def _patched() -> tuple[Any, Any]:
 
 
 def exit_with_threads_that_wait() -> None:
-    """Threads that are no daemons are waited for by the interpreter: nobody is left who would end the pause."""
+    """Threads that are no daemons are waited for by the interpreter: no thread is left that would end the pause."""
     stock, model = _patched()
     given = {"max_new_tokens": 8} | ENDLESS
     expected = stock.generate(random_ids(1, 9), **given)
@@ -637,7 +637,7 @@ def exit_with_threads_that_wait() -> None:
     model.paged.pause()
     for mode in ({}, BEAMS):
         threading.Thread(target=call, kwargs=mode).start()
-    eventually(lambda: model.paged.stats().num_waiting == 2, "somebody is not there")
+    eventually(lambda: model.paged.stats().num_waiting == 2, "a caller is not there")
 
 
 def exit_of_a_paused_engine() -> None:
@@ -647,7 +647,7 @@ def exit_of_a_paused_engine() -> None:
     given = {"max_new_tokens": 8}
     threading.Thread(target=model.generate, args=(random_ids(1, 9),), kwargs=given, daemon=True).start()
     # A daemon thread that is still busy with torch at the interpreter's end aborts it, with or without an engine.
-    eventually(lambda: model.paged.stats().num_waiting == 4, "somebody is not there")
+    eventually(lambda: model.paged.stats().num_waiting == 4, "a caller is not there")
     model.paged.step()
     print("right" if len(kept) == 3 and model.paged.is_paused else "wrong")
 

@@ -1,4 +1,4 @@
-"""Layers with a sliding window: what they hold, what they give back, and that nobody can tell."""
+"""Layers with a sliding window: what they hold, what they give back, and that no caller can tell."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ every_model = pytest.mark.parametrize("name", SLIDING)
 
 
 def windows(pair: Pair) -> tuple[int | None, ...]:
-    """Of each group of layers."""
+    """The window of each group of layers."""
     return pair.engine.core.kv_cache.groups.windows
 
 
 def held(pair: Pair) -> list[list[int]]:
-    """Of each live sequence, how many blocks it holds in each group."""
+    """How many blocks each live sequence holds in each group."""
     groups = pair.engine.snapshot()["groups"]
     tables = [sequence["block_tables"] for group in groups for sequence in group["sequences"]]
     return [[sum(block >= 0 for block in table) for table in own] for own in tables]
@@ -112,6 +112,7 @@ def test_preempted_rows(make_pair: MakePair, name: str, preemption: str, argumen
 
 @every_model
 @pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 3}, {"assistant": True}], ids=str)
+@pytest.mark.usefixtures("full_budget")
 def test_candidates_taken_back(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
     """Would break: a crop to tokens whose windows were given back, or windows that are never given back any more."""
     pair, given = make_pair(name, block_size=1), dict(arguments)

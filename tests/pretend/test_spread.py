@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -12,6 +13,7 @@ import torch
 from conftest import assert_same, assert_same_cache, new_cache
 from models import build, decoder_layers, random_ids
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import hf_paged
 
@@ -133,6 +135,29 @@ def test_kept_cache() -> None:
     (stock_cache, expected), (cache, found) = caches
     assert torch.equal(expected.cpu(), found.cpu())
     assert_same_cache(stock_cache, cache)
+
+
+@pytest.mark.parametrize(("cpu_share", "rest"), [(0.0, "disk"), (1.0, "cpu")])
+def test_loaded_into_less_memory_than_it_needs(tmp_path: Path, cpu_share: float, rest: str) -> None:
+    """`device_map="auto"`: what has no room on the device lies in CPU memory, or in files."""
+    model: Any = build("llama")
+    model.save_pretrained(tmp_path / "model")
+    size = sum(4 * parameter.numel() for parameter in model.parameters())
+    loaded = [
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model",
+            device_map="auto",
+            max_memory={0: size * 6 // 10, "cpu": int(cpu_share * size)},
+            offload_folder=tmp_path / f"offloaded_{number}",
+        ).eval()
+        for number in range(2)
+    ]
+    assert set(loaded[0].hf_device_map.values()) == {0, rest}
+    stock, paged = loaded[0], hf_paged.patch(loaded[1], **SETTINGS)
+    for mode in ("greedy", "sampling", "beams", "own_processor", "submit"):
+        assert_same(MODES[mode](stock), MODES[mode](paged))
+    assert paged.paged.stats().num_steps > 0
+    paged.paged.check_invariants()
 
 
 def test_no_graphs_and_what_is_refused() -> None:

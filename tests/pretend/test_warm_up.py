@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
+from unittest import mock
 
 import pretend_cuda
 import pytest
@@ -11,6 +13,11 @@ import torch
 from models import build, random_ids
 
 import hf_paged
+from hf_paged.attention import shared_prefix
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.kernels import shared_decode
+
+from .conftest import watched
 
 CUDA = torch.device("cuda", 0)
 SETTINGS = {"block_size": 4, "num_blocks": 10, "max_num_seqs": 3, "max_num_batched_tokens": 16}
@@ -61,6 +68,24 @@ def test_nothing_is_compiled_afterwards(
     assert not seen.where("compile", "capture")
     assert bool(seen.of("replay")) == (not settings)
     model.paged.check_invariants()
+
+
+def test_reading_together_is_compiled_beforehand(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that share a prompt, in steps that are not recorded: stock's tokens, and no step waits."""
+    monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(AttentionMetadata, "least_saved", -math.inf)
+    stock = build("llama", layers=1).to(CUDA)
+    model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS | {"num_blocks": 40, "cuda_graphs": False})
+    model.paged.warm_up()
+    arguments = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 3, "eos_token_id": None}
+    ids = random_ids(1, 37).to(CUDA)
+    torch.manual_seed(0)
+    expected = stock.generate(ids, **arguments)
+    torch.manual_seed(0)
+    with watched() as own, mock.patch.object(shared_decode, "shared_decode", wraps=shared_decode.shared_decode) as spy:
+        assert torch.equal(model.generate(ids, **arguments), expected)
+    assert spy.call_count >= 2 and not own.seen.where("compile")
+    own.assert_clean(entries=1)
 
 
 def test_what_stays_as_it_was() -> None:

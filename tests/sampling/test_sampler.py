@@ -24,6 +24,7 @@ from transformers import (
     LogitNormalization,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -50,6 +51,7 @@ PROCESSORS: dict[str, Any] = {  # in the order of transformers
     "repetition_penalty": RepetitionPenaltyLogitsProcessor,
     "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
     "min_length": lambda length: MinLengthLogitsProcessor(length, [1, 2]),
+    "min_new_tokens": lambda counts: MinNewTokensLengthLogitsProcessor(*counts, [1, 3]),
     "suppress_tokens": SuppressTokensLogitsProcessor,
     "temperature": TemperatureLogitsWarper,
     "top_k": TopKLogitsWarper,
@@ -235,6 +237,8 @@ def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: 
         "top_k": st.integers(1, 60),
         "top_p": st.floats(0, 0.9999),
         "min_p": st.floats(0, 1),
+        "min_length": st.integers(0, 9),
+        "min_new_tokens": st.tuples(st.integers(0, 6), st.integers(0, 4)),
         "penalties": st.tuples(st.floats(-2, 2), st.floats(-2, 2)),
         "logit_bias": st.dictionaries(st.integers(0, 39), st.floats(-100, 100), min_size=1, max_size=3),
     }
@@ -252,7 +256,9 @@ def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: 
     lengths = [call.width for call in calls for _ in range(len(call.prompts))]
     table_rows = [row for call in calls for row in call.sampler.table_rows]
     for own in zip(*(call.processors for call in calls), strict=True):
-        merged = process([[processor] for processor in own], rows, scores, partial(TABLE.read, table_rows, lengths))
+        merged = process(
+            [[processor] for processor in own], rows, scores, partial(TABLE.read, table_rows, lengths), lambda: lengths
+        )
         pieces = [one(c.prompts, part) for one, c, part in zip(own, calls, scores.split(rows), strict=True)]
         assert torch.equal(merged, torch.cat(pieces)), type(own[0]).__name__
         scores = merged
@@ -376,7 +382,7 @@ class Mine(TemperatureLogitsWarper):
 def test_processors_that_look_where_tokens_are_or_are_unknown() -> None:
     """Rows of such a call meet no others, and the calls beside them are not changed by that."""
     ignoring = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=2)
-    unmerged = [ignoring, Mine(0.5), MinLengthLogitsProcessor(5, [1]), NoRepeatNGramLogitsProcessor(1)]
+    unmerged = [ignoring, Mine(0.5), NoRepeatNGramLogitsProcessor(1)]
     calls = [
         Call([own, TemperatureLogitsWarper(0.5)], make_logits("plain", 4, 2, 12, seed), seed)
         for seed, own in enumerate(unmerged)

@@ -1,0 +1,73 @@
+"""`generate_all`: many prompts as requests of one continuous batch, submitted a little ahead of what can run."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from hf_paged.core.errors import QueueFullError
+from hf_paged.core.interrupts import allowed_interrupt
+from hf_paged.engine.core import EngineCore
+from hf_paged.engine.request import Request, RequestOutput
+from hf_paged.engine.room import Room
+
+
+def generate_all(
+    core: EngineCore,
+    room: Room,
+    prompts: Iterable[Any],
+    submit: Callable[[Any], Request],
+    while_waiting: Callable[[], AbstractContextManager[None]],
+    progress_bar: bool,
+) -> list[RequestOutput]:
+    """Submits all prompts and waits for them; see `Engine.generate`.
+
+    Args:
+        core: The engine's state.
+        room: How many requests may wait.
+        prompts: Of token ids, in order.
+        submit: Begins a request.
+        while_waiting: What a wait for a request is to be done in.
+        progress_bar: Show a tqdm bar.
+    """
+    if isinstance(prompts, str | Tensor):
+        raise ValueError(f"prompts must be a list of prompts, each of token ids, got a {type(prompts).__name__}")
+    prompts = list(prompts)
+    # In order, and ahead: memory for requests in flight, not for all of them.
+    ahead = 2 * core.config.max_num_seqs
+    if core.config.max_waiting is not None:
+        ahead = min(ahead, core.config.max_waiting)
+    results: dict[int, RequestOutput] = {}
+    running: dict[int, Request] = {}
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    remaining = deque(enumerate(prompts))
+    with tqdm(total=len(prompts), disable=not progress_bar, unit="prompt", desc="generate") as bar:
+        try:
+            while remaining or running:
+                while remaining and len(running) < ahead and room.is_free:
+                    index, prompt = remaining[0]
+                    try:
+                        request = submit(prompt)
+                    except QueueFullError:
+                        break  # another caller was faster
+                    remaining.popleft()
+                    running[index] = request
+                    request.on_done(partial(done.put, index))
+                with suppress(queue.Empty):
+                    with while_waiting(), allowed_interrupt():
+                        index = done.get(timeout=1.0 if running else 0.01)
+                    results[index] = running.pop(index).result()
+                    bar.update()
+                    bar.set_postfix(running=core.num_running, refresh=False)
+        except BaseException:
+            for request in running.values():
+                request.cancel()
+            raise
+    return [results[index] for index in range(len(prompts))]

@@ -1,0 +1,53 @@
+"""A request that every rank of a sharded model submits: rank 0 runs it, the others are told how it ended."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from hf_paged.engine.leader import Leader, SharedCall, sendable
+from hf_paged.engine.request import RequestState
+from hf_paged.parallel.call_key import call_key
+from hf_paged.parallel.channel import RankError
+
+
+def request_key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str, bytes]:
+    """By which ranks find each other's requests: see `Leader.begin`."""
+    digest = call_key("submit", {"prompt": prompt, "wanted": repr(wanted)}, generation_config)
+    return digest, f"submit() of a prompt of {prompt.shape[1]} tokens", b""
+
+
+def tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
+    """When a request is over, the other ranks hear how."""
+    if not state.is_done or not leader.is_open(shared):
+        return
+    output, said = state.output, None
+    if output is not None:
+        said = {
+            "events": state.events,
+            "prompt_logprobs": state.prompt_logprobs,
+            "sequences": output.sequences,
+            "reasons": output.finish_reasons,
+            "scores": output.scores,
+            "logprobs": output.logprobs,
+        }
+    with suppress(RankError):  # which all others hear, too
+        leader.end(shared, (None if state.error is None else sendable(state.error), said))
+
+
+def hear_end(state: RequestState, outcome: bytes | BaseException) -> None:
+    """On another rank than 0: the request ends as `tell_end` said, or with an error."""
+    if isinstance(outcome, BaseException):
+        state.fail(outcome)
+        return
+    error, output = pickle.loads(outcome)
+    if error is not None:
+        state.fail(error)
+        return
+    state.prompt_logprobs = output.pop("prompt_logprobs")
+    for event in output.pop("events"):
+        state.push(*event)
+    state.finish(**output)

@@ -10,7 +10,7 @@ that is read token by token. A round's calls run first on the model as it is, on
 copy, a thread for each, begun in another order and after other delays on each rank, over a pool that preempts.
 
 A violation (exit code 1): another result than stock's on any rank, a call that has not ended in `--patience` seconds, a
-broken invariant. A line a round says how far it is.
+broken invariant. A line a round says how far it is; with `--out`, a JSON file how it ended.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command import save
+from common import device_facts
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.distributed import DistributedConfig
 
@@ -151,6 +153,12 @@ def main(arguments: argparse.Namespace, folder: str) -> int:
             break
     if rank == 0:
         print(f"{done} requests on {dist.get_world_size()} ranks: 0 hang, {violations} differ")
+        if arguments.out is not None:
+            stats = paged.paged.stats()
+            about = {"benchmark": "soak_ranks", "ranks": dist.get_world_size(), "settings": SETTINGS}
+            found = {"first": arguments.first, "requests": done, "hang": 0, "differ": violations}
+            found |= {"preemptions": stats.num_preemptions, "steps": stats.num_steps}
+            save(arguments.out / "soak_ranks.json", about | {"device": device_facts(torch.device("cpu"))}, [found])
     hf_paged.unpatch(paged)
     dist.barrier()
     return 1 if violations else 0
@@ -186,6 +194,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=None, help="no round begins after so many")
     parser.add_argument("--delay", type=float, default=0.2, help="seconds that a call is late at most")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the result")
     parser.add_argument("--patience", type=float, default=120.0)
     return parser.parse_args()
 

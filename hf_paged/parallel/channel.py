@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
@@ -81,7 +80,7 @@ class Channel:
         return list(range(1, len(self.ranks))) if self.is_first else [0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, rank by rank. Called by all at the same time, before anything is sent."""
+        """Each rank's value, in their order. Called by all at the same time, before anything is sent."""
         values: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(values, value, group=self._messages)
         return values
@@ -94,16 +93,16 @@ class Channel:
         """
         with self._lock:
             self._number += 1
-            self._header[:] = kind, self._number, len(payload), zlib.crc32(payload)
+            self._header[:] = kind, self._number, len(payload), checksum(payload)
             room = FRAME_BYTES - 8 * _HEADER
             first = np.frombuffer(payload[:room], np.uint8)
             self._bytes[8 * _HEADER : 8 * _HEADER + len(first)] = first
             parts = [self._frame]
             if len(payload) > room:
                 parts.append(torch.frombuffer(bytearray(payload[room:]), dtype=torch.uint8))
-            for index in range(1, len(self.ranks)):
-                for part in parts:
-                    _send(self._messages, part, index)
+            sent = [self._messages.send([part], index, 0) for part in parts for index in range(1, len(self.ranks))]
+            for work in sent:
+                work.wait()
 
     def receive(self) -> tuple[Kind, bytes]:
         """The next message of rank 0; waits for it. Called by one thread.
@@ -113,14 +112,14 @@ class Channel:
             RankError: It is not the next one, or damaged.
         """
         _receive(self._messages, self._frame, 0)
-        kind, number, length, checksum = self._header.tolist()
+        kind, number, length, expected = self._header.tolist()
         payload = self._bytes[8 * _HEADER : 8 * _HEADER + length].tobytes()
         if len(payload) < length:
             rest = torch.empty(length - len(payload), dtype=torch.uint8, device="cpu")
             _receive(self._messages, rest, 0)
             payload += rest.numpy().tobytes()
         self._number += 1
-        if number != self._number or zlib.crc32(payload) != checksum:
+        if number != self._number or checksum(payload) != expected:
             raise RankError(f"message {self._number} of rank 0 came as number {number}, or damaged")
         return Kind(kind), payload
 
@@ -169,6 +168,14 @@ class Channel:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def checksum(payload: bytes) -> int:
+    """64 bits: the sum of its words, a tenth of what a CRC takes, and the bytes behind the last of them."""
+    words, rest = divmod(len(payload), 8)
+    return int(np.add.reduce(np.frombuffer(payload, np.int64, words))) ^ int.from_bytes(
+        payload[len(payload) - rest :], "little"
+    )
 
 
 # Past torch.distributed's functions, whose registry a program may have emptied at its end (`destroy_process_group`).

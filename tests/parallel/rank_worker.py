@@ -6,8 +6,10 @@ A line of input is JSON: `{"case": name, ...}`; a line of output `RESULT ` and J
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 from models import MODELS, VOCAB, build
+from state_models import STATE_MODELS, build_state_model
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
@@ -65,12 +68,14 @@ class Collect(BaseStreamer):
 
 
 def load(name: str, directory: str) -> Any:
-    """A model of the suite's, shared out between the ranks."""
+    """A model of the suite's, shared out between the ranks; `name+experts`: its experts one by one."""
+    name, _, experts = name.partition("+")
     path = Path(directory) / name.replace("/", "_of_")
     if RANK == 0:
         _make(name).save_pretrained(path)
     dist.barrier()
-    config = DistributedConfig(tp_size=dist.get_world_size())
+    size = dist.get_world_size()
+    config = DistributedConfig(tp_size=size, ep_size=size if experts else None)
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config).eval()
     model.generation_config.pad_token_id = 0
     return model
@@ -80,7 +85,7 @@ def _make(name: str) -> Any:
     """A row of the suite's table; `row/4`: with four key/value heads."""
     row, _, kv_heads = name.partition("/")
     if not kv_heads:
-        return build(row)
+        return build_state_model(row) if row in STATE_MODELS else build(row)
     config = MODELS[row].config()
     config.num_key_value_heads = int(kv_heads)
     torch.manual_seed(MODELS[row].seed)
@@ -112,16 +117,19 @@ def _detailed(model: Any) -> Any:
 
 
 def _kept(model: Any) -> Any:
-    """Two turns of a chat over one cache, and a forward behind a cut where nothing has a window."""
+    """Two turns of a chat over one cache, and a forward, behind a cut where nothing has a window or a state."""
     cache = hf_paged.PagedCache(model) if hasattr(model, "paged") else None
     first = model.generate(
         PROMPTS[1:], max_new_tokens=6, past_key_values=cache, return_dict_in_generate=True, do_sample=False
     )
     cache = first.past_key_values
     ids = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], dim=1)
-    second = model.generate(ids, max_new_tokens=6, past_key_values=cache, return_dict_in_generate=True)
+    seen = torch.ones_like(ids)  # an answer may have padding's number in it
+    second = model.generate(
+        ids, attention_mask=seen, max_new_tokens=6, past_key_values=cache, return_dict_in_generate=True
+    )
     width = cache.get_seq_length()
-    if not getattr(model.config, "sliding_window", None):
+    if not getattr(model.config, "sliding_window", None) and not model._is_stateful:
         cache.crop(-2)
     last = second.sequences[:, cache.get_seq_length() : width + 1]
     logits = model(last, past_key_values=cache, use_cache=True).logits
@@ -186,6 +194,17 @@ def _request(model: Any, number: int) -> Any:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
 
 
+class _Said(logging.Handler):
+    """What a logger is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 class Worker:
     """The cases, and what is kept between them."""
 
@@ -215,7 +234,10 @@ class Worker:
 
     def _run(self, model: Any, mode: str) -> Any:
         torch.manual_seed(7)
-        result = MODES[mode](model)
+        try:
+            result = MODES[mode](model)
+        except ValueError as error:  # stock's own: drafts for a model with states
+            result = str(error)
         return [result, int(torch.get_rng_state().long().sum())]
 
     def threads(self, model: str, numbers: list[int], num_threads: int, settings: dict[str, Any]) -> Any:
@@ -319,6 +341,56 @@ class Worker:
         after = _plain(own)
         hf_paged.unpatch(own)
         return {"reason": output.finish_reason, "length": len(output.token_ids), "is_well": after == _plain(own)}
+
+    def interrupts(self, model: str, victim: int, settings: dict[str, Any]) -> Any:
+        """Ctrl-C on one rank, whose main thread this is."""
+        own = self.model(model)
+        hf_paged.patch(own, **settings)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+        raised, main = "", threading.main_thread().ident
+        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        if victim == RANK:
+            timer.start()
+        started = time.monotonic()
+        try:
+            own.generate(PROMPTS[1:], max_new_tokens=240, min_new_tokens=240)
+        except BaseException as error:
+            raised = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - started
+        after = _plain(own)
+        hf_paged.unpatch(own)
+        return {"raised": raised, "seconds": seconds, "is_well": after == _plain(own)}
+
+    def unlike_seeds(self, model: str, settings: dict[str, Any]) -> Any:
+        """The ranks' generators stand elsewhere."""
+        own, said = self.model(model), _Said()
+        logger = logging.getLogger("hf_paged.api.shared_calls")
+        logger.addHandler(said)
+        hf_paged.patch(own, **settings)
+        torch.manual_seed(RANK)
+        found = [_plain(own, do_sample=True), int(torch.get_rng_state().long().sum())]
+        hf_paged.unpatch(own)
+        logger.removeHandler(said)
+        return {"found": found, "said": said.lines}
+
+    def messages(self, model: str, settings: dict[str, Any]) -> Any:
+        """What rank 0 sends while a call runs, and while none does."""
+        own = self.model(model)
+        hf_paged.patch(own, **settings)
+        _alone(own)
+        channel, sent = own.paged.core.ranks.channel, []
+        send, alert = channel.send, channel.alert
+        channel.send = lambda kind, payload=b"": sent.append(kind.name) or send(kind, payload)
+        channel.alert = lambda *given, **more: sent.append("ALERT") or alert(*given, **more)
+        time.sleep(0.5)
+        idle = list(sent)
+        steps = own.paged.stats().num_steps if RANK == 0 else 0
+        own.generate(PROMPTS, attention_mask=MASK, max_new_tokens=10, min_new_tokens=10)
+        steps = own.paged.stats().num_steps - steps if RANK == 0 else 0
+        during = list(sent)  # without the farewell
+        dist.barrier()
+        hf_paged.unpatch(own)
+        return {"idle": idle, "sent": during, "steps": steps}
 
     def app(self, model: str, settings: dict[str, Any]) -> Any:
         """Rank 0 runs an app, the others follow."""

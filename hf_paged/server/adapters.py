@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hf_paged.engine.engine import Engine
+from hf_paged.model.weights_version import is_tuner
 
 
 class Turns:
@@ -68,7 +69,7 @@ class Adapters:
     """
 
     def __init__(self, tuned: Any, engine: Engine, names: Sequence[str]) -> None:
-        """Of a `PeftModel`.
+        """Serves the adapters of a `PeftModel`.
 
         Raises:
             ValueError: It has no adapter of such a name, or one that isn't part of the model's layers.
@@ -84,18 +85,26 @@ class Adapters:
         self._tuned = tuned
         self._engine = engine
         self._lock = threading.Lock()
-        self._switched: tuple[str | None] | None = None
+        self._tuners: list[Any] = [module for module in tuned.modules() if is_tuner(module)]
 
     def switch(self, name: str | None) -> None:
         """Has the model compute with an adapter, or with none. In its turn; waits for a step that runs."""
         with self._lock:
-            if self._switched == (name,):
+            if self._is_on(name):  # asked of the model: its owner may switch, too
                 return
             layers = self._tuned.base_model
             with self._engine.core.worker.loop.exclusive():
+                if any(layer.merged for layer in self._tuners):
+                    layers.unmerge_adapter()
                 if name is None:
                     layers.disable_adapter_layers()
                 else:
                     layers.enable_adapter_layers()
                     self._tuned.set_adapter(name, inference_mode=True)
-            self._switched = (name,)
+
+    def _is_on(self, name: str | None) -> bool:
+        wanted = [] if name is None else [name]
+        return all(
+            not layer.merged and wanted == ([] if layer.disable_adapters else list(layer.active_adapters))
+            for layer in self._tuners
+        )

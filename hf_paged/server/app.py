@@ -31,6 +31,8 @@ def create_app(
 ) -> FastAPI:
     """An app that speaks OpenAI's interface, to be run by uvicorn or mounted in another app.
 
+    Its `state.requests` is a `RequestTable` of what clients have running.
+
     Args:
         model: A patched model, or one that is to be patched; with adapters, a `PeftModel` around it.
         tokenizer: Its tokenizer.
@@ -56,14 +58,15 @@ def create_app(
 
     app = FastAPI(title="hf_paged", lifespan=lifespan)
     app.state.serving = serving
+    app.state.requests = serving.requests
     add_handlers(app)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     routes: list[tuple[str, str, Handler]] = [
-        ("POST", "/v1/chat/completions", chat.create),
-        ("POST", "/v1/completions", completions.create),
+        ("POST", chat.PATH, chat.create),
+        ("POST", completions.PATH, completions.create),
         ("POST", responses.PATH, responses.create),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),

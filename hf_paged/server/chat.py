@@ -11,10 +11,12 @@ from typing import Any
 from fastapi import Request
 
 from hf_paged.server.generation import Delta, Generation, Text
-from hf_paged.server.replies import DONE, EventStream, event
+from hf_paged.server.replies import DONE, EventStream, TextEvents, event
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.serving import Serving
 from hf_paged.server.tools import Parser, has_schema, message_of, parser_of
+
+PATH = "/v1/chat/completions"
 
 
 async def create(serving: Serving, request: Request) -> Any:
@@ -24,13 +26,15 @@ async def create(serving: Serving, request: Request) -> Any:
         body.skip_special_tokens = False  # they are what calls are recognised by
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.offered_tools]
     generation = await serving.start(
-        body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt, tools or None)]
+        PATH, body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt, tools or None)]
     )
     answer = _Answer(serving, body, generation)
     if body.stream:
         return EventStream(answer.events(), generation.close)
     await serving.finished(request, generation)
-    serving.note_end("/v1/chat/completions", body, generation)
+    serving.note_end(PATH, body, generation)
+    if body.wanted_of_prompt is not None:  # thousands of tokens' texts
+        return await serving.in_thread(answer.whole)
     return answer.whole()
 
 
@@ -55,11 +59,16 @@ class _Answer:
             "created": int(time.time()),
             "model": body.model or serving.model_name,
         }
+        self._plain = TextEvents(lambda index, text: self._data(index, {"content": text}, None, None))
 
     def whole(self) -> dict[str, Any]:
         """All at once."""
         choices = [self._choice(text) for text in self._generation.texts]
-        return self._head | {"choices": choices, "usage": self._generation.usage}
+        whole = self._head | {"choices": choices, "usage": self._generation.usage}
+        wanted = self._body.prompt_logprobs
+        if wanted is not None:
+            whole["prompt_logprobs"] = self._serving.names.prompt(self._generation.prompt_logprobs(0), wanted)
+        return whole
 
     def _choice(self, text: Text) -> dict[str, Any]:
         parser = self._parser()
@@ -78,8 +87,8 @@ class _Answer:
         for text in generation.texts:
             yield self._event(text.index, {"role": "assistant", "content": ""}, None, None)
         async for deltas in generation.updates():
-            yield b"".join(chunk for delta in deltas for chunk in self._chunks(delta, parsers[delta.index]))
-        self._serving.note_end("/v1/chat/completions", body, generation)
+            yield b"".join([chunk for delta in deltas for chunk in self._chunks(delta, parsers[delta.index])])
+        self._serving.note_end(PATH, body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})
         yield DONE
@@ -99,9 +108,14 @@ class _Answer:
         return parser_of(self._body, self._serving.tokenizer)
 
     def _event(self, index: int, delta: dict[str, Any], said: Any, reason: str | None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": reason}
+        if said is None and reason is None and not self._body.counts_on and delta.keys() == {"content"}:
+            return self._plain.event(index, delta["content"])
         usage = {"usage": self._generation.usage} if self._body.counts_on else {}
-        return event(self._head | {"choices": [choice]} | usage)
+        return event(self._data(index, delta, said, reason) | usage)
+
+    def _data(self, index: int, delta: dict[str, Any], said: Any, reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": said, "finish_reason": reason}
+        return self._head | {"choices": [choice]}
 
     def _said(self, logprobs: Any) -> dict[str, Any] | None:
         return self._serving.names.chat(logprobs) if self._body.logprobs and logprobs else None

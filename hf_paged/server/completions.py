@@ -11,20 +11,24 @@ from fastapi import Request
 
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.generation import Delta, Generation, Text
-from hf_paged.server.replies import DONE, EventStream, event
+from hf_paged.server.replies import DONE, EventStream, TextEvents, event
 from hf_paged.server.schemas import CompletionRequest
 from hf_paged.server.serving import Serving
+
+PATH = "/v1/completions"
 
 
 async def create(serving: Serving, request: Request) -> Any:
     """Answers a request."""
     body = await serving.body(request, CompletionRequest)
-    generation = await serving.start(body, lambda: serving.prompts.of_completion(body))
+    generation = await serving.start(PATH, body, lambda: serving.prompts.of_completion(body))
     answer = _Answer(serving, body, generation)
     if body.stream:
         return EventStream(answer.events(), generation.close)
     await serving.finished(request, generation)
-    serving.note_end("/v1/completions", body, generation)
+    serving.note_end(PATH, body, generation)
+    if body.wanted_of_prompt is not None:  # thousands of tokens' texts
+        return await serving.in_thread(answer.whole)
     return answer.whole()
 
 
@@ -41,6 +45,7 @@ class _Answer:
             "created": int(time.time()),
             "model": body.model or serving.model_name,
         }
+        self._plain = TextEvents(lambda index, text: self._data(index, text, None, None))
 
     def whole(self) -> dict[str, Any]:
         """All at once."""
@@ -50,7 +55,9 @@ class _Answer:
             own = self._said(text.logprobs, len(echo))
             if said is not None and own is not None:
                 own = {name: said[name] + own[name] for name in own}
-            choices.append(self._choice(index, echo + text.text, own, text.finish_reason))
+            choices.append(
+                self._choice(index, echo + text.text, own, text.finish_reason) | self._prompt_logprobs(index)
+            )
         return self._head | {"choices": choices, "usage": self._generation.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -58,8 +65,8 @@ class _Answer:
         body, generation = self._body, self._generation
         lengths: dict[int, int] = {}  # of each text that has begun
         async for deltas in generation.updates():
-            yield b"".join(chunk for delta in deltas for chunk in self._chunks(delta, lengths))
-        self._serving.note_end("/v1/completions", body, generation)
+            yield b"".join([chunk for delta in deltas for chunk in self._chunks(delta, lengths)])
+        self._serving.note_end(PATH, body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})
         yield DONE
@@ -70,14 +77,19 @@ class _Answer:
             echo = self._echo(index)
             lengths[index] = len(echo)
             if self._body.echo:
-                yield self._event(self._choice(index, echo, self._said_of_prompt(index), None))
+                yield self._event(index, echo, self._said_of_prompt(index), None)
         said = self._said(delta.logprobs, lengths[index])
         lengths[index] += len(delta.text)
-        yield self._event(self._choice(index, delta.text, said, delta.finish_reason))
+        yield self._event(index, delta.text, said, delta.finish_reason)
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
+    def _event(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> bytes:
+        if said is None and reason is None and not self._body.counts_on:
+            return self._plain.event(index, text)
         usage = {"usage": self._generation.usage} if self._body.counts_on else {}
-        return event(self._head | {"choices": [choice]} | usage)
+        return event(self._data(index, text, said, reason) | usage)
+
+    def _data(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return self._head | {"choices": [self._choice(index, text, said, reason)]}
 
     def _choice(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
@@ -86,10 +98,19 @@ class _Answer:
         return None if self._body.logprobs is None else self._serving.names.completion(logprobs, offset)
 
     def _said_of_prompt(self, index: int) -> dict[str, Any] | None:
-        if not self._body.scores_prompt:
+        wanted = self._body.logprobs
+        if wanted is None or not self._body.scores_echo:
             return None
         number, generation = index // self._body.n, self._generation
-        return self._serving.names.echoed(generation.prompts[number].token_ids, generation.prompt_logprobs(number))
+        said = generation.prompt_logprobs(number)
+        return self._serving.names.echoed(generation.prompts[number].token_ids, said, wanted)
+
+    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
+        wanted = self._body.prompt_logprobs
+        if wanted is None:
+            return {}
+        said = self._generation.prompt_logprobs(index // self._body.n)
+        return {"prompt_logprobs": self._serving.names.prompt(said, wanted)}
 
     def _best(self) -> list[Text]:
         """The texts that are returned: all, or the likeliest of each prompt's."""

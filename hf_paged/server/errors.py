@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 logger = logging.getLogger("hf_paged.server")
@@ -74,16 +75,29 @@ def too_long(timeout: float | None) -> ApiError:
     return ApiError(504, f"the request took longer than {timeout} s", code="timeout")
 
 
-def invalid_body(error: ValidationError) -> ApiError:
-    """What pydantic says of a body: the first thing, and where it is."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+def invalid_body(error: ValidationError, body: bytes) -> ApiError:
+    """What pydantic says of a body: the first of the innermost things, and where it is."""
+    # Of what may be one of several, the one that was meant is the one that it got furthest in.
+    first = max(
+        error.errors(include_url=False, include_input=False, include_context=False), key=lambda each: len(each["loc"])
+    )
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+    path, missing = (first["loc"][:-1], first["loc"][-1:]) if first["type"] == "missing" else (first["loc"], ())
+    where = ".".join(map(str, (*_in_body(path, from_json(body)), *missing)))
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{where}: this server does not know that field", where, "unknown_field")
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{where}: {message}" if where else message, where or None, "invalid_value")
+
+
+def _in_body(path: tuple[int | str, ...], body: Any) -> Iterator[int | str]:
+    """The parts of a path that lead through the body; others say which of several types was tried."""
+    for part in path:
+        is_there = isinstance(part, int) if isinstance(body, list) else isinstance(body, dict) and part in body
+        if is_there:
+            yield part
+            body = body[part]
 
 
 def add_handlers(app: FastAPI) -> None:

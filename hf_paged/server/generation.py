@@ -19,7 +19,7 @@ from hf_paged.server.errors import ApiError, bad_field, logger, queue_full, too_
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
-from hf_paged.server.wakeups import Wakeups
+from hf_paged.server.wakeups import News, Wakeups
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -70,7 +70,7 @@ class Text:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens."""
+        """Mean log-probability of its tokens."""
         return sum(each.logprob for each in self.logprobs) / max(len(self.logprobs), 1)
 
     def feed(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta | None:
@@ -130,6 +130,9 @@ class Generation:
         texts: In order of prompts, and of a prompt's samples.
         arrival_time: Of `time.monotonic`.
         first_token_time: When the first text came.
+        label: What it is called in the engine; with several prompts, beside each one's number.
+        on_close: Called when it is closed for the first time.
+        is_closed: Nothing more will come of it.
     """
 
     def __init__(
@@ -159,10 +162,13 @@ class Generation:
         self._arguments = arguments
         self._wakeups = wakeups
         self._timeout = timeout
-        self._news = asyncio.Event()
+        self._may_stop = bool(body.stops)  # before the engine's end
+        self._news = News()
         self._parts: list[_Part] = []
         self._unlisten: list[Callable[[], None]] = []
-        self._is_closed = False
+        self.is_closed = False
+        self.label: str | None = None
+        self.on_close: Callable[[Generation], None] | None = None
         self._is_late = False
         self.prompts = prompts
         self.texts: list[Text] = []
@@ -180,7 +186,7 @@ class Generation:
         return sum(text.num_tokens for text in self.texts)
 
     def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
-        """Of the tokens of one of the prompts, if that was asked for; known when its first text begins."""
+        """What was asked for about the tokens of one of the prompts; known when its first text begins."""
         return self._parts[number].request.prompt_logprobs or []
 
     @property
@@ -201,7 +207,7 @@ class Generation:
         except BaseException:
             self.close()
             raise
-        if self._is_closed:  # meanwhile
+        if self.is_closed:  # meanwhile
             self.close()
 
     def _submit(self, prompt: Prompt) -> None:
@@ -210,7 +216,12 @@ class Generation:
         seed = secrets.randbits(62) if body.seed is None else body.seed
         try:
             request = self._engine.submit(
-                prompt.token_ids, **arguments, seed=seed, priority=body.priority, cache_salt=body.cache_salt
+                prompt.token_ids,
+                **arguments,
+                request_id=self._name(),
+                seed=seed,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
             )
         except QueueFullError as error:
             raise queue_full(str(error)) from None
@@ -226,6 +237,10 @@ class Generation:
             texts[number % num_sequences].append(text)
         self._parts.append(_Part(request, texts))
 
+    def _name(self) -> str | None:
+        number = len(self._parts)
+        return f"{self.label}.{number}" if self.label is not None and number else self.label
+
     async def updates(self) -> AsyncIterator[list[Delta]]:
         """What is new of all texts, whenever something is, until all have ended. Once.
 
@@ -238,12 +253,13 @@ class Generation:
             left = self.arrival_time + self._timeout - time.monotonic()
             self._unlisten.append(asyncio.get_running_loop().call_later(max(left, 0), self._expire).cancel)
         try:
-            while not all(part.is_over for part in self._parts):
+            running = self._parts
+            while running:
                 await self._news.wait()
-                self._news.clear()
                 if self._is_late:
                     raise too_long(self._timeout)
-                deltas = [delta for part in self._parts if not part.is_over for delta in self._read(part)]
+                deltas = [delta for part in running for delta in self._read(part)]
+                running = [part for part in running if not part.is_over]
                 if deltas:
                     if self.first_token_time is None:
                         self.first_token_time = time.monotonic()
@@ -270,7 +286,9 @@ class Generation:
 
     def close(self) -> None:
         """Ends what still runs. Calling it again changes nothing."""
-        self._is_closed = True
+        is_first, self.is_closed = not self.is_closed, True
+        if is_first and self.on_close is not None:
+            self.on_close(self)
         for unlisten in self._unlisten:
             unlisten()
         self._unlisten.clear()
@@ -294,10 +312,12 @@ class Generation:
             by_sequence = dict(enumerate(zip(output.sequences, said_of, strict=True)))
         for sequence, (token_ids, logprobs) in by_sequence.items():
             deltas += [text.feed(token_ids, logprobs) for text in part.texts[sequence]]
-            is_stopped = all(text.finish_reason is not None for text in part.texts[sequence])
-            if is_stopped and output is None:
+            if self._may_stop and output is None and all(text.finish_reason for text in part.texts[sequence]):
                 request.cancel(sequence)
-        part.is_over = output is not None or all(text.finish_reason for texts in part.texts for text in texts)
+        if output is not None:
+            part.is_over = True
+        elif self._may_stop:
+            part.is_over = all(text.finish_reason for texts in part.texts for text in texts)
         if output is not None:
             for texts, reason in zip(part.texts, output.finish_reasons, strict=True):
                 for text in texts:
@@ -344,7 +364,7 @@ def submit_arguments(
             code="context_length_exceeded",
         )  # fmt: skip
     limit = left if body.limit is None else body.limit
-    of_prompt = {"prompt_logprobs": body.wanted_logprobs} if body.scores_prompt else {}
+    of_prompt = {} if body.wanted_of_prompt is None else {"prompt_logprobs": body.wanted_of_prompt}
     if body.min_tokens > limit:
         raise bad_field("min_tokens", f"{body.min_tokens} are above the limit of {limit} tokens")
     if limit == 0:

@@ -43,7 +43,7 @@ async def read_body(request: Request, kind: type[B], settings: ServerSettings) -
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise invalid_body(error) from None
+        raise invalid_body(error, data) from None
 
 
 async def _read(request: Request, most: int) -> bytes:

@@ -22,7 +22,7 @@ class TokenNames:
         return self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def chat(self, said: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Of `/v1/chat/completions`."""
+        """As `/v1/chat/completions` gives them."""
         return {
             "content": [
                 self._named(each.token_id, each.logprob)
@@ -33,7 +33,7 @@ class TokenNames:
         }
 
     def completion(self, said: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """Of `/v1/completions`, for tokens whose text begins at a character of it."""
+        """As `/v1/completions` gives them, for tokens whose text begins at a character of it."""
         tokens = [self.text(each.token_id) for each in said]
         return {
             "tokens": tokens,
@@ -42,20 +42,32 @@ class TokenNames:
             "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
         }
 
-    def echoed(self, token_ids: Sequence[int], said: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """The same of a prompt that is shown without its special tokens: nothing is said of its first token."""
+    def prompt(self, said: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, Any] | None]:
+        """As vLLM gives them for a prompt: for each token a table by token ids, its own first."""
+        return [None if each is None else self._ranked(each, num_top) for each in said]
+
+    def _ranked(self, said: TokenLogprobs, num_top: int) -> dict[str, Any]:
+        found = [(said.token_id, said.logprob, said.rank)]
+        found += [(*each, rank) for rank, each in enumerate(said.top[:num_top], 1) if each[0] != said.token_id]
+        return {
+            str(token_id): {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": self.text(token_id)}
+            for token_id, logprob, rank in found
+        }
+
+    def echoed(self, token_ids: Sequence[int], said: Sequence[TokenLogprobs | None], num_top: int) -> dict[str, Any]:
+        """As of a completion, of a prompt that is shown without its special tokens: nothing is said of the first."""
         tokens = [self.text(token_id) for token_id in token_ids]
         hidden = set(getattr(self._tokenizer, "all_special_ids", ()))
         lengths = [0 if token_id in hidden else len(token) for token_id, token in zip(token_ids, tokens, strict=True)]
         return {
             "tokens": tokens,
             "token_logprobs": [None if each is None else max(each.logprob, LEAST) for each in said],
-            "top_logprobs": [None if each is None else self._top(each) for each in said],
+            "top_logprobs": [None if each is None else self._top(each, num_top) for each in said],
             "text_offset": list(accumulate(lengths, initial=0))[:-1],
         }
 
-    def _top(self, said: TokenLogprobs) -> dict[str, float]:
-        found = [*said.top, (said.token_id, said.logprob)]
+    def _top(self, said: TokenLogprobs, num_top: int | None = None) -> dict[str, float]:
+        found = [*said.top[:num_top], (said.token_id, said.logprob)]
         return {self.text(token_id): max(logprob, LEAST) for token_id, logprob in found}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:

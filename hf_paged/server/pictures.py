@@ -20,7 +20,7 @@ class Pictures:
     """Reads pictures, and makes of a chat with them what `submit` takes."""
 
     def __init__(self, processor: Any, model: Any) -> None:
-        """Of one model.
+        """Serves one model.
 
         Args:
             processor: Of a model that sees: its tokenizer and what prepares pictures.

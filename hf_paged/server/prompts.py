@@ -35,7 +35,7 @@ class Prompts:
     def __init__(
         self, tokenizer: Any, vocab_size: int, chat_template: str | None, processor: Any = None, model: Any = None
     ) -> None:
-        """Of one model.
+        """Serves one model.
 
         Args:
             tokenizer: Its tokenizer.

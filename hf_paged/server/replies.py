@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -15,10 +16,12 @@ from hf_paged.server.errors import ApiError, logger
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+TEXT = f"text-{secrets.token_hex(16)}"  # in the place of a text that is yet to come
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the result."""
+    """The result is not waited for any more."""
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -53,7 +56,24 @@ async def _end(tasks: list[asyncio.Future[Any]]) -> None:
 def event(data: Any, name: str | None = None) -> bytes:
     """A server-sent event."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{head}data: {_to_json(data)}\n\n".encode()
+
+
+class TextEvents:
+    """Server-sent events that differ, those of one index, in a text only: the rest of them is written once."""
+
+    def __init__(self, data_of: Callable[[int, str], Any]) -> None:
+        """Takes what makes the data of an index and a text; the text is in one place of it."""
+        self._data_of = data_of
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, index: int, text: str) -> bytes:
+        """The one with this text."""
+        around = self._around.get(index)
+        if around is None:
+            before, after = event(self._data_of(index, TEXT)).split(f'"{TEXT}"'.encode())
+            around = self._around[index] = before, after
+        return around[0] + _to_json(text).encode() + around[1]
 
 
 class EventStream(Response):

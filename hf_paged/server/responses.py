@@ -19,7 +19,7 @@ PATH = "/v1/responses"
 
 
 class InputMessage(Body):
-    """Of the input."""
+    """One message of the input."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -43,13 +43,13 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """Of the text."""
+    """What the text is to look like."""
 
     format: TextFormat = TextFormat.model_validate({})
 
 
 class ResponsesRequest(Body):
-    """Of `/v1/responses`."""
+    """The body of `/v1/responses`."""
 
     model: str | None = None
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
@@ -94,7 +94,7 @@ async def create(serving: Serving, request: Request) -> Any:
     """Answers a request."""
     body = await serving.body(request, ResponsesRequest)
     chat = body.as_chat()
-    generation = await serving.start(chat, lambda: [serving.prompts.of_chat(chat.messages)])
+    generation = await serving.start(PATH, chat, lambda: [serving.prompts.of_chat(chat.messages)])
     answer = _Answer(serving, body, chat, generation)
     if body.stream:
         return EventStream(answer.events(), generation.close)

@@ -12,7 +12,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
-    """Of a request, or of a part of one."""
+    """A request, or a part of one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -23,7 +23,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Of a stream.
+    """What a stream is to say besides text.
 
     Attributes:
         include_usage: A last event says how many tokens there were.
@@ -92,6 +92,7 @@ class SamplingBody(Body):
         cache_salt: Cached prefixes are shared with requests of the same salt only.
         skip_special_tokens: Leave special tokens out of the text.
         structured_outputs: What the text is to follow.
+        prompt_logprobs: Say of each token of the prompt how likely it was, and so many of the likeliest in its place.
     """
 
     model: str | None = None
@@ -120,6 +121,7 @@ class SamplingBody(Body):
     cache_salt: str | None = Field(None, max_length=512)
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @property
     def is_structured(self) -> bool:
@@ -148,9 +150,9 @@ class SamplingBody(Body):
         return None
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether the same is wanted of the prompt's tokens."""
-        return False
+    def wanted_of_prompt(self) -> int | None:
+        """Likeliest tokens to be named with each of the prompt's; `None`: nothing is to be said of those."""
+        return self.prompt_logprobs
 
     @property
     def num_samples(self) -> int:
@@ -161,6 +163,8 @@ class SamplingBody(Body):
     def _check(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not with stream=true; echo with logprobs streams them")
         if self.is_structured:
             if self.structured_outputs is not None and self.response_format is not None:
                 raise ValueError("structured_outputs: not beside response_format")
@@ -182,10 +186,10 @@ class SamplingBody(Body):
 
 
 class CompletionRequest(SamplingBody):
-    """Of `/v1/completions`.
+    """The body of `/v1/completions`.
 
     Attributes:
-        max_tokens: 0 only to have an echoed prompt's log-probabilities.
+        max_tokens: 0 only to have the prompt's log-probabilities.
         best_of: Generate so many texts, and return the `n` likeliest by mean log-probability of their tokens.
     """
 
@@ -204,8 +208,14 @@ class CompletionRequest(SamplingBody):
         return self.max_tokens
 
     @property
-    def scores_prompt(self) -> bool:
+    def scores_echo(self) -> bool:
+        """Whether its logprobs are also those of the prompt's tokens."""
         return self.echo and self.logprobs is not None
+
+    @property
+    def wanted_of_prompt(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
 
     @property
     def num_samples(self) -> int:
@@ -220,8 +230,8 @@ class CompletionRequest(SamplingBody):
                 raise ValueError("best_of: which texts are the best is known at the end only, so not with stream=true")
             if self.num_beams > 1:
                 raise ValueError("best_of: not beside num_beams, which chooses the best itself")
-        if self.max_tokens == 0 and not self.scores_prompt:
-            raise ValueError("max_tokens: 0 only with echo and logprobs, which are then the prompt's")
+        if self.max_tokens == 0 and self.wanted_of_prompt is None:
+            raise ValueError("max_tokens: 0 only with prompt_logprobs, or with echo and logprobs")
         return self
 
 
@@ -279,7 +289,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """Of a chat."""
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -325,7 +335,7 @@ class Tool(Body):
 
 
 class FunctionName(Body):
-    """Of a function."""
+    """Which function is meant."""
 
     name: str
 
@@ -338,7 +348,7 @@ class ToolChoice(Body):
 
 
 class ChatRequest(SamplingBody):
-    """Of `/v1/chat/completions`.
+    """The body of `/v1/chat/completions`.
 
     Attributes:
         max_tokens: The older name of `max_completion_tokens`.
@@ -392,6 +402,8 @@ class ChatRequest(SamplingBody):
             raise ValueError("tool_choice: there is no such tool among tools")
         if self.is_forced and super().is_structured:
             raise ValueError("response_format: not beside a tool_choice that forces calls")
+        if not self.is_forced and any(tool.function.strict for tool in self.offered_tools):
+            raise ValueError("tools: strict only where tool_choice forces calls; others are read from the text")
         if len({tool.function.name for tool in self.tools}) < len(self.tools):
             raise ValueError("tools: two of them have one name")
         if self.top_logprobs is not None and not self.logprobs:
@@ -402,7 +414,7 @@ class ChatRequest(SamplingBody):
 
 
 class TokenizeRequest(Body):
-    """Of `/tokenize`: a text, or a chat."""
+    """The body of `/tokenize`: a text, or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -418,7 +430,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Of `/detokenize`."""
+    """The body of `/detokenize`."""
 
     model: str | None = None
     tokens: list[TokenId]

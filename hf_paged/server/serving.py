@@ -24,6 +24,7 @@ from hf_paged.server.logprobs import TokenNames
 from hf_paged.server.metrics import Metrics
 from hf_paged.server.prompts import Prompt, Prompts
 from hf_paged.server.replies import ClientGoneError, unless_gone
+from hf_paged.server.requests import RequestTable
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.settings import ServerSettings
 from hf_paged.server.wakeups import Wakeups
@@ -43,6 +44,7 @@ class Serving:
         prompts: From texts to tokens.
         names: Texts of single tokens.
         metrics: What is counted.
+        requests: What its clients have running.
         is_draining: It takes no requests any more, and ends those that it has.
     """
 
@@ -59,6 +61,7 @@ class Serving:
         self.names = TokenNames(tokenizer)
         self._adapters = Adapters(model, self.engine, settings.adapters) if settings.adapters else None
         self.metrics = Metrics(self.engine, self.model_name)
+        self.requests = RequestTable()
         self.is_draining = False
         self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Wakeups] = weakref.WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
@@ -100,10 +103,11 @@ class Serving:
         """What `work` returns, done on another thread than the event loop's."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def start(self, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
+    async def start(self, path: str, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         """Queues what a request asks for.
 
         Args:
+            path: Where the request was sent.
             body: The request's.
             prompts: Makes its prompts; called on another thread.
 
@@ -130,10 +134,15 @@ class Serving:
                 wakeups,
                 self.settings.request_timeout,
             )
-            if self._adapters is None:
-                await self._submit(generation)
-            else:
-                await self._submit_in_turn(generation, self._adapters, body.model)
+            self.requests.add(path, body.model or self.model_name, body.stream, generation)
+            try:
+                if self._adapters is None:
+                    await self._submit(generation)
+                else:
+                    await self._submit_in_turn(generation, self._adapters, body.model)
+            except BaseException:
+                generation.close()
+                raise
             return generation
         finally:
             self._num_starting -= 1

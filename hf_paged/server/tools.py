@@ -45,7 +45,8 @@ def parser_of(body: ChatRequest, tokenizer: Any) -> Parser:
         return _ForcedCalls()
     if not body.offered_tools:
         return _Content()
-    return _ByTokenizer(tokenizer) if has_schema(tokenizer) else _TaggedCalls()
+    parser = _ByTokenizer(tokenizer) if has_schema(tokenizer) else _TaggedCalls()
+    return parser if body.parallel_tool_calls else _FirstCall(parser)
 
 
 def has_schema(tokenizer: Any) -> bool:
@@ -159,6 +160,22 @@ class _TaggedCalls:
                 self._index += 1
                 pieces.append(_call(self._index, str(name), arguments))
         return pieces
+
+
+class _FirstCall:
+    """What another reads, without the calls behind the first."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> list[Piece]:
+        return self._without_others(self._parser.feed(text))
+
+    def end(self) -> list[Piece]:
+        return self._without_others(self._parser.end())
+
+    def _without_others(self, pieces: list[Piece]) -> list[Piece]:
+        return [piece for piece in pieces if all(call["index"] == 0 for call in piece.get("tool_calls", ()))]
 
 
 class _ByTokenizer:

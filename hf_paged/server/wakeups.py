@@ -7,6 +7,28 @@ from collections import deque
 from collections.abc import Callable
 
 
+class News:
+    """Lets one task wait for news. An event of asyncio's looks after any number of them, at several times the cost."""
+
+    def __init__(self) -> None:
+        """Without any yet."""
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """There is news. On the event loop's thread."""
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until there is news since the last wait."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_set = False
+
+
 class Wakeups:
     """Wakes tasks of one event loop from any thread."""
 
@@ -19,27 +41,27 @@ class Wakeups:
         """
         self._loop = loop
         self._is_handing_out = is_handing_out
-        self._events: deque[asyncio.Event] = deque()
+        self._news: deque[News] = deque()
         self._is_scheduled = False
         self.num_wakeups = 0
 
-    def wake(self, event: asyncio.Event) -> None:
-        """Sets an event, soon. From any thread; waits for nothing."""
-        self._events.append(event)
+    def wake(self, news: News) -> None:
+        """Sets it, soon. From any thread; waits for nothing."""
+        self._news.append(news)
         if not self._is_handing_out():
             self.flush()
 
     def flush(self) -> None:
         """Wakes all that is to be woken. From any thread; waits for nothing."""
-        if self._events and not self._is_scheduled:
+        if self._news and not self._is_scheduled:
             self._is_scheduled = True
             try:
                 self._loop.call_soon_threadsafe(self._wake_all)
             except RuntimeError:  # the loop was closed, and its tasks with it
-                self._events.clear()
+                self._news.clear()
 
     def _wake_all(self) -> None:
         self._is_scheduled = False  # before the look: what comes behind it schedules the next
         self.num_wakeups += 1
-        while self._events:
-            self._events.popleft().set()
+        while self._news:
+            self._news.popleft().set()

@@ -48,7 +48,7 @@ class Family:
 
 
 def family_names() -> dict[str, str]:
-    """Of each family, text first, the class with a language-model head."""
+    """Each family's class with a language-model head, text first."""
     names: dict[str, str] = {}
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
         for name, class_name in mapping.items():

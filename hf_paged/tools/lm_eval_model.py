@@ -95,7 +95,7 @@ class PagedLM(HFLM):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """Of the model."""
+        """The model's engine."""
         engine: Engine = self.model.paged
         return engine
 
@@ -105,7 +105,7 @@ class PagedLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Of each continuation behind its context: its log-likelihood, and whether each token is the likeliest."""
+        """The log-likelihood of each continuation behind its context, and whether each token is the likeliest."""
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, (_, context, _) in enumerate(requests):
             by_context[tuple(context)].append(index)

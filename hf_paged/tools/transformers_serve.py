@@ -42,7 +42,7 @@ class CallerThreads:
 
 
 class PagedGenerateManager(utils.GenerateManager):
-    """Of one model: `model.generate()` on threads, if it is patched."""
+    """Generates with one model: by `model.generate()` on threads, if it is patched."""
 
     _thread: Any
 
@@ -62,7 +62,7 @@ class PagedGenerateManager(utils.GenerateManager):
 
 
 class PagedGenerationState(utils.GenerationState):
-    """Of the server."""
+    """The server's state, with our manager."""
 
     def use_continuous_batching(self, model: Any, modality: Any) -> bool:
         """False for a patched model: its `generate()` batches, and takes every parameter of a request."""

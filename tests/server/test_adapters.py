@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def tuned() -> Any:
 
 @cache
 def expected(name: str, prompt: str) -> str:
-    """Of stock."""
+    """What stock says."""
     model = copy.deepcopy(tuned())
     if name == "base":
         model.base_model.disable_adapter_layers()
@@ -103,6 +103,27 @@ def test_all_at_once(served: Served) -> None:
     assert not wrong
     served.settle()
     assert served.engine.stats().num_steps - before < 24 * NEW, "requests of one adapter share no steps"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_owner_who_switches_is_noticed(name: str) -> None:
+    """Would break: an adapter remembered as switched on, which is no longer."""
+    model = copy.deepcopy(tuned())
+    switches: dict[str, Callable[[], Any]] = {
+        "another": lambda: model.set_adapter("two" if name == "one" else "one"),
+        "none": model.base_model.disable_adapter_layers,
+        "all": model.base_model.enable_adapter_layers,
+        "merged": lambda: model.merge_adapter(["two"]),
+    }
+    with serving(ServerSettings(model_name="base", adapters=("one", "two")), model) as served:
+        for how, switch in switches.items():
+            for _ in range(2):  # the second time nothing is to be switched
+                reply = served.complete(prompt="A", model=name, max_tokens=NEW, temperature=0)
+                assert reply["choices"][0]["text"] == expected(name, "A"), how
+            switch()
+        reply = served.complete(prompt="A", model=name, max_tokens=NEW, temperature=0)
+        assert reply["choices"][0]["text"] == expected(name, "A")
+        served.settle()
 
 
 def test_turns() -> None:

@@ -229,6 +229,45 @@ def test_logprobs_of_an_echoed_prompt(served: Served, given: dict[str, Any]) -> 
         assert [pieces[i] for i in sorted(pieces)] == [each["logprobs"]["text_offset"] for each in reply["choices"]]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"n": 2, "seed": 5, "temperature": 1}, {"max_tokens": 0}, {"num_beams": 2}, {"echo": True, "logprobs": 1},
+     {"prompt_logprobs": 0}, {"messages": CHAT}],
+    ids=str,
+)  # fmt: skip
+def test_prompt_logprobs(served: Served, given: dict[str, Any]) -> None:
+    """Would break: another prompt's, a rank of the likeliest alone, numbers that echo's logprobs ask for."""
+    asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "prompt_logprobs": 3} | given
+    if "messages" in given:
+        reply = served.post("/v1/chat/completions", asked).json()
+        prompts = [(chat_ids(), reply["prompt_logprobs"])]
+        ChatCompletion.model_validate(reply)
+        assert all("logprobs" in choice and choice["logprobs"] is None for choice in reply["choices"])
+    else:
+        texts = [PROMPT, "The sea is blue"]
+        reply = served.complete(prompt=texts, **asked)
+        ids = [tiny_tokenizer()(text)["input_ids"] for text in texts]
+        n = asked.get("n", 1)
+        prompts = [(ids[choice["index"] // n], choice["prompt_logprobs"]) for choice in reply["choices"]]
+        assert len(prompts) == 2 * n
+        for choice in reply["choices"]:
+            top = (choice["logprobs"] or {"top_logprobs": [None]})["top_logprobs"]
+            assert all(len(each) <= 2 for each in top[1:]), "echo's logprobs are as many as were asked for"
+    model, tokenizer = tiny_lm(), tiny_tokenizer()
+    for tokens, said in prompts:
+        assert said[0] is None and len(said) == len(tokens)
+        rows = model(torch.tensor([tokens])).logits[0].log_softmax(-1).detach()
+        for row, token, each in zip(rows[:-1], tokens[1:], said[1:], strict=True):
+            likeliest = row.argsort(descending=True).tolist()
+            wanted = [token, *(other for other in likeliest[: asked["prompt_logprobs"]] if other != token)]
+            assert list(each) == [str(other) for other in wanted]
+            for other in wanted:
+                found = each[str(other)]
+                assert found["logprob"] == pytest.approx(float(row[other]), abs=1e-3)
+                assert found["rank"] == likeliest.index(other) + 1
+                assert found["decoded_token"] == tokenizer.decode([other])
+
+
 def test_a_chat(served: Served) -> None:
     ids = chat_ids()
     given: dict[str, Any] = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_completion_tokens": NEW}

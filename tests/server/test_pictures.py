@@ -32,7 +32,7 @@ TEMPLATE = (
 
 @cache
 def processor() -> Any:
-    """Of a tiny model that sees, over the embedded model's tokenizer."""
+    """A processor for a tiny model that sees, over the embedded model's tokenizer."""
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     side = {"height": SIZE, "width": SIZE}
@@ -76,7 +76,7 @@ def part_of(seed: int) -> dict[str, Any]:
 
 
 def expected(text: str, pictures: list[int], **arguments: Any) -> list[str]:
-    """Of stock, whose processor gets the same."""
+    """What stock says, whose processor gets the same."""
     given = processor()(text=[text], images=[picture(seed) for seed in pictures] or None, return_tensors="pt")
     rows = stock().generate(**given, max_new_tokens=NEW, **{"do_sample": False} | arguments)
     return processor().batch_decode(rows[:, given["input_ids"].shape[1] :], skip_special_tokens=True)

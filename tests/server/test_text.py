@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import tiny_tokenizer
 
-from hf_paged.server.text import UNKNOWN, Detokenizer, StopStrings
+from hf_paged.server.replies import TextEvents, event
+from hf_paged.server.text import UNKNOWN, Detokenizer, StopStrings, decoder_of
+from hf_paged.server.wakeups import News
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -48,3 +57,63 @@ def test_a_stop_string_never_leaks(pieces: list[str], stops: list[str]) -> None:
             assert shown == expected
             return
     assert expected is None and shown + watch.flush() == whole
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data(), skips=st.booleans())
+def test_ids_are_decoded_as_transformers_does(data: st.DataObject, skips: bool) -> None:
+    """Would break: special tokens shown or hidden, spaces tidied up."""
+    tokenizer = tiny_tokenizer()
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
+    expected = tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+    assert decoder_of(tokenizer, skips)(ids) == expected
+
+
+@pytest.mark.parametrize("name", ["decode", "_decode"])
+def test_a_tokenizer_of_its_own_kind_decodes_itself(name: str) -> None:
+    """Would break: a tokenizer that does more than its backend."""
+    tokenizer = copy.copy(tiny_tokenizer())
+
+    def own(self: Any, token_ids: Sequence[int], **options: Any) -> str:
+        return f"own {list(token_ids)}"
+
+    tokenizer.__class__ = type("Own", (type(tokenizer),), {name: own})
+    assert decoder_of(tokenizer, True)([5, 6]) == "own [5, 6]"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(texts=st.lists(st.tuples(st.integers(0, 3), st.text())))
+def test_events_that_differ_in_their_text(texts: list[tuple[int, str]]) -> None:
+    """Would break: a character of the text that is JSON's, a text under another's index."""
+    head = {"id": "text", "model": 'a "model"'}
+
+    def data_of(index: int, text: str) -> dict[str, Any]:
+        return head | {"choices": [{"index": index, "delta": {"content": text}, "logprobs": None}]}
+
+    events = TextEvents(data_of)
+    for index, text in texts:
+        sent = events.event(index, text)
+        assert sent == event(data_of(index, text)) and json.loads(sent[6:]) == data_of(index, text)
+
+
+def test_news_wakes_what_waits() -> None:
+    """Would break: news that came before it was waited for, or again before the task went on."""
+
+    async def run() -> None:
+        news = News()
+        news.set()
+        await asyncio.wait_for(news.wait(), 5)
+        task = asyncio.ensure_future(news.wait())
+        await asyncio.sleep(0)
+        assert not task.done()
+        news.set()
+        news.set()
+        await asyncio.wait_for(task, 5)
+        task = asyncio.ensure_future(news.wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        news.set()  # for a task that has gone
+        await asyncio.wait_for(news.wait(), 5)
+
+    asyncio.run(run())

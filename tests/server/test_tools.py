@@ -85,11 +85,12 @@ def test_a_chat_that_goes_on_behind_calls(served: Served) -> None:
     assert none.choices[0].message.content
 
 
-AUTO = ChatRequest.model_validate({"messages": MESSAGES, "tools": TOOLS})
+AUTO: Any = {"messages": MESSAGES, "tools": TOOLS}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("is_parallel", [True, False])
 @pytest.mark.parametrize(
     ("text", "content", "names"),
     [
@@ -99,14 +100,14 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_
         ('<tool_call>{"name": "cut', '{"name": "cut', []),
     ],
 )
-def test_tagged_calls(text: str, content: str, names: list[str], size: int) -> None:
-    """Would break: a part of a tag in the content; calls that depend on how the text came."""
-    parser = parser_of(AUTO, None)
+def test_tagged_calls(text: str, content: str, names: list[str], size: int, is_parallel: bool) -> None:
+    """Would break: a part of a tag in the content; calls that depend on how the text came, or that are too many."""
+    parser = parser_of(ChatRequest.model_validate(AUTO | {"parallel_tool_calls": is_parallel}), None)
     pieces = [piece for at in range(0, len(text), size) for piece in parser.feed(text[at : at + size])] + parser.end()
     message = message_of(pieces)
     assert (message["content"] or "") == content
     calls = message.get("tool_calls", [])
-    assert [call["function"]["name"] for call in calls] == names
+    assert [call["function"]["name"] for call in calls] == (names if is_parallel else names[:1])
     assert all(json.loads(call["function"]["arguments"]) == {"town": "Rome"} for call in calls)
 
 
@@ -126,6 +127,7 @@ def test_forced_calls_in_pieces(size: int) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TOOLS * 2}, "tools"),
+        ({"tools": [{"type": "function", "function": EMPTY | {"strict": True}}]}, "strict"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "parameters"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),

@@ -66,6 +66,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETION, {"logprobs": 21}, "logprobs"),
     (COMPLETION, {"max_tokens": 0, "echo": True}, "max_tokens"),
+    (COMPLETION, {"prompt_logprobs": -1}, "prompt_logprobs"),
+    (COMPLETION, {"prompt_logprobs": 21}, "prompt_logprobs"),
+    (COMPLETION, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (CHAT, {"prompt_logprobs": True}, "prompt_logprobs"),
     (COMPLETION, {"num_beams": 2, "stream": True}, "stream"),
     (COMPLETION, {"num_beams": 2, "n": 3}, "n"),
     (COMPLETION, {"length_penalty": 1.0}, "length_penalty"),
@@ -105,6 +109,27 @@ def test_a_field_is_refused_by_name(served: Served, path: str, fields: dict[str,
     assert name in error["message"] and set(error) == {"message", "type", "param", "code"}
 
 
+PLACES: list[tuple[dict[str, Any], str]] = [
+    ({"Nonsense": 1}, "Nonsense"),
+    ({"str": 1}, "str"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop.1"),
+    ({"tool_choice": "other"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"logit_bias": {"X": 500}}, "logit_bias.X"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0.content.0.text"),
+]
+
+
+@pytest.mark.parametrize(("fields", "place"), PLACES, ids=str)
+def test_where_in_the_body_it_is(served: Served, fields: dict[str, Any], place: str) -> None:
+    """Would break: names of the types that were tried in it, or a field's name taken for one."""
+    error = served.post(CHAT, {"messages": HELLO} | fields).json()["error"]
+    assert error["param"] == place and error["message"].startswith(f"{place}: ")
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b'"\xff"', b'{"prompt": "\\ud800"}', b"[" * 100_000, b"1" * 9999],
@@ -130,11 +155,12 @@ def test_other_answers(served: Served) -> None:
 
 
 def test_a_client_that_goes_away_frees_its_blocks(served: Served) -> None:
-    """Streamed and not; would break: rows that go on for nobody."""
+    """Streamed and not; would break: rows that go on for no one's request."""
     endless = {"prompt": "The door", "max_tokens": 1900, "ignore_eos": True}
     before = served.engine.stats().num_generated_tokens
     with served.http.stream("POST", COMPLETION, json=endless | {"stream": True, "n": 2}) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # kept: httpx closes the connection when this is freed
+        next(lines)
         assert served.engine.num_running == 2
     eventually(served.is_free, "a stream goes on")
     with pytest.raises(httpx.ReadTimeout):

@@ -39,6 +39,14 @@ def run(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port; default: the first free one from 7860 on.")
     ] = None,
+    server: Annotated[
+        bool,
+        typer.Option(
+            "--server",
+            help="Serve OpenAI's HTTP interface, too, on the same port: /v1; its requests are shown in a tab of their "
+            "own. The pool keeps its size, and no key is asked for. Needs hf-paged[server].",
+        ),
+    ] = False,
     share: Annotated[bool, typer.Option("--share", help="Ask for a public link, through Gradio's servers.")] = False,
     num_blocks: Annotated[int, typer.Option(min=2, max=100_000, help="Blocks in the pool.")] = DEFAULT_BLOCKS,
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a block.")] = 16,
@@ -74,7 +82,10 @@ def run(
         if threads or loaded.is_tiny:
             torch.set_num_threads(threads or 1)  # the small model's threads would only wait for each other
         limits = Limits(max_prompt_tokens, max_new_tokens, max_requests, positions=loaded.positions)
-        hub = Hub(loaded, {"num_blocks": num_blocks, "block_size": block_size, "preemption": preemption}, limits)
+        if server and share:
+            raise ValueError("--share is of the demo alone: not with --server")
+        pool = {"num_blocks": num_blocks, "block_size": block_size, "preemption": preemption}
+        hub = Hub(loaded, pool, limits, is_fixed=server)
     except ValueError as error:  # a `LoadError`; or hf_paged's, of the model or of a setting
         _fail(error)
     except RuntimeError as error:  # no memory for the pool
@@ -85,11 +96,23 @@ def run(
         f"{loaded.name}: {num_blocks:,} blocks of {block_size} tokens, {_describe(pace)}", highlight=False, markup=False
     )
     try:
-        launch(build_app(hub, welcome), host, port, share)
+        if server:
+            serve(hub, host, port, welcome)
+        else:
+            launch(build_app(hub, welcome), host, port, share)
     except OSError as error:
         _fail(f"port {port} is not free: {error}" if port is not None else error)
     finally:
         hub.close()
+
+
+def serve(hub: Hub, host: str, port: int | None, welcome: bool) -> None:
+    """The demo and a server, until Ctrl-C."""
+    from demo.serving import address, make_server  # with what the extra installs
+
+    running, listening = make_server(hub, host, port, welcome)
+    console.print(f"the demo: {address(listening)}   the interface: {address(listening)}/v1", highlight=False)
+    running.run(sockets=[listening])
 
 
 def _describe(pace: float) -> str:

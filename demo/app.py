@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -19,6 +19,7 @@ from demo.pages.memory import memory_page
 from demo.pages.plots import plots_page
 from demo.pages.pool import pool_page
 from demo.pages.pressure import pressure_page
+from demo.pages.requests import requests_page
 from demo.pages.samples import samples_page
 from demo.pages.step import step_page
 from demo.pages.viewer import EVERYWHERE, Ticker, Viewer, quietly
@@ -28,17 +29,35 @@ from demo.theme import CSS, make_theme
 from demo.told import told
 from demo.views import PoolView, pool_value
 
+if TYPE_CHECKING:  # an extra of its own
+    from hf_paged.server import RequestTable
+
 SPEEDS = {"Full speed": FULL_SPEED, "20 steps/s": 20.0, "5 steps/s": 5.0}
 WELCOME_TOKENS = 160
 
 
-def build_app(hub: Hub, welcome: bool = True) -> gr.Blocks:
+# Also: nothing is kept of what people do here, and no files are taken.
+APPEARANCE: dict[str, Any] = {
+    "theme": make_theme(),
+    "css": CSS,
+    "ssr_mode": False,
+    "footer_links": ["api", "settings"],
+    "show_error": True,
+    "run_history": False,
+    "mcp_server": False,
+    "pwa": False,
+    "max_file_size": "1kb",
+}
+
+
+def build_app(hub: Hub, welcome: bool = True, server: tuple[RequestTable, str] | None = None) -> gr.Blocks:
     """Builds the app.
 
     Args:
         hub: The engine and all about it.
         welcome: Whether the first page that is opened finds some stories being written, so that there is something to
             see.
+        server: The requests of a server over the same engine, and its address.
     """
     with gr.Blocks(title="hf_paged: watch the paged cache work", analytics_enabled=False, fill_width=True) as app:
         last_run = gr.State(None)
@@ -48,6 +67,10 @@ def build_app(hub: Hub, welcome: bool = True) -> gr.Blocks:
                 tabs: dict[str, gr.Tab] = {}
                 with gr.Tab("Chat", elem_id="tab-chat") as tabs["chat"]:
                     chat_page(hub)
+                served = []
+                if server is not None:
+                    with gr.Tab("Requests", elem_id="tab-requests") as tabs["requests"]:
+                        served.append(requests_page(*server, "requests"))
                 with gr.Tab("Samples & beams", elem_id="tab-samples") as tabs["samples"]:
                     samples_page(hub, last_run)
                 with gr.Tab("Pool", elem_id="tab-pool") as tabs["pool"]:
@@ -63,7 +86,7 @@ def build_app(hub: Hub, welcome: bool = True) -> gr.Blocks:
             with gr.Column(scale=6, min_width=330, elem_id="pool-panel"):
                 pool_view = PoolView(elem_id="pool")
         pool = Viewer(EVERYWHERE, [pool_view], lambda picture: [pool_value(picture.snapshot, picture.names)])
-        Ticker(hub, [header, pool, tables, plots], tabs, app)
+        Ticker(hub, [header, pool, tables, plots, *served], tabs, app)
         if welcome:
             greeter = Greeter(hub)
             app.load(greeter.greet, **quietly(queue=False))
@@ -163,16 +186,7 @@ def launch(app: gr.Blocks, host: str, port: int | None, share: bool = False, wai
         server_name=host,
         server_port=port,
         share=share,
-        theme=make_theme(),
-        css=CSS,
-        ssr_mode=False,
-        footer_links=["api", "settings"],
-        show_error=True,
-        # Nothing is kept of what people do here, and no files are taken.
-        run_history=False,
-        mcp_server=False,
-        pwa=False,
-        max_file_size="1kb",
+        **APPEARANCE,
         prevent_thread_lock=not wait,
         quiet=not wait,
     )

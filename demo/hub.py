@@ -81,12 +81,14 @@ class Hub:
         transcripts: Of the conversations.
         pacer: How fast it goes.
         history: The last minutes.
+        is_fixed: The pool stays as it is: a server is on it, too.
         max_blocks: What the pool may grow to: its size at the start, or what is comfortable to look at.
     """
 
     loaded: LoadedModel
     settings: dict[str, Any]
     limits: Limits
+    is_fixed: bool = False
     tickets: dict[str, Ticket] = field(default_factory=dict)
     transcripts: Transcripts = field(default_factory=Transcripts)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -206,7 +208,7 @@ class Hub:
         """Another pool: unpatches the model and patches it again. Returns what it is now, in a sentence.
 
         Raises:
-            RefusedError: A value is out of range; or requests run, and were not to be cancelled.
+            RefusedError: A value is out of range; requests run, and were not to be cancelled; or the pool is fixed.
         """
         num_blocks = check_whole_number("The number of blocks", num_blocks, 2, self.max_blocks)
         if preemption not in PREEMPTIONS:
@@ -215,6 +217,11 @@ class Hub:
         with self._lock:
             if settings == self.settings:
                 return f"The pool already had {num_blocks:,} blocks; preemption: {preemption}."
+            if self.is_fixed:
+                raise RefusedError(
+                    f"The pool stays at {self.settings['num_blocks']:,} blocks, preemption "
+                    f"{self.settings['preemption']}: a server is on it, too. Without --server it can be changed."
+                )
             count = sum(ticket.kind != WELCOME for ticket in list(self.tickets.values()))
             if count and not cancel_running:
                 raise RefusedError(

@@ -73,7 +73,7 @@ def open_tab(browser: Browser) -> Iterator[Callable[..., Page]]:
     complaints = [complaint for tab in tabs for complaint in tab.complaints]
     for tab in tabs:
         tab.context.close()
-    assert complaints == []
+    assert not complaints, complaints
 
 
 def wait_until(condition: Callable[[], Any], what: str, page: Page, seconds: float = SECONDS) -> Any:

@@ -1,4 +1,4 @@
-"""The tab of plots over time."""
+"""The tab of plots over time, and of a recorded run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pandas as pd
 
 from demo.history import Sample
 from demo.hub import Hub, Picture
+from demo.pages.replay import replay_panel
 from demo.pages.viewer import Viewer
+from demo.replays import Replay
 
 SHOWN_SECONDS = 90
 NOTHING = Sample(0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0)
@@ -28,6 +30,8 @@ def plots_page(hub: Hub, tab: str) -> Viewer:
     with gr.Row():
         pool = _plot(empty[2], "% of the pool", "Pool in use", y_lim=[0, 100], elem_id="plot-pool")
         hits = _plot(empty[3], "% of tokens", "Prompt tokens from the cache", y_lim=[0, 100], elem_id="plot-hits")
+
+    replay_panel(Replay())
 
     def values(_: Picture) -> list[Any]:
         return plot_data(list(hub.history.samples))

@@ -33,10 +33,12 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
         blocks = gr.Slider(
             8,
             max(512, settings["num_blocks"]),
-            40,
+            settings["num_blocks"] if hub.is_fixed else 40,
             step=1,
             label="Blocks in the pool",
-            info=f"of {settings['block_size']} tokens; the pool of all visitors changes",
+            info=f"of {settings['block_size']} tokens; "
+            + ("it is the server's, and stays" if hub.is_fixed else "the pool of all visitors changes"),
+            interactive=not hub.is_fixed,
             elem_id="pressure-blocks",
             min_width=220,
         )
@@ -45,6 +47,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
             value=settings["preemption"],
             label="Preemption",
             info="move blocks to CPU memory, or compute them again",
+            interactive=not hub.is_fixed,
             elem_id="pressure-preemption",
             min_width=220,
         )
@@ -57,12 +60,18 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
     with gr.Row():
         paragraph = gr.Checkbox(True, label="Replies end with their paragraph", min_width=220)
         cancel = gr.Checkbox(
-            False, label="Cancel what runs, if the pool has to change", elem_id="pressure-cancel", min_width=220
+            False,
+            label="Cancel what runs, if the pool has to change",
+            elem_id="pressure-cancel",
+            min_width=220,
+            visible=not hub.is_fixed,
         )
     with gr.Row():
         fire = gr.Button("Fire the burst", variant="primary", elem_id="pressure-fire", scale=2, min_width=170)
-        resize = gr.Button("Resize only", elem_id="pressure-resize", min_width=110)
-        restore = gr.Button(f"Back to {settings['num_blocks']}", elem_id="pressure-restore", min_width=110)
+        resize = gr.Button("Resize only", elem_id="pressure-resize", min_width=110, visible=not hub.is_fixed)
+        restore = gr.Button(
+            f"Back to {settings['num_blocks']}", elem_id="pressure-restore", min_width=110, visible=not hub.is_fixed
+        )
         stop = gr.Button("Stop", variant="stop", elem_id="pressure-stop", interactive=False, min_width=90)
     summary = Notes(elem_id="pressure-summary", value=notes_value([], EMPTY))
     table = Table(elem_id="pressure-table")

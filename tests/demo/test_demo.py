@@ -306,8 +306,8 @@ def test_memory_maps_are_of_the_same_requests(client: Client) -> None:
         total, used = (sum(row[name] for row in each["rows"]) for name in ("reserved", "used"))
         assert 0 < used <= total and each["waste"] == pytest.approx(1 - used / total)
         assert each["bytes_per_token"] == 6 * 2 * 2 * 32 * 4
-    assert all(row["reserved"] % 16 == 0 for row in paged["rows"])
-    assert paged["waste"] < min(reserved["waste"], stock["waste"])
+    comes_to = {row["label"]: row["used"] for row in reserved["rows"]}  # in the end, whenever the snapshot was taken
+    assert all(row["reserved"] % 16 == 0 and row["reserved"] <= comes_to[row["label"]] + 16 for row in paged["rows"])
 
 
 # ------------------------------------------------------------------------------------------------------------ step mode

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from browsing import OpenTab, browser, fits, open_tab, picture, wait_until
 from playwright.sync_api import Locator, Page, expect
+from test_demo_server import both
 from test_demo_views import EVIL
 
 from demo.app import build_app, launch
@@ -18,7 +20,7 @@ from demo.limits import Limits
 from demo.loading import load
 from demo.pacing import FULL_SPEED
 
-__all__ = ["browser", "open_tab"]  # fixtures
+__all__ = ["both", "browser", "open_tab"]  # fixtures
 
 pytestmark = pytest.mark.browser
 
@@ -184,6 +186,26 @@ def test_plots_follow_the_engine(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     expect(page.locator("#tabs canvas:visible, #tabs svg.marks:visible").first).to_be_visible()
 
 
+def test_a_replay_until_the_other_saturates(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    """The story and the plots move on, another system begins anew, and at the end one of the two is saturated."""
+    page = open_tab(app.url)
+    open_page_tab(page, "Plots")
+    story, waiting = (
+        page.locator("#replay-story"),
+        page.locator("#replay-waiting canvas, #replay-waiting svg.marks").first,
+    )
+    expect(waiting).to_be_visible()
+    expect(story).to_contain_text("Recorded, not run here")
+    page.get_by_label("Orca (Oracle)").check()
+    page.locator("#replay-play").click()
+    expect(story).to_contain_text(re.compile(r"Orca \(Oracle\): \d+ in the batch"))
+    page.get_by_label("Orca (Max)").check()
+    page.locator("#replay-play").click()
+    expect(story).to_contain_text(re.compile(r"Orca \(Max\): .* done, saturated at \d\.\d requests/s"), timeout=60_000)
+    expect(story).not_to_contain_text("Oracle")
+    assert not re.search(r"hf_paged: [^;]*saturated", story.inner_text())
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_tab_in_both_themes_on_a_phone(app: Any, hub: Hub, open_tab: OpenTab, theme: str) -> None:
     page = open_tab(f"{app.url}?__theme={theme}", viewport=PHONE, has_touch=True)
@@ -222,6 +244,33 @@ def test_text_stays_text(app: Any, hub: Hub, open_tab: OpenTab, monkeypatch: pyt
     expect(page.locator("#samples-cards")).to_contain_text("<script>alert(2)</script>")
     assert page.locator("img[src=x], #tabs script").count() == 0
     assert dialogs == []
+
+
+def test_the_requests_of_a_server(both: Any, open_tab: OpenTab) -> None:
+    """Would break: a request that isn't shown, or whose row stays as it was."""
+    both.hub.pacer.set_speed(SLOW)
+    page = open_tab(both.url)
+    open_page_tab(page, "Requests")
+    expect(page.locator("#tab-requests")).to_contain_text(f"{both.url}/v1")
+    rows = page.locator("#requests-table tbody tr")
+    expect(rows).to_have_count(0)
+    body = {"prompt": "The old king of", "max_tokens": 100, "ignore_eos": True, "n": 2}
+    with httpx.stream("POST", f"{both.url}/v1/completions", json=body | {"stream": True}, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        expect(rows.first).to_contain_text("running")
+        expect(rows.first).to_contain_text("completions, streamed")
+        expect(page.locator("#pool .kv-owners button")).to_contain_text("api-")
+        both.hub.pacer.set_speed(FULL_SPEED)
+        assert list(lines)[-2] == "data: [DONE]"
+    expect(rows.first).to_contain_text("done")
+    expect(rows.first).to_contain_text("200")
+    expect(rows.first).to_contain_text("length")
+    assert fits(page)
+    open_page_tab(page, "Pressure")
+    expect(page.locator("#pressure-resize")).to_have_count(0)
+    page.locator("#pressure-fire").click()
+    expect(page.locator("#pressure-summary")).to_contain_text("24 of 24 completed")
 
 
 def test_refusals_are_sentences(app: Any, hub: Hub, open_tab: OpenTab) -> None:

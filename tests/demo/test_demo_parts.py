@@ -31,7 +31,9 @@ from demo.limits import Limits, RefusedError
 from demo.loading import LoadError, load
 from demo.pages.chat import Message, as_shown, before_last_question
 from demo.pages.plots import plot_data
+from demo.pages.replay import PLOTS, frames, last_point
 from demo.prompts import check_messages, choose_prompts, conversation_text, render
+from demo.replays import OURS, Replay
 from demo.run_record import Row, RunRecord, held_rows
 from demo.samples import Tail
 from demo.sharing import SharingMeter, group_sharing
@@ -432,9 +434,25 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
 
 def test_the_demo_uses_the_public_api_only() -> None:
     """The package itself, and what it shares on purpose; no other module of the engine's."""
-    allowed = {"hf_paged", "hf_paged.tools.report"}
+    allowed = {"hf_paged", "hf_paged.server", "hf_paged.tools.report"}
     for file in Path(sys.modules["demo"].__file__ or "").parent.rglob("*.py"):
         for line in file.read_text(encoding="utf-8").splitlines():
             words = line.split()
             if words[:1] in (["from"], ["import"]) and words[1].startswith("hf_paged"):
                 assert words[1] in allowed, f"{file.name}: {line}"
+
+
+@pytest.mark.parametrize("other", Replay().others)
+def test_a_replay_ends_when_the_other_is_saturated(other: str) -> None:
+    """Over the same arrivals ours never is; what a frame shows is what was recorded up to there."""
+    replay = Replay()
+    point, full = last_point(replay, other), replay.saturated_from(other)
+    assert full is not None and full < point < len(replay.times) and replay.saturated_from(OURS) is None
+    assert "saturated" in replay.describe(other, point) and "saturated" not in replay.describe(other, full - 1)
+    for frame, name in zip(frames(replay, other, point), PLOTS, strict=True):
+        columns = frame.set_index("system")
+        factor = 100 if name == "tokens" else 1
+        for label, system in ((OURS, OURS), ("the other", other)):
+            expected = [factor * value for value in replay.series(system, name)[: point + 1]]
+            assert columns.loc[label][PLOTS[name]].tolist() == expected
+    assert replay.series(OURS, "done")[-1] > replay.series(other, "done")[-1]

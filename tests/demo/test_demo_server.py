@@ -1,0 +1,87 @@
+"""The demo beside OpenAI's interface, in one process over one model."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+from typer.testing import CliRunner
+
+from demo import __main__ as command
+from demo.hub import Hub
+from demo.limits import Limits
+from demo.loading import load
+from demo.pages.requests import requests_value
+from demo.serving import address, listen, make_server
+
+pytestmark = pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning")  # what Gradio uses of pandas
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Any]:
+    """The demo and the interface; their address, the hub, and the table of requests."""
+    hub = Hub(load(), {"num_blocks": 64, "block_size": 16, "preemption": "auto"}, Limits(), is_fixed=True)
+    server, listening = make_server(hub, "127.0.0.1", None, welcome=False)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    requests = server.config.app.state.requests  # type: ignore[union-attr]
+    yield SimpleNamespace(url=address(listening), hub=hub, requests=requests)
+    server.should_exit = True
+    thread.join(20)
+    hub.close()
+
+
+def test_both_are_there(both: Any) -> None:
+    """Would break: a page in place of the interface's answers; requests on another engine than the demo's."""
+    before = both.hub.stats().num_generated_tokens
+    body = {"prompt": "The door", "max_tokens": 7, "temperature": 0}
+    reply = httpx.post(f"{both.url}/v1/completions", json=body, timeout=60)
+    assert reply.json()["usage"]["completion_tokens"] == 7
+    assert both.hub.stats().num_generated_tokens >= before + 7
+    assert httpx.get(both.url, timeout=60).headers["content-type"].startswith("text/html")
+    assert httpx.get(f"{both.url}/v1/models").json()["data"][0]["id"] == "tiny_lm"
+    assert httpx.post(f"{both.url}/v1/completions", json={"prompt": 5}).status_code == 400
+    (row,) = requests_value(both.requests.rows()[:1])["rows"]
+    assert row[1:4] == [both.requests.rows()[0].label, "completions", "done"] and row[5:7] == ["3", "7"]
+
+
+def test_the_pool_stays(both: Any) -> None:
+    """Would break: a server whose engine a visitor of the page replaces."""
+    engine = both.hub.engine
+    client = Client(both.url, verbose=False, analytics_enabled=False)
+    with pytest.raises(AppError, match="a server is on it"):
+        client.predict(32, "auto", True, api_name="/set_pool")
+    assert "already had 64 blocks" in client.predict(64, "auto", api_name="/set_pool")
+    assert both.hub.engine is engine and both.hub.stats().num_blocks == 64
+
+
+def test_a_port() -> None:
+    with listen("127.0.0.1", [0]) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", [port])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    with listen("127.0.0.1", range(number, number + 3)) as found:
+        assert address(found) == f"http://127.0.0.1:{number}"
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: an option that serves the page alone."""
+    served: list[Any] = []
+    monkeypatch.setattr(command, "serve", lambda hub, *given: served.append((hub.is_fixed, *given)))
+    result = CliRunner().invoke(command.command, ["--server", "--num-blocks", "32", "--port", "7999", "--no-welcome"])
+    assert result.exit_code == 0 and served == [(True, "127.0.0.1", 7999, False)]
+    result = CliRunner().invoke(command.command, ["--server", "--share"])
+    assert result.exit_code == 2 and len(served) == 1

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paper import blocks, memory, plots
+from paper import blocks, memory, plots, switches
 from paper.sweeps import OURS, SWEEPS, ratios
 
 FOLDER = Path(__file__).parents[1] / "results" / "paper"
@@ -44,6 +44,7 @@ FIGURES: dict[str, Callable[[float, Path | None, int], dict[str, Any]]] = {
     "figure_15": memory.figure_15,
     "figure_18": blocks.figure_18,
     "figure_19": blocks.figure_19,
+    "more_switches": switches.more_switches,
     **{name: sweep(name) for name in SWEEPS},
 }
 

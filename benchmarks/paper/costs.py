@@ -47,13 +47,13 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Of a step's products, the logits' among them."""
+        """Weights that a step's products read, the logits' among them."""
         layer = 2 * self.hidden * (self.hidden + self.kv_width) + self.products * self.hidden * self.intermediate
         return self.layers * layer + self.hidden * self.vocab
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token."""
+        """Bytes a token."""
         return 2 * self.layers * self.kv_width * 2
 
 
@@ -118,7 +118,7 @@ class Costs(Protocol):
         """Seconds of a copy to CPU memory beside its bytes."""
 
     def seconds(self, work: Work) -> float:
-        """Of a step."""
+        """What a step takes."""
 
     def prefers_swap(self, group: SequenceGroup) -> bool:
         """Whether a preempted group is to be swapped."""

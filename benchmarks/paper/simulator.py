@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from paper.policies import Reserved, Static, System
 # How often in a step a beam that is not the best one goes on from another. At width 2 it saves 37.6 % of the blocks at
 # Alpaca's lengths, the paper's figure; the other widths and lengths follow.
 BEAM_TURNOVER = 0.12
+CLASSES = {"marked": True, "others": False}
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Settings:
         width: Sequences of a request.
         is_beams: They are beams, which go on from each other, and not samples.
         prefix: Tokens that all prompts begin with.
+        marked_every: Every so-many-th request is marked, the first among them: only these have `width` sequences, and
+        favours_marked: they go first, by priority.
         preemption: "recompute", "swap", or "auto": what the costs find cheaper.
         caches_prefixes: Whether full blocks are found by their tokens.
         max_num_seqs: Rows a step.
@@ -41,6 +46,8 @@ class Settings:
     width: int = 1
     is_beams: bool = False
     prefix: int = 0
+    marked_every: int = 1
+    favours_marked: bool = False
     preemption: str = "auto"
     caches_prefixes: bool = False
     max_num_seqs: int = 256
@@ -53,18 +60,38 @@ class Settings:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one request, in seconds."""
+    """How one request went, in seconds."""
 
     arrival: float
     first: float
     end: float
     num_output: int
     num_prompt: int = 0
+    is_marked: bool = True
 
     @property
     def normalized(self) -> float:
         """The paper's measure: seconds from arrival to end, for each token of the output."""
         return (self.end - self.arrival) / self.num_output
+
+
+@dataclass(slots=True)
+class PaperJob(Job):
+    """A request in the system, or those branches of it that run together.
+
+    Attributes:
+        is_marked: See `Settings.marked_every`.
+        rest: Branches that are to come after these, and
+        prompt: theirs.
+        first: When the first token of earlier branches was there.
+        last_token_at: When its newest one was.
+    """
+
+    is_marked: bool = True
+    rest: int = 0
+    prompt: list[int] = field(default_factory=list)
+    first: float = 0.0
+    last_token_at: float = 0.0
 
 
 class PaperSimulation(Simulation):
@@ -80,10 +107,11 @@ class PaperSimulation(Simulation):
         # A static batch is computed as a whole, prompts too.
         chunk = max(settings.chunk, setup.num_slots) if system.is_static else settings.chunk
         scheduler = Scheduler(manager, chunk, settings.max_num_seqs, prefers[settings.preemption], self.policy)
-        common = settings.width, settings.seed, settings.sample_every, settings.check_every
-        super().__init__(requests, manager, scheduler, *common)
+        super().__init__(requests, manager, scheduler, 1, settings.seed, settings.sample_every, settings.check_every)
         self.system, self.settings, self.costs = system, settings, costs
         self.outcomes: list[Outcome] = []
+        self.gaps = array("d")  # seconds from a request's token to its next
+        self.num_submitted = 0
         self.prefix = list(random.Random("prefix").randbytes(settings.prefix))
         self.beams = random.Random(f"beams {settings.seed}")
         self.prompts: dict[int, int] = {}  # sequence -> tokens of its prompt
@@ -98,15 +126,27 @@ class PaperSimulation(Simulation):
     # Requests
 
     def submit(self, request: Request) -> None:
-        if self.system.shares or self.settings.width == 1:
-            super().submit(request)
-            return
-        group, ids = self.scheduler.new_group(), self.token_ids(request)
-        for index in range(self.settings.width):
-            sequence = self.scheduler.new_sequence(group)
-            self.add(sequence, request, ids.copy())
-            sequence.extra_key = (index,)  # whatever is equal in them, nothing is shared
-        self.start(request, 0)
+        is_marked = self.num_submitted % self.settings.marked_every == 0
+        self.num_submitted += 1
+        self.branch(request, self.token_ids(request), self.settings.width if is_marked else 1, is_marked)
+
+    def branch(self, request: Request, ids: list[int], width: int, is_marked: bool, first: float = 0.0) -> None:
+        """Queues a request, or what is left of it: so many branches as may run together."""
+        count = min(width, self.system.most_branches or width)
+        priority = int(self.settings.favours_marked and not is_marked)
+        group = self.scheduler.new_group(priority)
+        job = PaperJob(request, 0, is_marked=is_marked, rest=width - count, first=first)
+        job.prompt = ids.copy() if job.rest else []
+        if self.system.shares:
+            self.add(self.scheduler.new_sequence(group), request, ids)
+            job.to_fork = count - 1
+        else:
+            for index in range(count):
+                sequence = self.scheduler.new_sequence(group)
+                self.add(sequence, request, ids.copy())
+                sequence.extra_key = (index,)  # whatever is equal in them, nothing is shared
+        self.jobs[group.arrival] = job
+        self.scheduler.wake(group)
 
     def add(self, sequence: Sequence, request: Request, token_ids: list[int]) -> None:
         super().add(sequence, request, token_ids)
@@ -174,6 +214,14 @@ class PaperSimulation(Simulation):
             job.first_token_at = job.first_token_at or self.now
             self.grow(sequence)
 
+    def grow(self, sequence: Sequence) -> None:
+        job = self.jobs[sequence.group.arrival]
+        assert isinstance(job, PaperJob)
+        if job.last_token_at and self.now > job.last_token_at:
+            self.gaps.append(self.now - job.last_token_at)
+        job.last_token_at = self.now
+        super().grow(sequence)
+
     def _fork(self, parent: Sequence) -> None:
         child = self.scheduler.fork(parent)
         self.ends[child.seq_id], self.prompts[child.seq_id] = self.ends[parent.seq_id], self.prompts[parent.seq_id]
@@ -203,9 +251,14 @@ class PaperSimulation(Simulation):
                 super().end(one)
 
     def finished(self, job: Job) -> None:
-        first = self.now if self.system.is_static else job.first_token_at
+        assert isinstance(job, PaperJob)
+        request = job.request
+        first = job.first or (self.now if self.system.is_static else job.first_token_at)
+        if job.rest:
+            self.branch(request, job.prompt, job.rest, job.is_marked, first)
+            return
         self.outcomes.append(
-            Outcome(job.request.arrival, first, self.now, job.request.num_output, job.request.num_prompt)
+            Outcome(request.arrival, first, self.now, request.num_output, request.num_prompt, job.is_marked)
         )
 
     # What is seen
@@ -241,7 +294,7 @@ class PaperSimulation(Simulation):
 
 @dataclass
 class Summary:
-    """Of a run."""
+    """How a run went."""
 
     figures: dict[str, Any]
     outcomes: list[Outcome] = field(repr=False)
@@ -268,8 +321,6 @@ def run(requests: list[Request], system: System, setup: Setup, settings: Setting
         name: round(sum(columns["seconds"][i] * columns[name][i] for i in full) / weight / slots, 4)
         for name in ("stored", "future", "internal", "external")
     }
-    first = sorted(o.first - o.arrival for o in outcomes)
-    between = sorted((o.end - o.first) / (o.num_output - 1) for o in outcomes if o.num_output > 1)
     held = sum(w * v for w, v in zip(columns["seconds"], columns["held"]))
     in_use = sum(w * v for w, v in zip(columns["seconds"], columns["in_use"]))
     preemption = simulation.scheduler.preemption
@@ -278,7 +329,6 @@ def run(requests: list[Request], system: System, setup: Setup, settings: Setting
             "served": len(outcomes),
             "refused": simulation.num_refused,
             "failed": simulation.num_failed,
-            "normalized_latency": rounded(statistics.fmean(o.normalized for o in outcomes)),
             "seconds": rounded(simulation.now),
             "requests_per_second": rounded(len(outcomes) / simulation.now),
             "steps": simulation.num_steps,
@@ -288,11 +338,34 @@ def run(requests: list[Request], system: System, setup: Setup, settings: Setting
             "memory": parts if full else None,
             "preempted": preemption.num_preemptions,
             "swapped": preemption.num_swapped_out,
-            "ttft": {f"p{p}": rounded(quantile(first, p)) for p in (50, 99)},
-            "inter_token": {f"p{p}": rounded(quantile(between, p)) for p in (50, 99)},
+            # A static batch hands out its tokens when all of it is done.
+            "inter_token": None if system.is_static else spread(simulation.gaps),
+            **latencies(outcomes),
+            **(
+                {name: latencies([o for o in outcomes if o.is_marked == value]) for name, value in CLASSES.items()}
+                if settings.marked_every > 1
+                else {}
+            ),
         },
         outcomes,
     )
+
+
+def latencies(outcomes: list[Outcome]) -> dict[str, Any]:
+    """What the requests waited for: all of their tokens, and the first."""
+    return {
+        "normalized_latency": rounded(statistics.fmean(o.normalized for o in outcomes)),
+        "normalized": spread(o.normalized for o in outcomes),
+        "ttft": spread(o.first - o.arrival for o in outcomes),
+    }
+
+
+def spread(values: Iterable[float]) -> dict[str, float] | None:
+    """Mean and percentiles; `None` if there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return {"mean": rounded(statistics.fmean(ordered))} | {f"p{p}": rounded(quantile(ordered, p)) for p in (50, 99)}
 
 
 def quantile(ordered: list[float], percent: int) -> float:

@@ -143,13 +143,27 @@ SWEEPS: dict[str, tuple[Sweep, ...]] = {
     "figure_14": tuple(_several(width, is_beams) for is_beams in (False, True) for width in (2, 4, 6)),
     "figure_16": (_prefix(80, "one shot"), _prefix(341, "five shots")),
     "figure_17": (Sweep("Chat, history cut at 1,024 tokens", "chat", _orca(0.3), 300, 1.25),),
+    "more_tails": (
+        Sweep(
+            "ShareGPT lengths",
+            "sharegpt",
+            (
+                Curve(policies.PAGED, 1.0),
+                Curve(policies.ORACLE, 1.0),
+                Curve(policies.MAX, 0.4),
+                Curve(policies.STATIC, 0.1),
+            ),
+            120,
+            1.5,
+        ),
+    ),
     "more_h100": (
         Sweep(
             "Llama-3.1-8B on an H100, ShareGPT lengths",
             "sharegpt",
             (Curve(policies.PAGED, 20.0), Curve(policies.ORACLE, 20.0), Curve(policies.MAX, 5.0)),
-            30,
-            1.4,
+            20,
+            1.6,
             Settings(max_num_seqs=1024),
             MODERN,
         ),
@@ -161,7 +175,6 @@ SWEEPS: dict[str, tuple[Sweep, ...]] = {
             (
                 Curve(policies.PAGED, 2.0),
                 Curve(policies.SHORTEST, 2.0),
-                Curve(policies.PAGED, 2.0, Settings(chunk=512), "chunks of 512 tokens", "#4c78a8"),
                 Curve(policies.PAGED, 2.0, Settings(preemption="recompute"), "recompute only", "#c44e52"),
                 Curve(policies.PAGED, 2.0, Settings(max_num_seqs=32), "at most 32 rows", "#e0913a"),
                 Curve(policies.FIRST_FIT, 1.5),

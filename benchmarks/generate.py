@@ -338,7 +338,18 @@ class GenerateBatch:
 class VLLM:
     """vLLM for CPU, in a process of its own environment that waits between the runs."""
 
-    def __init__(self, workload: Workload, venv: Path, dtype: str, threads: int, keeps_prefixes: bool) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        venv: Path,
+        dtype: str,
+        threads: int,
+        keeps_prefixes: bool,
+        max_model_len: int = 2048,
+        num_blocks: int = 0,
+        block_size: int = 0,
+    ) -> None:
+        """Starts it; 0 blocks: as many as 2 GiB hold, of its own size."""
         self._workload = workload
         self._folder = tempfile.TemporaryDirectory()
         workload.make_model().save_pretrained(self._folder.name)
@@ -352,7 +363,8 @@ class VLLM:
             "LD_PRELOAD": str(venv / "lib" / "libiomp5.so"),
         }
         command = [str(venv / "bin" / "python"), str(Path(__file__).with_name("generate_vllm.py")), self._folder.name]
-        command += [dtype, str(workload.max_num_seqs), "2048", str(int(keeps_prefixes))]
+        command += [dtype, str(workload.max_num_seqs), str(max_model_len), str(int(keeps_prefixes))]
+        command += [str(num_blocks), str(block_size)] if num_blocks else []
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -370,11 +382,15 @@ class VLLM:
     last: dict[str, Any]
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"requests": requests, "options": self._workload.options}) + "\n")
-        self._process.stdin.flush()
-        self.last = self._read()
+        self.last = self.ask({"requests": requests, "options": self._workload.options})
         return self.last["tokens"]
+
+    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        """What generate_vllm.py answers."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._read()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

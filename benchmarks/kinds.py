@@ -266,7 +266,7 @@ _HEADS = {"Gemma 3 1B": 4, "Gemma 3 4B": 8, "Gemma 3 12B": 16, "Gemma 3 27B": 32
 
 
 def real_configs() -> dict[str, hf.PreTrainedConfig]:
-    """Of the models whose memory is reckoned; all state their numbers or are transformers' defaults."""
+    """Models whose memory is reckoned; all state their numbers or are transformers' defaults."""
     gemmas = {
         name: hf.Gemma3TextConfig(**given, num_attention_heads=_HEADS[name], max_position_embeddings=131072)
         for name, given in _GEMMA3.items()
@@ -399,7 +399,7 @@ def speed_table(results: dict[str, Any]) -> Table:
 
 
 def memory_table(results: dict[str, Any]) -> Table:
-    """Of each real config what 8,192 tokens hold, as shares of keys and values of all tokens."""
+    """What 8,192 tokens hold by each real config, as shares of keys and values of all tokens."""
     table = Table("", "held, MiB", "of full K/V", "needed of it", "held / needed", "state, MiB", title=f"{LONG} tokens")
     for name, found in results.items():
         shares = (f"{found[key]:.1%}" for key in ("held_share", "needed_share"))

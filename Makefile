@@ -168,9 +168,13 @@ PAPER = PYTHONPATH=.:benchmarks $(TEST_ENV) $(PY) -m
 .PHONY: paper paper-full
 paper: $(VENV)/.installed-bench ## the PagedAttention paper's evaluation: all figures simulated, twelve points measured
 	$(PAPER) paper --out $(RESULTS)/paper $(ARGS)
+	$(PAPER) paper.kernel --out $(RESULTS)/paper
+	$(PAPER) paper.scale --out $(RESULTS)/paper
 	$(PAPER) paper.measured --out $(RESULTS)/paper
 paper-full: $(VENV)/.installed-bench ## the same with an hour of arrivals a point; goes on where it was
 	$(PAPER) paper --times 6 --resume --out $(RESULTS)/paper-full $(ARGS)
+	$(PAPER) paper.measured --resume --out $(RESULTS)/paper
+	$(PAPER) paper.measured more --resume --out $(RESULTS)/paper $(if $(VLLM),--vllm $(VLLM))
 
 .PHONY: kernel-table
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them

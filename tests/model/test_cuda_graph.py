@@ -209,9 +209,11 @@ def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> Non
     """Ragged prompts that end one by one: batches of every size, padded to the next recorded one."""
     prompts = ragged(6)
     model = patch(name, device, cuda_graphs=None if name in REFUSED else True)
+    model.paged.pause()  # all begin together, however slow the machine is
     requests = [
         model.paged.submit(prompt, **GREEDY | {"max_new_tokens": 4 + 2 * index}) for index, prompt in enumerate(prompts)
     ]
+    model.paged.resume()
     tokens = [request.result(60).token_ids for request in requests]
     expected = [
         plain_tokens([prompt], name, device, max_new_tokens=4 + 2 * index)[0] for index, prompt in enumerate(prompts)

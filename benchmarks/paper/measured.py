@@ -2,7 +2,7 @@
 
     python -m paper.measured                     the twelve, some ten minutes
     python -m paper.measured more --vllm VENV    Orca (Pow2), our switches, samples, beams, prefixes, chat and swapping,
-                                                 and other engines on the same arrivals; some twenty minutes
+                                                 and other engines on the same arrivals; half an hour
     python -m paper.measured --resume            stopped before the end: what is there already stays
     python -m paper.measured --page              only puts what is there on the page
 

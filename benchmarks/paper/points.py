@@ -70,11 +70,12 @@ SWITCHES = (
 )
 BLOCKS = tuple(  # figure 18b; 4 is hf_paged-0.75
     Point(f"blocks_of_{size}", policies.PAGED, 0.75, replace(SETTINGS, block_size=size), SETTINGS)
-    for size in (1, 16, 64)
+    for size in (1, 16, 64, 256)
 )
+WIDTHS = 2, 4, 6
 FIGURES = (
-    *_against_oracle("samples_4", replace(SETTINGS, width=4)),
-    *_against_oracle("beams_4", replace(SETTINGS, width=4, is_beams=True)),
+    *(point for n in WIDTHS for point in _against_oracle(f"samples_{n}", replace(SETTINGS, width=n))),
+    *(point for n in WIDTHS for point in _against_oracle(f"beams_{n}", replace(SETTINGS, width=n, is_beams=True))),
     *_against_oracle("prefix_80", _prefixed(80), "translation"),
     *_against_oracle("prefix_341", _prefixed(341), "translation"),
     *_against_oracle("chat", SETTINGS, "chat"),
@@ -130,8 +131,11 @@ COMPARISONS = (
     _basic("Orca (Pow2)", "pow2", None),
     _basic("Orca (Max)", "max", 2.7),
     _basic("FasterTransformer", "fastertransformer", 8.0),
-    _shared("4 samples", "samples_4", "figure_14", "4 samples"),
-    _shared("4 beams", "beams_4", "figure_14", "4 beams"),
+    *(
+        _shared(f"{n} {kind}", f"{kind}_{n}", "figure_14", f"{n} {kind}")
+        for kind in ("samples", "beams")
+        for n in WIDTHS
+    ),
     _shared("prefix of 80 tokens", "prefix_80", "figure_16", "one shot, prefix of 80 tokens", 1.67),
     _shared("prefix of 341 tokens", "prefix_341", "figure_16", "five shots, prefix of 341 tokens", 3.58),
     _shared("chat", "chat", "figure_17", "Chat, history cut at 1,024 tokens"),

@@ -23,11 +23,11 @@ T ?= tests
 
 # What the oldest supported transformers is tested with: everything except what drives the package from outside
 # (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
-NOT_CORE := tests/tools/test_cli.py tests/tools/test_examples.py tests/tools/test_benchmarks.py \
-    tests/tools/test_gpu_runs.py tests/tools/test_soak.py tests/core/test_config.py \
-    $(wildcard tests/core/test_block_*.py tests/core/test_scheduler*.py) $(wildcard tests/kernels/test_kernels_*.py) \
-    tests/memory/test_kv_cache.py tests/memory/test_swap_space.py tests/attention/test_metadata.py \
-    $(wildcard tests/demo/test_demo*.py) tests/parallel/test_ranks.py
+NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory/test_*.py tests/demo/test_*.py) \
+    $(addprefix tests/tools/test_,cli.py examples.py benchmarks.py gpu_runs.py soak.py paper.py report.py tiny_lm.py docs.py) \
+    $(addprefix tests/server/test_,every_field.py unwelcome.py hard_use.py requests.py formats.py) \
+    tests/attention/test_metadata.py tests/attention/test_decode_work.py tests/attention/test_lazy.py \
+    tests/parallel/test_ranks.py
 
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)

@@ -85,11 +85,20 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
         or own.ranks is not None
     ):
         return None
-    if any(run.is_assisted for run in list(engine.core.runs)):
-        raise UnsupportedCallError(
-            "the assistant model is itself assisted by another model at the moment: wait for that call to end, or "
-            "leave assistant_model out"
-        )
+
+    def check() -> None:
+        if any(run.is_assisted for run in list(engine.core.runs)):
+            raise UnsupportedCallError(
+                "the assistant model is itself assisted by another model at the moment: wait for that call to end, or "
+                "leave assistant_model out"
+            )
+
+    def has_room(num_tokens: int) -> bool:
+        pool = engine.core.pool
+        needed = pool.manager.most_blocks(num_tokens, pool.config.max_num_batched_tokens)
+        return num_tokens <= pool.max_context and needed <= pool.manager.pool.num_blocks
+
+    check()
     calls, salt = engine.calls, CACHE_SALT.get()
 
     def generate(
@@ -115,6 +124,8 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
     kinds = zip(call.processors, processor_kinds(call.processors), strict=True)
     return DraftModel(
         generate,
+        has_room,
+        check,
         LogitsProcessorList(processor for processor, kind in kinds if kind is not None),
         pad_token_id=0 if config._pad_token_tensor is None else int(config._pad_token_tensor),
         num_tokens=assistant.generation_config.num_assistant_tokens or 20,
@@ -131,7 +142,8 @@ def can_do_without_drafts(model: Any, call: LoopCall) -> bool:
     name = "assistant_model" if config.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
     logger.warning_once(
         f"hf_paged: {name} is left out of this call: with several prompts it is for plain rows, "
-        "without outputs of each step, processors and criteria of your own, hooks on inner modules"
+        "without outputs of each step, processors and criteria of your own, hooks on inner modules, or penalties over "
+        "padded prompts"
     )
     call.is_assisted = False
     for name in ASSISTED_ARGUMENTS:

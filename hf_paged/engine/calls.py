@@ -19,6 +19,8 @@ from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCal
 from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 
+_ASSISTED = threading.Lock()  # of all engines: models that wait for each other's steps would do so for ever
+
 
 class Calls:
     """Starts `generate()` calls and requests, on their callers' threads."""
@@ -94,7 +96,10 @@ class Calls:
                 else:
                     kind = SpeculativeRequest if call.has_drafts else SampledRequest
                     run = kind(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
-                core.runs.add(run)
+                with _ASSISTED:
+                    if call.draft_model is not None:
+                        call.draft_model.check()
+                    core.runs.add(run)
             if not waits:
                 core.worker.resign()
                 if not core.worker.loop.is_mine:

@@ -22,7 +22,9 @@ class DraftModel:
     Attributes:
         generate: Runs a call of left-padded ids, padding, processors, criteria, and where draws come from (`None`: it
             takes the likeliest tokens) on the draft model's engine, to its end.
-        processors: Of the call that it guesses for: those that don't look at how long a row is.
+        has_room: Whether the draft model's pool and context have room for a row of so many tokens.
+        check: Raises `UnsupportedCallError` if that model waits for another's drafts itself.
+        processors: Of the call that it guesses for: those that take rows of any lengths together.
         pad_token_id: In front of shorter rows.
         num_tokens: Drafts at most.
         adapts: There may be fewer, where more don't pay.
@@ -32,6 +34,8 @@ class DraftModel:
     generate: Callable[
         [Tensor, list[int], LogitsProcessorList, StoppingCriteriaList, NoiseAhead | None], list[list[int]]
     ]
+    has_room: Callable[[int], bool]
+    check: Callable[[], None]
     processors: LogitsProcessorList
     pad_token_id: int
     num_tokens: int

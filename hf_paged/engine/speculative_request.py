@@ -240,17 +240,24 @@ class SpeculativeRequest(SampledRequest):
             self._waiting = []
             known = [self._call.prompts[index] + self.rows[index].tokens for index, _ in waiting]
             num_tokens = [len(self.rows[index].tokens) for index, _ in waiting]
-        if not waiting:
-            return
-        noise = None
-        if isinstance(self._noise, SamplingNoise):
-            noise = NoiseAhead(self._noise, [index for index, _ in waiting], num_tokens)
-        try:
-            found = model.drafts(known, [most for _, most in waiting], noise)
-        except BaseException as error:  # Ctrl-C too, which is its caller's
-            with lock:
-                self.fail(error)
-            return
+        longest = max((most for _, most in waiting), default=0)  # all go as far
+        fitting = [place for place, ids in enumerate(known) if model.has_room(len(ids) + longest)]
+        found: list[list[int]] = [[] for _ in waiting]
+        if fitting:
+            noise = None
+            if isinstance(self._noise, SamplingNoise):
+                indices = [waiting[place][0] for place in fitting]
+                noise = NoiseAhead(self._noise, indices, [num_tokens[place] for place in fitting])
+            try:
+                made = model.drafts(
+                    [known[place] for place in fitting], [waiting[place][1] for place in fitting], noise
+                )
+            except BaseException as error:  # Ctrl-C too, which is its caller's
+                with lock:
+                    self.fail(error)
+                return
+            for place, drafts in zip(fitting, made, strict=True):
+                found[place] = drafts
         with lock:
             for (index, _), drafts in zip(waiting, found, strict=True):
                 if self.rows[index].sequence is not None:

@@ -305,7 +305,7 @@ def _take_out(modules: list[Any]) -> None:
     Their layers do so themselves when they are next called: within a forward, where copies of the weights are used.
     """
     for module in modules:
-        if module.disable_adapters and module.merged:
+        if module.disable_adapters and module.merged_adapters:
             module.unmerge()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -235,14 +236,28 @@ def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTo
         sampler = batch.sampler
         if sampler.criteria is not None and sampler.table is not None and not isinstance(places[number], Exception):
             try:
-                stops[number] = sampler.criteria(
-                    sampler.table.read(batch.table_rows, [n + 1 for n in batch.lengths]), None
-                )
+                stops[number] = _stops(sampler.criteria, sampler.table, batch)
             except Exception as error:
                 places[number] = error
     # The usual step chooses once.
     tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen or [logits.new_empty(0, dtype=torch.int64)])
     return SampledTokens(tokens, places, [len(batch.rows) for batch in batches], stops, logprobs)
+
+
+def _stops(criteria: Callable[[Tensor, Any], Tensor], table: TokenTable, batch: SamplingBatch) -> Tensor:
+    """`[rows]`: which rows meet a criterion with their new token.
+
+    Criteria see rows of one length, as in transformers' loop: they look at the ends of rows.
+    """
+    lengths = np.array(batch.lengths)
+    places, found = [], []
+    for length in np.unique(lengths).tolist():
+        own = np.flatnonzero(lengths == length).tolist()
+        places += own
+        found.append(criteria(table.read([batch.table_rows[row] for row in own], [length + 1] * len(own)), None))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found)[to_device(np.argsort(places), found[0].device)]
 
 
 def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logprobs | None]:

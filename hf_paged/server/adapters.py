@@ -85,7 +85,8 @@ class Adapters:
         self._tuned = tuned
         self._engine = engine
         self._lock = threading.Lock()
-        self._tuners: list[Any] = [module for module in tuned.modules() if is_tuner(module)]
+        # Without wrappers of `modules_to_save`, which are switched with them, and have nothing that is merged.
+        self._tuners: list[Any] = [m for m in tuned.modules() if is_tuner(m) and hasattr(m, "merged")]
 
     def switch(self, name: str | None) -> None:
         """Has the model compute with an adapter, or with none. In its turn; waits for a step that runs."""

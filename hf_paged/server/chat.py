@@ -46,6 +46,11 @@ class _Reading:
     has_calls: bool = False
 
 
+def _reason(has_calls: bool, parser: Parser, reason: str) -> str:
+    """Why a message ended: with calls, unless they were cut."""
+    return "tool_calls" if has_calls and reason == "stop" and not parser.is_cut else reason
+
+
 class _Answer:
     """What is sent for one generation."""
 
@@ -73,11 +78,12 @@ class _Answer:
     def _choice(self, text: Text) -> dict[str, Any]:
         parser = self._parser()
         message = message_of(parser.feed(text.text) + parser.end())
+        assert text.finish_reason is not None
         return {
             "index": text.index,
             "message": message,
             "logprobs": self._said(text.logprobs),
-            "finish_reason": "tool_calls" if "tool_calls" in message else text.finish_reason,
+            "finish_reason": _reason("tool_calls" in message, parser, text.finish_reason),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -97,7 +103,9 @@ class _Answer:
         is_over, said = delta.finish_reason is not None, self._said(delta.logprobs)
         pieces = reading.parser.feed(delta.text) + (reading.parser.end() if is_over else [])
         reading.has_calls = reading.has_calls or any("tool_calls" in piece for piece in pieces)
-        reason = "tool_calls" if is_over and reading.has_calls else delta.finish_reason
+        reason = None
+        if delta.finish_reason is not None:
+            reason = _reason(reading.has_calls, reading.parser, delta.finish_reason)
         if not pieces and (said is not None or is_over):
             pieces = [{}]
         for number, piece in enumerate(pieces, 1):

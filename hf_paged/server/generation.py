@@ -49,6 +49,7 @@ class Text:
         index: Of the text.
         detokenizer: Its tokens' text.
         stops: Its stop strings; `None`: it has none.
+        min_tokens: Tokens in whose text they are not looked for.
         parts: What is there.
         logprobs: Of its tokens.
         num_tokens: Generated.
@@ -58,6 +59,7 @@ class Text:
     index: int
     detokenizer: Detokenizer
     stops: StopStrings | None
+    min_tokens: int = 0
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_tokens: int = 0
@@ -83,7 +85,9 @@ class Text:
             new, num_taken = "", 0
             for token_id in token_ids:  # one by one: where it ends doesn't depend on how they came
                 num_taken += 1
-                piece, is_stop = self.stops.feed(self.detokenizer.feed([token_id]))
+                piece, is_stop = self.detokenizer.feed([token_id]), False
+                if self.num_tokens + num_taken > self.min_tokens:
+                    piece, is_stop = self.stops.feed(piece)
                 new += piece
                 if is_stop:
                     self.finish_reason = "stop"
@@ -232,7 +236,8 @@ class Generation:
         texts: list[list[Text]] = [[] for _ in range(num_sequences)]
         for number in range(body.num_samples):
             detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, body.skip_special_tokens)
-            text = Text(len(self.texts), detokenizer, StopStrings(body.stops) if body.stops else None)
+            stops = StopStrings(body.stops) if body.stops else None
+            text = Text(len(self.texts), detokenizer, stops, body.min_tokens)
             self.texts.append(text)
             texts[number % num_sequences].append(text)
         self._parts.append(_Part(request, texts))

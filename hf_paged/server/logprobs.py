@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from hf_paged.sampling.logprobs import TokenLogprobs
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from hf_paged.sampling.logprobs import TokenLogprobs
+from hf_paged.server.text import UNKNOWN
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of tokenizers that fall back to bytes
 LEAST = -9999.0  # what JSON has in place of minus infinity
 
 
@@ -16,10 +21,22 @@ class TokenNames:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._byte_of = {character: value for value, character in bytes_to_unicode().items()}
 
     def text(self, token_id: int) -> str:
         """Its text; U+FFFD for bytes that are part of a character."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Those that it stands for, also where they are part of a character."""
+        text = self.text(token_id)
+        if UNKNOWN in text:
+            token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+            if (byte := BYTE.fullmatch(token)) is not None:
+                return [int(byte[1], 16)]
+            if all(character in self._byte_of for character in token):
+                return [self._byte_of[character] for character in token]
+        return list(text.encode())
 
     def chat(self, said: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """As `/v1/chat/completions` gives them."""
@@ -71,5 +88,4 @@ class TokenNames:
         return {self.text(token_id): max(logprob, LEAST) for token_id, logprob in found}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.text(token_id)
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
+        return {"token": self.text(token_id), "logprob": max(logprob, LEAST), "bytes": self.bytes_of(token_id)}

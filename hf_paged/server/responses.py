@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from hf_paged.server.generation import Generation
 from hf_paged.server.replies import EventStream, event
-from hf_paged.server.schemas import Body, ChatRequest, ContentPart
+from hf_paged.server.schemas import Body, ChatRequest, ContentPart, Temperature
 from hf_paged.server.serving import Serving
 
 PATH = "/v1/responses"
@@ -30,7 +30,7 @@ class TextFormat(Body):
     """What the text is to be."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
+    name: str | None = Field(None, max_length=64)
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool = True
@@ -55,7 +55,7 @@ class ResponsesRequest(Body):
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     stream: bool = False
     text: TextOptions = TextOptions()

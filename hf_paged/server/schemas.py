@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_TOP_LOGPROBS = 20
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
+LEAST_TEMPERATURE = 1e-4  # below, logits may overflow
+
+
+def _usable(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"temperature: 0, or at least {LEAST_TEMPERATURE}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_usable)]
 
 
 class Body(BaseModel):
@@ -39,7 +49,7 @@ class JsonSchema(Body):
     """A schema by name; it is enforced whether or not it is `strict`."""
 
     name: str = Field(max_length=64)
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool = True
 
@@ -67,7 +77,7 @@ class StructuredOutputs(Body):
         choice: Texts, of which it is one.
     """
 
-    json_: dict[str, Any] | bool | None = Field(None, alias="json")
+    json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     grammar: str | None = None
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
@@ -83,7 +93,7 @@ class SamplingBody(Body):
     """What all requests for text have in common; below the second line, extensions of OpenAI's fields.
 
     Attributes:
-        min_tokens: Tokens before any end.
+        min_tokens: Tokens before any end; stop strings are looked for behind their text.
         ignore_eos: Go on behind an end of text.
         stop_token_ids: Tokens that end a text as its end of text does.
         num_beams: A beam search of so many, whose results come at its end.
@@ -98,7 +108,7 @@ class SamplingBody(Body):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -111,12 +121,12 @@ class SamplingBody(Body):
 
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=10)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     num_beams: int = Field(1, ge=1, le=64)
-    length_penalty: float | None = None
+    length_penalty: float | None = Field(None, ge=-100, le=100)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, max_length=512)
     skip_special_tokens: bool = True

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from hf_paged.engine.engine import Engine
@@ -30,6 +31,17 @@ from hf_paged.server.settings import ServerSettings
 from hf_paged.server.wakeups import Wakeups
 
 T = TypeVar("T")
+# What a model's generation config may say of sampling, and a request doesn't.
+NEUTRAL = {
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_return_sequences": 1,
+}
 requests_log = logging.getLogger("hf_paged.server.requests")
 
 
@@ -63,7 +75,8 @@ class Serving:
         self.metrics = Metrics(self.engine, self.model_name)
         self.requests = RequestTable()
         self.is_draining = False
-        self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Wakeups] = weakref.WeakKeyDictionary()
+        self._wakeups: dict[asyncio.AbstractEventLoop, Wakeups] = {}  # replaced, never changed: see `_flush`
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
         self._num_starting = 0
         self._end_listening = self.engine.on_step(self._flush)
@@ -117,10 +130,7 @@ class Serving:
         most = self.settings.max_waiting
         if self.engine.num_waiting + self._num_starting >= most:
             raise queue_full(f"{most} requests are waiting: ask again later")
-        loop = asyncio.get_running_loop()
-        wakeups = self._wakeups.get(loop)
-        if wakeups is None:
-            wakeups = self._wakeups[loop] = Wakeups(loop, lambda: self.engine.is_handing_out)
+        wakeups = self._wakeups_here()
         self._num_starting += 1
         try:
             found = await self.in_thread(prompts)
@@ -146,6 +156,15 @@ class Serving:
             return generation
         finally:
             self._num_starting -= 1
+
+    def _wakeups_here(self) -> Wakeups:
+        """Those of the event loop that this runs in."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._wakeups:
+                live = {known: wakeups for known, wakeups in self._wakeups.items() if not known.is_closed()}
+                self._wakeups = live | {loop: Wakeups(loop, lambda: self.engine.is_handing_out)}
+            return self._wakeups[loop]
 
     async def _submit(self, generation: Generation) -> None:
         try:
@@ -176,7 +195,9 @@ class Serving:
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int) -> dict[str, Any]:
         arguments = submit_arguments(body, num_prompt_tokens, self.max_model_len, self._eos, self._pad, self.vocab_size)
-        return arguments | {"grammar": self._formats.of(body)}
+        own = self._model.generation_config
+        neutral = {name: value for name, value in NEUTRAL.items() if getattr(own, name, None) not in (None, value)}
+        return neutral | arguments | {"grammar": self._formats.of(body)}
 
     async def finished(self, request: Request, generation: Generation) -> None:
         """Waits for all texts.
@@ -214,7 +235,7 @@ class Serving:
             result = await handle(request)
             response = result if isinstance(result, Response) else JSONResponse(result)
             status = response.status_code
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):  # waiting for the answer, or in the midst of the body
             response = Response(status_code=499)
         except ApiError as error:
             response = error.response()
@@ -230,5 +251,6 @@ class Serving:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _flush(self) -> None:
-        for wakeups in list(self._wakeups.values()):
+        """On the engine's thread."""
+        for wakeups in self._wakeups.values():
             wakeups.flush()

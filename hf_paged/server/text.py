@@ -35,18 +35,19 @@ class Detokenizer:
         self._text = self._decode()
         if self._text.endswith(UNKNOWN):
             self._ids, self._text = [], ""
+        self._num_certain = len(self._ids)  # the characters of these are whole
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is certain with these tokens."""
-        num_before = len(self._ids)
         self._ids += token_ids
         text = self._decode()
         if text.endswith(UNKNOWN):
             return ""  # the rest of a character may come
         new, self._text = text[len(self._text) :], text
         if len(self._ids) > KEPT:
-            del self._ids[:num_before]  # what comes next is decoded behind these
+            del self._ids[: self._num_certain]  # what comes next is decoded behind the rest: whole characters
             self._text = self._decode()
+        self._num_certain = len(self._ids)
         return new
 
     def flush(self) -> str:

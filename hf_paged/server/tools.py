@@ -38,6 +38,10 @@ class Parser(Protocol):
     def end(self) -> list[Piece]:
         """What is left at the end."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is in the midst of a call."""
+
 
 def parser_of(body: ChatRequest, tokenizer: Any) -> Parser:
     """What reads the messages of a request."""
@@ -63,6 +67,8 @@ def _call(index: int, name: str, arguments: str) -> Piece:
 
 class _Content:
     """All of it is content."""
+
+    is_cut = False
 
     def feed(self, text: str) -> list[Piece]:
         return [{"content": text}] if text else []
@@ -100,6 +106,10 @@ class _ForcedCalls:
     def end(self) -> list[Piece]:
         return []
 
+    @property
+    def is_cut(self) -> bool:
+        return self._depth > 0 or not self._text.endswith("]")
+
     def _end_of_arguments(self) -> int:
         """How much of the text belongs to the arguments, an object."""
         for place, character in enumerate(self._text):
@@ -121,6 +131,8 @@ class _ForcedCalls:
 
 class _TaggedCalls:
     """Content, and calls as JSON between `<tool_call>` tags: what most templates ask for."""
+
+    is_cut = False  # such a call is content
 
     def __init__(self) -> None:
         self._before: StopStrings | None = StopStrings([OPEN])
@@ -150,7 +162,12 @@ class _TaggedCalls:
         pieces: list[Piece] = []
         while CLOSE in self._calls:
             inner, _, self._calls = self._calls.partition(CLOSE)
-            inner = inner.strip().removeprefix(OPEN)
+            between, is_behind_another, call = inner.partition(OPEN)
+            if is_behind_another:
+                inner = call
+                if between.strip():
+                    pieces.append({"content": between})
+            inner = inner.strip()
             try:
                 call = json.loads(inner)
                 name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
@@ -174,12 +191,18 @@ class _FirstCall:
     def end(self) -> list[Piece]:
         return self._without_others(self._parser.end())
 
+    @property
+    def is_cut(self) -> bool:
+        return self._parser.is_cut
+
     def _without_others(self, pieces: list[Piece]) -> list[Piece]:
         return [piece for piece in pieces if all(call["index"] == 0 for call in piece.get("tool_calls", ()))]
 
 
 class _ByTokenizer:
     """As the tokenizer's own schema reads it: at the end."""
+
+    is_cut = False
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

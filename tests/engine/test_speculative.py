@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import PATIENCE, Pair, join, logged_messages
-from models import PAD, VOCAB, build, name_of, ragged_batch, random_ids
+from models import PAD, VOCAB, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
 from test_engine import settle
 from torch import Tensor
 from transformers import (
+    GPT2LMHeadModel,
     LogitsProcessorList,
     MaxLengthCriteria,
     MinNewTokensLengthLogitsProcessor,
@@ -345,6 +346,67 @@ def test_draft_models_of_two_models(make_pair: MakePair) -> None:
         thread.start()
     join(*threads, seconds=3 * PATIENCE)
     assert len(found) == 6 and all(tokens == expected[index] for index, tokens in found)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("source", ["lookup", "model"])
+def test_stop_strings_of_several_tokens(source: str, is_drawn: bool, any_budget: None) -> None:
+    """Would break: criteria that look at the end of a row, and see what lies behind a shorter one's."""
+    tokenizer, stock = tiny_tokenizer(), tiny_lm()
+    prompts = ["Once upon a time, there was a", "The little girl", "Tom and Sam went to the park", "One day"]
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+    given = dict(tokenizer(prompts, return_tensors="pt", padding=True))
+    given |= {"max_new_tokens": 40, "do_sample": is_drawn, "temperature": 0.2, "tokenizer": tokenizer}
+    stops = [" the the", " to to", ",,", "e "] if is_drawn else [" the the"]
+    model, draft_model = hf_paged.patch(tiny_lm()), hf_paged.patch(tiny_lm())
+    drafts: Any = LOOKUP if source == "lookup" else {"assistant_model": draft_model}
+    for stop in stops:
+        torch.manual_seed(3)
+        expected, state = stock.generate(**given, stop_strings=[stop]), torch.get_rng_state()
+        torch.manual_seed(3)
+        assert model.generate(**given, stop_strings=[stop], **drafts).equal(expected)
+        assert torch.get_rng_state().equal(state)
+    assert model.paged.stats().num_draft_tokens
+
+
+@pytest.mark.parametrize("lacks", ["positions", "blocks"])
+def test_an_assistant_that_does_not_reach_as_far(lacks: str, pair: Pair) -> None:
+    """Would break: a call that fails where it can do without drafts."""
+    if lacks == "blocks":
+        assistant = hf_paged.patch(build("llama", layers=1), num_blocks=9, block_size=2)
+    else:
+        config = copy.deepcopy(build("gpt2").config)
+        config.n_positions = 24
+        assistant = hf_paged.patch(GPT2LMHeadModel(config).eval())
+    given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 30, "pad_token_id": PAD, "eos_token_id": None}
+    expected = pair.stock.generate(**given)
+    assert pair.paged.generate(**given, assistant_model=assistant).equal(expected)
+    assert pair.paged.paged.stats().num_draft_tokens and assistant.paged.stats().num_generated_tokens
+    assistant.paged.check_invariants()
+
+
+def test_models_that_assist_each_other_at_the_same_moment(pair: Pair) -> None:
+    """Would break: a look at the other one's calls that comes before its call is among them."""
+    models = pair.paged, hf_paged.patch(build("llama", layers=1, seed=9))
+    given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 40, "pad_token_id": PAD, "eos_token_id": None}
+    for _ in range(6):
+        barrier, errors = threading.Barrier(2), []
+
+        def ask(model: Any, other: Any) -> None:
+            barrier.wait()  # noqa: B023
+            try:
+                model.generate(**given, assistant_model=other)
+            except UnsupportedCallError as error:
+                errors.append(error)  # noqa: B023
+
+        threads = [threading.Thread(target=ask, args=both, daemon=True) for both in (models, models[::-1])]
+        for thread in threads:
+            thread.start()
+        join(*threads)
+        assert len(errors) < 2 and all("is itself assisted" in str(error) for error in errors)
+    for model in models:
+        model.paged.check_invariants()
+        assert model.paged.generate([[5, 6, 7]], max_new_tokens=2), "it waits for ever"
 
 
 def test_models_that_assist_each_other(pair: Pair) -> None:

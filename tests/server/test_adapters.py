@@ -79,6 +79,18 @@ def test_each_is_a_model(served: Served) -> None:
     assert 'generation_tokens_total{model_name="two"}' in served.http.get("/metrics").text
 
 
+def test_modules_to_save() -> None:
+    """Would break: what PEFT switches beside the layers that it adds to, taken for one of those."""
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(tiny_lm(), config, adapter_name="one").eval()
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["one"].weight.mul_(-1)
+    with serving(ServerSettings(model_name="base", adapters=("one",)), model) as running:
+        found = [running.complete(model=name, max_tokens=4, temperature=0) for name in ("one", "base", "one")]
+    first, base, again = (reply["choices"][0]["text"] for reply in found)
+    assert first == again != base == expected("base", "The door")[: len(base)]
+
+
 def test_all_at_once(served: Served) -> None:
     """Would break: rows of two adapters in one step; a request that never gets its turn; clients that leave."""
     before, wrong = served.engine.stats().num_steps, []

@@ -102,6 +102,29 @@ def streamed(served: Served, path: str = "/v1/completions", **body: Any) -> tupl
     return [parts[index] for index in sorted(parts)], found
 
 
+def test_the_models_own_settings_are_not_a_requests() -> None:
+    """Would break: fields whose default is another model's than OpenAI's, and that can't be set to it."""
+    model = tiny_lm()
+    own = {"do_sample": True, "min_p": 0.99, "min_new_tokens": 9, "typical_p": 0.2, "num_return_sequences": 2}
+    model.generation_config.update(**own)
+    given = {"max_tokens": NEW, "seed": 5}
+    with serving(ServerSettings(model_name="tiny"), model) as running:
+        assert texts(running.complete(**given)) == texts(running.complete(**given, min_p=0)) == stock(seed=5)
+        assert texts(running.complete(max_tokens=NEW, temperature=0)) == stock()
+        third = tiny_tokenizer()(PROMPT + stock()[0])["input_ids"][len(tiny_tokenizer()(PROMPT)["input_ids"]) + 2]
+        reply = running.complete(max_tokens=NEW, temperature=0, stop_token_ids=[third])
+        assert reply["usage"]["completion_tokens"] <= 3
+
+
+def test_stop_strings_behind_the_least_tokens(served: Served) -> None:
+    given = {"max_tokens": NEW, "temperature": 0, "stop": [" "]}
+    assert served.complete(**given)["usage"]["completion_tokens"] < 8
+    reply = served.complete(**given, min_tokens=8)
+    text, whole = texts(reply)[0], stock()[0]
+    assert reply["usage"]["completion_tokens"] >= 8 and whole.startswith(text) and " " in text
+    assert streamed(served, **given, min_tokens=8)[0] == [text]
+
+
 def test_greedy_texts_are_repeated(served: Served) -> None:
     reply = served.complete(max_tokens=NEW, temperature=0, n=3)
     assert texts(reply) == stock() * 3 and reply["usage"]["completion_tokens"] == 3 * NEW

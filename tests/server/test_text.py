@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from hf_paged.sampling.logprobs import TokenLogprobs
+from hf_paged.server.logprobs import TokenNames
 from hf_paged.server.replies import TextEvents, event
 from hf_paged.server.text import UNKNOWN, Detokenizer, StopStrings, decoder_of
 from hf_paged.server.wakeups import News
@@ -33,6 +37,38 @@ def test_pieces_are_the_text(text: str, prompt: str, cuts: set[int]) -> None:
         start = end
     assert UNKNOWN in text or not any(UNKNOWN in piece for piece in pieces)
     assert "".join([*pieces, detokenizer.flush()]) == expected
+
+
+def bytewise() -> Any:
+    """A tokenizer that knows three words, and bytes for the rest, as Llama 2's does."""
+    vocab = {"<unk>": 0, "▁the": 1, "b": 2} | {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    strip = decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(words=st.lists(st.sampled_from([1, 2, "😀", "é", "日"]), max_size=40))
+def test_characters_of_many_bytes(words: list[int | str]) -> None:
+    """Would break: the last byte of a character decoded together with the next one's."""
+    tokenizer = bytewise()
+    ids = [token for word in words for token in ([word] if type(word) is int else [b + 3 for b in str(word).encode()])]
+    detokenizer = Detokenizer(tokenizer, [1, 2])
+    pieces = [detokenizer.feed([token]) for token in ids]
+    assert " theb" + "".join([*pieces, detokenizer.flush()]) == " " + tokenizer.decode([1, 2, *ids])
+
+
+@pytest.mark.parametrize("make", [bytewise, tiny_tokenizer])
+def test_bytes_of_parts_of_characters(make: Any) -> None:
+    tokenizer, text = make(), "é日"
+    ids = [byte + 3 for byte in text.encode()]
+    if make is tiny_tokenizer:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    names = TokenNames(tokenizer)
+    said = names.chat([TokenLogprobs(token_id, -1.0) for token_id in ids])["content"]
+    assert bytes(byte for each in said for byte in each["bytes"]).decode() == text
+    assert UNKNOWN in "".join(each["token"] for each in said), "the tokens are whole characters"
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)

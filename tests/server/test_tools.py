@@ -42,6 +42,24 @@ def served() -> Iterator[Served]:
         running.settle()
 
 
+def is_whole(calls: list[Any]) -> bool:
+    """Whether the last one's arguments were not cut."""
+    try:
+        return isinstance(json.loads(calls[-1].function.arguments), dict)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 25}, {"max_tokens": 90, "stop": ["days"]}], ids=["limit", "stop"])
+def test_a_call_that_was_cut_is_no_call(served: Served, limit: dict[str, Any]) -> None:
+    """Would break: a client that is told of calls reads half of one."""
+    given: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS[:1], "tool_choice": NAMED, "seed": 2} | limit
+    choice = served.client.chat.completions.create(**given).choices[0]
+    chunks = list(served.client.chat.completions.create(**given, stream=True))
+    assert not is_whole(choice.message.tool_calls or []), "it is whole"
+    assert choice.finish_reason == chunks[-1].choices[0].finish_reason == ("stop" if "stop" in limit else "length")
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("is_parallel", [False, True])
 def test_forced_calls(served: Served, choice: Any, is_parallel: bool) -> None:
@@ -60,7 +78,8 @@ def test_forced_calls(served: Served, choice: Any, is_parallel: bool) -> None:
     num_ended = 0
     for each in reply.choices:
         calls = each.message.tool_calls or []
-        assert each.finish_reason == "tool_calls" and each.message.content is None
+        assert each.message.content is None
+        assert each.finish_reason == "length" or (each.finish_reason == "tool_calls" and is_whole(calls))
         assert arguments[each.index] == [call.function.arguments for call in calls if call.type == "function"]
         assert len(calls) == 1 or is_parallel
         for call in calls[: None if not is_parallel else -1]:
@@ -71,7 +90,7 @@ def test_forced_calls(served: Served, choice: Any, is_parallel: bool) -> None:
                 assert set(found) == {"town", "days"} and 1 <= found["days"] <= 9
             else:
                 assert found == {}
-    assert num_ended
+    assert num_ended and (is_parallel or any(each.finish_reason == "tool_calls" for each in reply.choices))
 
 
 def test_a_chat_that_goes_on_behind_calls(served: Served) -> None:
@@ -97,6 +116,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_
         ("No call, 1 < 2 <tool", "No call, 1 < 2 <tool", []),
         (f"Let me see. {CALL}\n{CALL}", "Let me see. ", ["weather", "weather"]),
         ("<tool_call>no JSON</tool_call>", "no JSON", []),
+        (f"{CALL} and {CALL}", " and ", ["weather", "weather"]),
         ('<tool_call>{"name": "cut', '{"name": "cut', []),
     ],
 )
@@ -160,6 +180,7 @@ def test_responses(served: Served) -> None:
     schema = {"type": "json_schema", "name": "a", "schema": {"enum": ["x", "y"]}}
     formed = served.client.responses.create(model="tiny", input="a", text={"format": schema})  # type: ignore[arg-type]
     assert json.loads(formed.output_text) in ("x", "y") and formed.status == "completed"
-    for field in ({"store": True}, {"previous_response_id": "a"}, {"tools": TOOLS}, {"input": []}):
+    long: Any = {"format": schema | {"name": "a" * 65}}
+    for field in ({"store": True}, {"previous_response_id": "a"}, {"tools": TOOLS}, {"input": []}, {"text": long}):
         refused = served.post("/v1/responses", {"input": "a"} | field)
         assert refused.status_code == 400 and next(iter(field)) in refused.json()["error"]["message"]

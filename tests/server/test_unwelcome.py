@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -64,6 +65,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"presence_penalty": 3}, "presence_penalty"),
     (COMPLETION, {"frequency_penalty": -3}, "frequency_penalty"),
     (COMPLETION, {"repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETION, {"repetition_penalty": 1e-40}, "repetition_penalty"),
+    (COMPLETION, {"temperature": 1e-40}, "temperature"),
+    (COMPLETION, {"num_beams": 2, "length_penalty": 1e308}, "length_penalty"),
+    (COMPLETION, {"structured_outputs": {"json": True}}, "structured_outputs.json"),
     (COMPLETION, {"logprobs": 21}, "logprobs"),
     (COMPLETION, {"max_tokens": 0, "echo": True}, "max_tokens"),
     (COMPLETION, {"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -152,6 +157,27 @@ def test_other_answers(served: Served) -> None:
         served.client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.NotFoundError):
         served.client.models.retrieve("other/one")
+
+
+def test_a_client_that_goes_away_in_its_body(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """Would break: an error of the server's for what is none."""
+    count = re.compile(rf'_total{{.*path="{CHAT}",status="499".*}} 1\.0')
+    host, port = served.url.removeprefix("http://").rstrip("/").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{{".encode())
+    eventually(lambda: count.search(served.http.get("/metrics").text), "it is not counted")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_event_loops_that_end() -> None:
+    """Would break: each loop that an app ever ran in is kept, and looked at in every step."""
+    model = hf_paged.patch(tiny_lm())
+    app = hf_paged.server.create_app(model, tiny_tokenizer(), model_name="tiny")
+    client = TestClient(app)  # not entered: a loop a request
+    for _ in range(5):
+        assert client.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    assert len(app.state.serving._wakeups) == 1
+    hf_paged.unpatch(model)
 
 
 def test_a_client_that_goes_away_frees_its_blocks(served: Served) -> None:

@@ -50,7 +50,7 @@ TRIALS.kept = None  # what a machine busy with tests measures is nothing to keep
 Make = Callable[[Any], dict[str, Any]]
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 20.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
+PATIENCE = 40.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
 
 
 def pytest_configure(config: pytest.Config) -> None:

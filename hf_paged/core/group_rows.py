@@ -55,6 +55,8 @@ class GroupRows:
             requests.append((sequence, num_tokens))
             budget = max(budget - num_tokens, 0)
             num_seqs -= 1
+        if not requests:
+            return False
         appends = [(sequence.seq_id, num_tokens) for sequence, num_tokens in requests]
         while manager.append_need(appends) > manager.pool.num_free:
             step.is_short = True
@@ -78,7 +80,7 @@ class GroupRows:
                     )
                 )
         self._note(step, group, step.budget - budget, len(requests))
-        return bool(requests)
+        return True
 
     def run_part(self, step: Step, group: SequenceGroup) -> bool:
         """Runs what fits of a group that does not fit the empty pool as a whole: its first sequences.

@@ -313,7 +313,7 @@ class StepLoop:
         owners = {id(owner): owner for owner in owners_of_rows}
         if isinstance(error, torch.OutOfMemoryError):
             is_first = self._token_limit is None
-            self._token_limit = max(1, step.num_tokens // 2)  # the next step is smaller
+            self._token_limit = max(self._pool.manager.least_chunk, step.num_tokens // 2)  # the next step is smaller
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if is_first and step.num_tokens > 1:

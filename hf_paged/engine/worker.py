@@ -146,7 +146,7 @@ class StepWorker:
         with ExitStack() as around:
             if between is None:  # no code of a caller's in between that could tell
                 around.enter_context(without_modes())
-                around.enter_context(self._executor.prepared())
+                around.enter_context(self._prepared())
             while self._leader == own and not done.is_set():
                 if loop.num_exclusive or self.pause.is_on:
                     break
@@ -164,6 +164,18 @@ class StepWorker:
                 pass  # a step that overlaps with the last one is over then, too
         else:
             self.resign()
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """See `BoundModel.prepared`. The worker's thread may run steps as soon as this one doesn't lead any more."""
+        with ExitStack() as scope:
+            with self.loop.holding(keeps_in_flight=True):
+                scope.enter_context(self._executor.prepared())
+            try:
+                yield
+            finally:
+                with self.loop.holding(keeps_in_flight=True):
+                    scope.close()
 
     def wait(self, consumer: LogitsConsumer, done: threading.Event, timeout: float | None = None) -> bool:
         """Blocks until `done` is set. The thread that has the step lock runs the steps meanwhile.

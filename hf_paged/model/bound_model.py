@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class BoundModel:
         self._mixers = Mixers(model, traits.mixers)
         self._is_plain = is_plain
         self._config = config
-        self._prepared_for: int | None = None  # the thread whose forwards find the model as they need it
+        self._prepared: tuple[int, ExitStack] | None = None  # the thread whose forwards find the model as they need it
         self._inside: int | None = None  # the thread that is in a step's forward
         self._compiled: Callable[..., Any] | None = None
         self.configs = attention_configs(model)
@@ -182,20 +182,33 @@ class BoundModel:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Around steps of this thread with no other code between them: what each does to the model is done once."""
+        """Around steps of this thread with no other code between them: what each does to the model is done once.
+
+        Entered and left with the step lock. A step of another thread, between two of this one's, ends it.
+        """
         if self._config.compile_decode:  # whose steps want the layers as they are
             yield
             return
-        with self._scopes():
-            self._prepared_for = threading.get_ident()
+        with ExitStack() as scopes:
+            self._take_over()
+            scopes.enter_context(self._entering())
+            self._prepared = own = threading.get_ident(), scopes
             try:
                 yield
             finally:
-                self._prepared_for = None
+                if self._prepared is own:
+                    self._prepared = None
+
+    def _take_over(self) -> None:
+        """Undoes what another thread has prepared. The step lock is held."""
+        if self._prepared is not None and self._prepared[0] != threading.get_ident():
+            (_, scopes), self._prepared = self._prepared, None
+            scopes.close()
 
     def _scopes(self) -> AbstractContextManager[None]:
         """What a forward of a step does to the model."""
-        return nullcontext() if self._prepared_for == threading.get_ident() else self._entering()
+        self._take_over()
+        return self._entering() if self._prepared is None else nullcontext()
 
     @contextmanager
     def _entering(self) -> Iterator[None]:
@@ -267,6 +280,7 @@ class BoundModel:
 
     def run_unpatched(self, *args: Any, twin: Twin | None = None, **kwargs: Any) -> Any:
         """The forward of the unpatched class; of a wrapper, on the twin that holds the call's state."""
+        self._take_over()
         with self._layers():
             if twin is None and self.wrapper is not None:  # nothing that is left on the model is this call's
                 twin = self.wrapper.twin(self.model, {})

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
 from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
+from transformers.utils import output_capturing
+from transformers.utils.output_capturing import _active_collector
 
 from hf_paged.kernels.layers import InputError
 
@@ -126,8 +128,18 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks look at its forwards, or change them."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS)
+    """Whether hooks look at its forwards, or change them.
+
+    Not those that transformers leaves where it has once captured hidden states, while it captures none.
+    """
+    if module._forward_pre_hooks or _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS:
+        return True
+    hooks = module._forward_hooks
+    return bool(hooks) and not (not _active_collector.get() and all(map(_captures, hooks.values())))
+
+
+def _captures(hook: Any) -> bool:
+    return getattr(hook, "__globals__", {}).get("__name__") == output_capturing.__name__
 
 
 def is_library_code(module: nn.Module) -> bool:
@@ -136,8 +148,13 @@ def is_library_code(module: nn.Module) -> bool:
 
 
 def is_of_library(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is torch's or transformers'."""
-    return all(
-        name.partition(".")[0] in ("torch", "transformers")
-        for name in (kind.__module__, getattr(kind.forward, "__module__", ""))
-    )
+    """Whether the forward of a class is torch's or transformers', with all that is wrapped around it.
+
+    Looks at functions' globals: a wrapper may have taken on the name, and the module's, of what it wraps.
+    """
+    names = [kind.__module__]
+    function: Any = kind.forward
+    while function is not None:
+        names.append(str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")))
+        function = getattr(function, "__wrapped__", None)
+    return all(name.partition(".")[0] in ("torch", "transformers") for name in names)

@@ -32,7 +32,9 @@ class PackedParameter(nn.Parameter):
     """What an ordinary parameter is while its elements lie elsewhere: the same object, by its class another.
 
     Whatever reads or writes elements (a forward that is not the engine's, `state_dict`, `.to()`, an optimizer, a copy,
-    pickling) first makes it an ordinary parameter again. Its own memory is one NaN.
+    pickling) first makes it an ordinary parameter again. Its own memory is one NaN, which is what is seen by the two
+    calls that torch lets nothing into: `torch.utils.dlpack.to_dlpack` (`torch.from_dlpack` is right) and
+    `Tensor._make_subclass`. `nn.Parameter(it)` is refused by torch the first time: it is to be given `it.detach()`.
     """
 
     unpack: Callable[[], Tensor]

@@ -168,6 +168,24 @@ def test_prompts_in_chunks(make: MakePair, name: str, arguments: dict[str, Any])
     assert max(pair.seen) <= 5
 
 
+@pytest.mark.parametrize(("name", "count"), [("lfm2", 7), ("qwen3_next", 15)])
+def test_steps_with_one_token_left(make: MakePair, name: str, count: int) -> None:
+    """Would break: a prompt that goes on with two tokens at least, beside decodes that leave one, and never does."""
+    pair = make(name, num_blocks=2000, max_num_batched_tokens=count + 1)
+    given = ragged_batch((40, 2)) | {"do_sample": True, "num_return_sequences": count, "max_new_tokens": 30}
+    found: list[Tensor] = []
+
+    def generate() -> None:
+        torch.manual_seed(0)
+        found.append(pair.paged.generate(**given, eos_token_id=None, pad_token_id=0))
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    join(thread)
+    torch.manual_seed(0)
+    assert torch.equal(found[0], pair.stock.generate(**given, eos_token_id=None, pad_token_id=0))
+
+
 def test_a_failed_step_is_computed_again(make: MakePair) -> None:
     """Would break: states that the layers before the one that failed have changed already."""
     pair = make("qwen3_next")

@@ -236,6 +236,43 @@ def test_no_way_back() -> None:
         manager(state_blocks=0)
 
 
+def test_a_budget_with_one_token_left() -> None:
+    """Would break: a prompt of which nothing runs in a step, taken for one that is in it, for ever."""
+    manager = StateBlockManager(64, 4, state_blocks=1)
+    scheduler = Scheduler(manager, 4, 8)
+
+    def extend(sequence: Sequence, count: int) -> None:
+        assert sequence.token_ids is not None
+        sequence.token_ids += range(3, 3 + count)
+        sequence.num_tokens += count
+        sequence.logits_from = sequence.num_tokens - 1
+        scheduler.wake(sequence.group)
+
+    def step() -> list[int]:
+        batch = scheduler.schedule()
+        scheduler.update(batch)
+        return list(batch.query_lens)
+
+    def begin(count: int) -> Sequence:
+        sequence = scheduler.new_sequence()
+        sequence.token_ids, sequence.num_at_once = [], count
+        sequence.is_wanted = True
+        extend(sequence, count)
+        return sequence
+
+    decoding = [begin(4) for _ in range(3)]
+    while step():
+        pass
+    prompt = begin(12)
+    assert step() == [4]
+    for sequence in decoding:
+        extend(sequence, 1)
+    assert step() == [1, 1, 1]
+    while step():
+        pass
+    assert prompt.num_computed_tokens == 12
+
+
 def test_other_models_have_none() -> None:
     """Would break: a step of a plain model that carries anything for states."""
     plain = Scheduler(BlockManager(4, 2), 8, 4)

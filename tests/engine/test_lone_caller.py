@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
+from conftest import Pair, join
 from models import random_ids
+from state_models import build_state_model
 from test_engine import ENDLESS, PATIENCE, SAMPLE, Gate, settle
 from test_generate_modes import NextToken
 from torch import Tensor
@@ -52,6 +53,25 @@ def threads_of_steps(pair: Pair) -> Iterator[list[str]]:
 
 def here(names: list[str]) -> bool:
     return set(names) == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("name", ["lfm2", "llama"])
+def test_another_thread_between_two_steps(make_pair: Callable[..., Pair], name: str) -> None:
+    """Would break: what one thread's steps have made of the model, undone or left for those of another."""
+    pair = make_pair(build_state_model(name) if name == "lfm2" else name, num_blocks=600)
+    ids, core = random_ids(2, 9), pair.engine.core
+    expected = pair.stock.generate(ids, max_new_tokens=6)
+    own = {key: value for key, value in vars(pair.paged.config).items() if "attn" in key}
+    found: list[Tensor] = []
+    with core.worker._prepared():
+        thread = threading.Thread(target=lambda: found.append(pair.paged.generate(ids, max_new_tokens=6)), daemon=True)
+        thread.start()
+        join(thread)
+        found.append(pair.paged.generate(ids, max_new_tokens=6))
+    assert len(found) == 2 and all(tokens.equal(expected) for tokens in found)
+    assert {key: value for key, value in vars(pair.paged.config).items() if "attn" in key} == own
+    assert core.bound._prepared is None
+    settle(pair)
 
 
 @pytest.mark.core

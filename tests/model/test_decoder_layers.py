@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -13,6 +14,7 @@ import pytest
 import torch
 from models import build, random_ids
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 import hf_paged
 from hf_paged import PagedCache
@@ -131,6 +133,44 @@ def test_small_weights(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Non
     calls.clear()
     assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
     assert not calls and not layers_of(model)
+
+
+@pytest.mark.parametrize("kind", [LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm])
+def test_a_forward_that_is_wrapped(kind: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a user's code around transformers' own, left out once it has done nothing."""
+    own, strength, count = kind.forward, [0.0], [0]
+
+    @functools.wraps(own)
+    def steered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return own(self, *args, **kwargs) + strength[0]
+
+    monkeypatch.setattr(kind, "forward", steered)
+    stock, model = build("llama"), patched("llama")
+    model.generate(IDS, **GREEDY)
+    strength[0], counts, found = 0.5, [], []
+    for one in (stock, model):
+        count[0] = 0
+        found.append(one.generate(IDS + 1, **GREEDY))
+        counts.append(count[0])
+    assert torch.equal(*found) and counts[0] == counts[1]
+
+
+def test_hidden_states_that_were_asked_for(calls: list[int]) -> None:
+    """Would break: layers that never come back to C (transformers leaves its hooks there), or that are not seen."""
+    stock, model = build("llama"), patched("llama")
+    for _ in range(2):
+        with torch.no_grad():
+            hidden = [one(IDS, output_hidden_states=True).hidden_states for one in (stock, model)]
+        assert all(map(torch.equal, *hidden)) and model.model.layers[0]._forward_hooks
+        calls.clear()
+        model.paged.reset_prefix_cache()
+        assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+        assert calls
+        details = GREEDY | {"output_hidden_states": True, "return_dict_in_generate": True}
+        steps = [one.generate(IDS, **details).hidden_states for one in (stock, model)]
+        for one, other in zip(*steps, strict=True):
+            assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(one, other, strict=True))
 
 
 def test_a_layer_that_computes_something_else(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_many_prompts():
     [(prompts, tokens, steps)] = numbers(r"(\d+) prompts, (\d+) new tokens in .* (\d+) model steps", output)
     assert prompts == 300
     assert 300 < tokens <= 1200
-    assert steps < 100, "the prompts did not share steps"
+    assert steps < prompts, "the prompts did not share steps"
     [(used, total)] = numbers(r"KV blocks at the peak: (\d+) of (\d+)", output)
     assert 0 < used < total
 

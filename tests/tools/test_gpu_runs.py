@@ -577,7 +577,7 @@ class Call:
 def test_a_call_that_is_killed_leaves_what_it_had(how: signal.Signals, tmp_path: Path) -> None:
     call = Call(tmp_path, one="", two="hang", three="")
     process = call.start()
-    wait_for(lambda: (call.state / "results" / "two").exists())
+    wait_for(lambda: call.rows().get("two") == "a")
     process.send_signal(how)
     process.communicate()
     assert call.rows() == {"one": "ab", "two": "a"}

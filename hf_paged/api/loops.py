@@ -174,7 +174,8 @@ def run_loop(
             named["generation_config"] = host.place_config(generation_config)
             host.place_items(call.processors, call.criteria)
         if cache is None:
-            return loop(prompt, **named)
+            with _private_draws(engine, states, call) if is_submitted else nullcontext():
+                return loop(prompt, **named)
         with deferred_interrupt(), engine.calls.decoding(cache, num_blocks):
             # The blocks go back while the call still counts as one that will return some: a call that waits for room
             # would otherwise find, for a moment, neither room nor a call to wait for.

@@ -981,3 +981,13 @@ def test_draws_depend_on_the_state_at_entry_alone(pair: Pair, arguments: dict[st
     first, second = (request.result(PATIENCE).sequences for request in unseeded)
     assert first == expected[1] and second not in expected, "the next request drew the same numbers"
     assert torch.equal(torch.get_rng_state(), state), "requests that ended in the background moved the generator"
+
+
+@pytest.mark.parametrize("arguments", [{"use_cache": False}, {"cache_implementation": "static"}], ids=name_of)
+def test_seeds_of_calls_that_stock_serves(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: a seed that is ignored, draws from a generator that others use."""
+    ids, given = random_ids(1, 6), SAMPLE | {"max_new_tokens": 8} | arguments
+    torch.manual_seed(5)
+    expected, state = stock_rows(pair.stock, ids, **given), torch.get_rng_state()
+    request = pair.engine.submit(ids, seed=5, **given)
+    assert request.result(PATIENCE).sequences == expected and torch.equal(torch.get_rng_state(), state)

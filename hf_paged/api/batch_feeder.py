@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from hf_paged.api.batch_request import BatchRequest
-from hf_paged.api.batch_results import BatchResults
+from hf_paged.api.batch_results import BatchResults, request_of
 from hf_paged.core.errors import QueueFullError
 from hf_paged.engine.request import Request
 
@@ -44,42 +44,49 @@ class BatchFeeder:
         self._numbers = itertools.count()
 
     def new_id(self) -> str:
-        """An id that no request has or had."""
-        return next(name for i in self._numbers if (name := f"req_{i}") not in self._live)
+        """An id that no request has, nor an output that waits to be taken."""
+        names = (f"req_{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._live and not self._results.holds(name))
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request has not ended."""
-        return request_id in self._live
+        """Whether a request has not ended; also by the id of one of its sequences."""
+        return request_id in self._live or request_of(request_id) in self._live
 
-    def add(self, request: BatchRequest) -> None:
-        """Queues a request.
+    def add(self, request: BatchRequest) -> bool:
+        """Queues a request; returns whether it did: not once no more are taken.
 
         Raises:
             ValueError: Its id is in use.
             queue.Full: The queue was full for 10 seconds.
         """
         limit = request.batching.max_queue_size
+
+        def is_closed() -> bool:
+            return self.status.can_accept_new_requests() is not None
+
         with self._news:
-            if limit and not self._news.wait_for(lambda: len(self._pending) < limit, _QUEUE_SECONDS):
+            if limit and not self._news.wait_for(lambda: len(self._pending) < limit or is_closed(), _QUEUE_SECONDS):
                 raise Full
+            if is_closed():
+                return False
             before = self._live.get(request.request_id)
             if before is not None and not before.is_over:
                 raise ValueError(f"request_id {request.request_id!r} is running already")
             self._live[request.request_id] = request
             self._pending.append(request)
             self._news.notify_all()
+            return True
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request within a step. It has no output."""
+        """Ends a request within a step. It has no output: those that nothing has taken are dropped."""
         with self._news:
-            request = self._live.pop(request_id, None)
-            if request is None:
-                return
-            request.is_dropped = True
-            if request in self._pending:
-                self._pending.remove(request)
-            handle = request.handle
-            self._news.notify_all()
+            request, handle = self._live.pop(request_id, None), None
+            if request is not None:
+                request.is_dropped = True
+                if request in self._pending:
+                    self._pending.remove(request)
+                handle = request.handle
+                self._news.notify_all()
         self._results.forget(request_id)
         self._results.wake()
         if handle is not None:
@@ -154,7 +161,7 @@ class BatchFeeder:
         """On whatever thread has news of a request: only hands them on."""
         if not request.is_dropped:
             for output in request.take(handle.events_since(request.num_events)):
-                self._results.deliver(output)
+                self._results.deliver(output, lambda: not request.is_dropped)
         if handle.is_done:
             self._finish(request, None)
 
@@ -165,7 +172,7 @@ class BatchFeeder:
             request.is_over = True
         if is_wanted:
             for output in self._outputs(request, handle, error):
-                self._results.deliver(output)
+                self._results.deliver(output, lambda: not request.is_dropped)
         with self._news:  # not before its outputs are there: until then they are waited for
             if self._live.get(request.request_id) is request:
                 del self._live[request.request_id]
@@ -193,10 +200,11 @@ class BatchFeeder:
             for request in left:
                 request.is_over = True
             self._pending.clear()
+            self._news.notify_all()
         for request in left:
             handle = request.handle
             for output in request.failures(error):
-                self._results.deliver(output)
+                self._results.deliver(output, lambda own=request: not own.is_dropped)  # type: ignore[misc]
             if handle is not None:
                 handle.cancel()
         with self._news:

@@ -194,8 +194,10 @@ class PagedBatchManager(ContinuousBatchingManager):
         check_config(config, self.continuous_batching_config.return_logprobs)
         name = self._feeder.new_id() if request_id is None else request_id
         batching = self.continuous_batching_config
-        self._feeder.add(BatchRequest(name, input_ids, config, batching, streaming, record_timestamps))
-        return name
+        if self._feeder.add(BatchRequest(name, input_ids, config, batching, streaming, record_timestamps)):
+            return name
+        logger.warning(f"The manager was stopped meanwhile. A request with {len(input_ids)} tokens is dropped.")
+        return None
 
     def add_requests(
         self,
@@ -213,7 +215,7 @@ class PagedBatchManager(ContinuousBatchingManager):
         return [name for name in ids if name is not None]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request within a step. It has no output."""
+        """Ends a request within a step. It has no output: those that nothing has taken are dropped."""
         self._feeder.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:

@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged.api.batch_manager import PagedBatchManager
 from hf_paged.api.batch_request import with_settings
+from hf_paged.api.batch_results import request_of
 
 MANAGER = "_cached_continuous_batching_manager"  # of a model: transformers' own name
 
@@ -119,10 +120,11 @@ class PagedBatchMixin:
             tqdm(total=total, disable=not progress_bar, desc=f"Solving {total} requests", unit="request") as bar,
         ):
             ids = manager.add_requests(inputs, record_timestamps=record_timestamps)
+            order = {name: index for index, name in enumerate(ids)}
             while len(results) < total and (output := manager.get_result()) is not None:
-                results[output.request_id] = output
-                bar.update()
-        order = {name: index for index, name in enumerate(ids)}
-        parent = {name: name.partition("__child#")[0] for name in results}
-        arrived = sorted(results, key=lambda name: order[parent[name]])  # stable: a request's own are in their order
+                # A manager that was kept may have others'.
+                if output.is_finished() and request_of(output.request_id) in order:
+                    results[output.request_id] = output
+                    bar.update()
+        arrived = sorted(results, key=lambda name: order[request_of(name)])  # stable: a request's own stay in order
         return {name: results[name] for name in arrived}

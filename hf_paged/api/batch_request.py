@@ -11,6 +11,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from hf_paged.api.batch_results import CHILD
 from hf_paged.engine.request import Request, RequestOutput, TokenEvent
 
 # What `generate()` would take from the model's own generation config, and the batch API does not: it is given all.
@@ -143,7 +144,7 @@ class BatchRequest:
     def _names(self) -> list[str]:
         """Names of its results, the best one first."""
         num_children = (self.config.num_return_sequences or 1) - 1
-        return [self.request_id, *(f"{self.request_id}__child#{i}" for i in range(num_children))]
+        return [self.request_id, *(f"{self.request_id}{CHILD}{i}" for i in range(num_children))]
 
     def _output(
         self,

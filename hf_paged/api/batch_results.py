@@ -12,6 +12,12 @@ from contextlib import suppress
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 OutputHandler = Callable[[GenerationOutput], None]
+CHILD = "__child#"  # in the id of a request's further sequences, behind its own
+
+
+def request_of(name: str) -> str:
+    """The id of the request that an output of this name is of."""
+    return name.partition(CHILD)[0]
 
 
 class BatchResults:
@@ -22,9 +28,11 @@ class BatchResults:
         self._outputs: deque[GenerationOutput] = deque()
         self._handlers: dict[str, tuple[OutputHandler, asyncio.AbstractEventLoop]] = {}
 
-    def deliver(self, output: GenerationOutput) -> None:
-        """Hands one on; calls nothing of a user's. From any thread."""
+    def deliver(self, output: GenerationOutput, is_wanted: Callable[[], bool]) -> None:
+        """Hands one on, if it is still wanted; calls nothing of a user's. From any thread."""
         with self._condition:
+            if not is_wanted():
+                return
             handler = self._handlers.get(output.request_id)
             if handler is None:
                 self._outputs.append(output)
@@ -77,9 +85,15 @@ class BatchResults:
                 self._call(own, output)
 
     def forget(self, request_id: str) -> None:
-        """Drops the handler of a request that will have no output."""
+        """Drops the handlers of a request, and its outputs that nothing has taken."""
         with self._condition:
-            self._handlers.pop(request_id, None)
+            self._handlers = {name: own for name, own in self._handlers.items() if request_of(name) != request_id}
+            self._outputs = deque(output for output in self._outputs if request_of(output.request_id) != request_id)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether outputs of a request wait to be taken."""
+        with self._condition:
+            return any(request_of(output.request_id) == request_id for output in self._outputs)
 
     def _call(self, handler: tuple[OutputHandler, asyncio.AbstractEventLoop], output: GenerationOutput) -> None:
         callback, loop = handler

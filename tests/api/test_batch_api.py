@@ -238,6 +238,72 @@ def test_cancel(make_pair: MakePair) -> None:
         manager.cancel_request("twice")
 
 
+def test_nothing_of_a_cancelled_request_is_left(pair: Pair) -> None:
+    """Would break: outputs of an old prompt for a new request of its id, and for those of the next session."""
+    settings = config(eos_token_id=-1)
+    with pair.paged.continuous_batching_context_manager(settings, persistent_manager=True) as manager:
+        for ends in (False, True):
+            name = manager.add_request(PROMPTS[0], "chat", 200 if not ends else 5, streaming=True)
+            assert manager.get_result(name, timeout=PATIENCE) is not None
+            while ends and manager._feeder.is_live(name):
+                time.sleep(0.001)
+            manager.cancel_request(name)
+            assert manager.get_result(name, timeout=0.01) is None
+            manager.add_request(PROMPTS[1], "chat", 3, streaming=True)
+            outputs = list(manager.request_id_iter("chat"))
+            assert [len(output.generated_tokens) for output in outputs] == [1, 2, 3, 3]
+            assert {tuple(output.prompt_ids) for output in outputs} == {tuple(PROMPTS[1])}
+        manager.add_request(PROMPTS[0], "left", 2, streaming=True)
+        manager.add_request(PROMPTS[0], "req_1", 2)
+    assert list(pair.paged.generate_batch(PROMPTS[:2], settings)) == ["req_0", "req_2"], "ids that wait are not new"
+
+
+def test_generate_batch_behind_one_that_was_ended(pair: Pair) -> None:
+    """Would break: failed outputs of the session before, taken for results."""
+    settings = config(eos_token_id=-1)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pair.paged.continuous_batching_context_manager(settings, persistent_manager=True) as manager,
+    ):
+        pair.paged._cached_continuous_batching_manager = manager
+        manager.add_requests(PROMPTS, 240)
+        raise KeyboardInterrupt
+    for _ in range(2):
+        found = pair.paged.generate_batch(PROMPTS[:2], settings, persistent_manager=True)
+        assert [len(output.generated_tokens) for output in found.values()] == [9, 9]
+
+
+def test_results_of_further_sequences_are_waited_for(pair: Pair) -> None:
+    """Would break: no result of a child, for who asks while its request runs."""
+    settings = config(eos_token_id=-1, do_sample=True, num_return_sequences=2, max_new_tokens=60)
+    with pair.paged.continuous_batching_context_manager(settings) as manager:
+        name = manager.add_request(PROMPTS[0])
+        assert len(manager.get_result(f"{name}__child#0", timeout=PATIENCE).generated_tokens) == 60
+        name = manager.add_request(PROMPTS[0], streaming=True)
+        assert len(list(manager.request_id_iter(f"{name}__child#0"))) == 61
+
+
+def test_stop_while_requests_wait_for_the_queue(make_pair: MakePair) -> None:
+    """Would break: a request that is taken by a manager that has ended, and is lost."""
+    pair = make_pair(max_num_seqs=1)
+    limit = ContinuousBatchingConfig(max_queue_size=1)
+    manager = pair.paged.init_continuous_batching(config(max_new_tokens=240, eos_token_id=-1), limit)
+    manager.start()
+    names: list[str | None] = []
+    threads = [
+        threading.Thread(target=lambda: names.append(manager.add_request(PROMPTS[0])), daemon=True) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    while not manager._feeder._pending:
+        time.sleep(0.001)
+    manager.stop(hard_stop=True, timeout=PATIENCE)
+    join(*threads, seconds=5)  # and not the ten seconds that a place is waited for
+    failed = {output.request_id for output in iter(lambda: manager.get_result(timeout=0.01), None)}
+    assert failed == {name for name in names if name is not None} and None in names
+    assert not manager._feeder._live and not manager._feeder._pending
+
+
 def test_stop(make_pair: MakePair) -> None:
     """Would break: requests lost by a stop, tokens generated behind a hard one, requests taken after it."""
     pair = make_pair(max_num_seqs=2)

@@ -143,6 +143,14 @@ class PagedGenerationMixin(PagedBatchMixin):
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return PagedGenerationMixin._generate(self, *args, **kwargs)
+        except (AttributeError, TypeError) as error:
+            if isinstance(self, PagedGenerationMixin):
+                raise
+            raise RuntimeError("the model was unpatched while this call was running") from error
+
+    def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_submitted = PREPARES_ONLY.get()  # its prompt is on the CPU
         if not is_submitted:
             self.paged.core.check_outside()

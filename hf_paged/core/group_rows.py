@@ -28,6 +28,9 @@ class GroupRows:
         `first` was given what the prefix cache has of it already.
         """
         if group.is_split and group.is_recomputable:
+            least, wanted = self._manager.least_chunk, [s.num_wanted_tokens for s in group.sequences]
+            if not any(0 < min(number, least) <= step.budget for number in wanted):
+                return False  # which takes no blocks from others
             while not self.run_part(step, group):
                 if step.moves.swap_ins or not self._preemption.preempt_for(group, step):
                     return False
@@ -100,8 +103,10 @@ class GroupRows:
         requests: list[tuple[Sequence, int]] = []
         budget, need = step.budget, 0
         for sequence in wanted:
-            if budget < min(sequence.num_wanted_tokens, manager.least_chunk) or len(requests) == step.num_seqs:
+            if len(requests) == step.num_seqs:
                 break
+            if budget < min(sequence.num_wanted_tokens, manager.least_chunk):
+                continue
             is_new = sequence.num_computed_tokens == 0
             if is_new:
                 self.begin(sequence)

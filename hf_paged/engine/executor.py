@@ -161,6 +161,11 @@ class StepExecutor:
         """See `BoundModel.prepared`."""
         return self._model.prepared()
 
+    @property
+    def is_prepared(self) -> bool:
+        """See `BoundModel.is_prepared`."""
+        return self._model.is_prepared
+
     def launch(self, batch: Batch, called: CalledForward | None = None) -> Any:
         """Queues a step. Takes it back if anything raises. The step lock is held.
 

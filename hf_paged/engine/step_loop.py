@@ -20,6 +20,7 @@ from hf_paged.engine.decoding_loop import ARRIVAL_GAP, DecodingLoops
 from hf_paged.engine.executor import LogitsConsumer, StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 
+SLICE_SECONDS = 0.005  # after which a thread that waits for the step lock looks whether it still needs it
 FAULT_SECONDS = 5.0  # that a step may take to fail by itself, when another rank is gone
 ROOM_SECONDS = 5.0  # without any step, after which a group that finds no room beside what callers hold is refused
 
@@ -118,6 +119,16 @@ class StepLoop:
         finally:
             self._holder = outer
             self._lock.release()
+
+    def do_while(self, is_needed: Callable[[], bool], action: Callable[[], None]) -> None:
+        """Does something with the step lock, unless it isn't needed any more when that is had."""
+        while is_needed():
+            if self._lock.acquire(timeout=SLICE_SECONDS):
+                try:
+                    action()
+                finally:
+                    self._lock.release()
+                return
 
     def _acquire(self, timeout: float | None) -> bool:
         return self._lock.acquire(timeout=-1 if timeout is None else timeout)

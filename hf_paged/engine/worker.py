@@ -173,9 +173,8 @@ class StepWorker:
                 scope.enter_context(self._executor.prepared())
             try:
                 yield
-            finally:
-                with self.loop.holding(keeps_in_flight=True):
-                    scope.close()
+            finally:  # a step of another thread may have undone it by then
+                self.loop.do_while(lambda: self._executor.is_prepared, scope.close)
 
     def wait(self, consumer: LogitsConsumer, done: threading.Event, timeout: float | None = None) -> bool:
         """Blocks until `done` is set. The thread that has the step lock runs the steps meanwhile.

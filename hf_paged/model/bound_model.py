@@ -199,16 +199,22 @@ class BoundModel:
                 if self._prepared is own:
                     self._prepared = None
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether this thread has prepared the model, and no step of another one has ended that."""
+        prepared = self._prepared
+        return prepared is not None and prepared[0] == threading.get_ident()
+
     def _take_over(self) -> None:
         """Undoes what another thread has prepared. The step lock is held."""
-        if self._prepared is not None and self._prepared[0] != threading.get_ident():
-            (_, scopes), self._prepared = self._prepared, None
-            scopes.close()
+        if self._prepared is not None and not self.is_prepared:
+            self._prepared[1].close()
+            self._prepared = None  # last: until then that thread waits
 
     def _scopes(self) -> AbstractContextManager[None]:
         """What a forward of a step does to the model."""
         self._take_over()
-        return self._entering() if self._prepared is None else nullcontext()
+        return nullcontext() if self.is_prepared else self._entering()
 
     @contextmanager
     def _entering(self) -> Iterator[None]:

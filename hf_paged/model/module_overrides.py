@@ -148,7 +148,7 @@ def is_library_code(module: nn.Module) -> bool:
 
 
 def is_of_library(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is torch's or transformers', with all that is wrapped around it.
+    """Whether the forward of a class is torch's or transformers', with all that is wrapped around it but by `patch`.
 
     Looks at functions' globals: a wrapper may have taken on the name, and the module's, of what it wraps.
     """
@@ -157,4 +157,4 @@ def is_of_library(kind: type[nn.Module]) -> bool:
     while function is not None:
         names.append(str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")))
         function = getattr(function, "__wrapped__", None)
-    return all(name.partition(".")[0] in ("torch", "transformers") for name in names)
+    return all(name.partition(".")[0] in ("torch", "transformers", "hf_paged") for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 # What is asked of a parameter without its elements. Everything else brings them back.
 _METADATA = frozenset(
     {

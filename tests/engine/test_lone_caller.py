@@ -13,7 +13,7 @@ import torch
 from conftest import Pair, join
 from models import random_ids
 from state_models import build_state_model
-from test_engine import ENDLESS, PATIENCE, SAMPLE, Gate, settle
+from test_engine import ENDLESS, PATIENCE, SAMPLE, Gate, eventually, settle
 from test_generate_modes import NextToken
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -49,6 +49,8 @@ def threads_of_steps(pair: Pair) -> Iterator[list[str]]:
         patch.setattr(StepExecutor, "launch", note)
         yield names
     settle(pair)
+    loop = pair.engine.core.worker.loop
+    eventually(lambda: loop.is_free and not loop.has_work, "the worker's thread is still in a turn")
 
 
 def here(names: list[str]) -> bool:

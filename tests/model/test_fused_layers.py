@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import repaired_interpreter
+from library_code import as_library_code
 from models import MODELS, build, random_ids
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -246,7 +247,7 @@ class _Reversed(Phi3MLP):
 def pass_for_library_code(monkeypatch: pytest.MonkeyPatch, *classes: type) -> None:
     for kind in classes:
         monkeypatch.setattr(kind, "__module__", "transformers.models")
-        monkeypatch.setattr(kind.forward, "__module__", "transformers.models")
+        monkeypatch.setattr(kind, "forward", as_library_code(kind.forward))
 
 
 @pytest.mark.parametrize("kind", [_Clamped, _Bounded, _Scaled, _Centred, _Reversed])

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import assert_same
+from library_code import as_library_code
 from models import random_ids
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -753,7 +754,8 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool]]:
     found: set[tuple[bool, bool]] = set()
     original = LlamaDecoderLayer.forward
 
-    @wraps(original)  # with its name, it passes for transformers' own
+    @as_library_code
+    @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_sentinel(kwargs.get("attention_mask")):
             found.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))

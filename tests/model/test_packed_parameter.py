@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -270,3 +272,29 @@ def test_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="the kernel can't be compiled here"):
         patch(model, packed_weights="replace")
     assert type(model).__module__.startswith("transformers")
+
+
+FORK = """
+import os, threading
+from hf_paged.model import packed_parameter
+
+has_it, is_over = threading.Event(), threading.Event()
+
+def hold():
+    with packed_parameter._LOCK:
+        has_it.set()
+        is_over.wait(0.3)
+
+threading.Thread(target=hold, daemon=True).start()
+has_it.wait()
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if packed_parameter._LOCK.acquire(timeout=5) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_while_a_weight_is_read() -> None:
+    """Would break: a child that waits for ever for a lock of a thread that it doesn't have."""
+    result = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "0\n", result.stderr

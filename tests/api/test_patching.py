@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 import hf_paged
+from hf_paged.api import generation
 from hf_paged.attention.paged_attention import attention_configs
 
 MakePair = Callable[..., Pair]
@@ -555,3 +556,18 @@ def test_base_model_is_left_alone() -> None:
     assert type(model.model) is LlamaModel
     assert type(build("llama")) is LlamaForCausalLM and not hasattr(build("llama"), "paged")
     assert "paged" not in vars(LlamaForCausalLM)
+
+
+def test_a_call_that_is_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: an error about the inside of the package, for a call that another thread's `unpatch()` meets."""
+    model = hf_paged.patch(build("llama"))
+    original = generation.end_of_preparation
+
+    def end() -> Any:
+        hf_paged.unpatch(model)
+        return original()
+
+    monkeypatch.setattr(generation, "end_of_preparation", end)
+    with pytest.raises(RuntimeError, match="was unpatched while this call was running"):
+        model.generate(random_ids(1, 5), max_new_tokens=2)
+    assert model.generate(random_ids(1, 5), max_new_tokens=2).shape == (1, 7)

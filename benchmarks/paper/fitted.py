@@ -11,6 +11,7 @@ from simulation import Work
 from hf_paged.core.sequence import SequenceGroup
 
 FITTED = "step", "decode", "prompt", "kv", "pair"
+REWEIGHTED = 10  # times; the first time errors are relative to what was measured
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,22 @@ class Fitted:
 
     @classmethod
     def to(cls, steps: list[tuple[Work, float]]) -> Fitted:
-        """By least squares of the relative error, so that short steps count as much as long ones; none below zero."""
+        """By least squares of the error relative to the prediction; none below zero.
+
+        Relative, so that short steps count as much as long ones. Relative to what was measured, a step would count
+        the less the longer it was held up, and sums would come out too low.
+        """
         rows = np.array([_row(work) for work, _ in steps], dtype=float)
         seconds = np.array([took for _, took in steps])
-        scaled = rows / seconds[:, None]
-        kept = list(range(rows.shape[1]))
-        while True:
-            found = np.linalg.lstsq(scaled[:, kept], np.ones(len(steps)), rcond=None)[0]
-            if (found >= 0).all():
-                break
-            del kept[int(found.argmin())]
+        predicted = seconds
+        for _ in range(REWEIGHTED):
+            kept = list(range(rows.shape[1]))
+            while True:
+                found = np.linalg.lstsq(rows[:, kept] / predicted[:, None], seconds / predicted, rcond=None)[0]
+                if (found >= 0).all():
+                    break
+                del kept[int(found.argmin())]
+            predicted = rows[:, kept] @ found
         values = dict(zip(kept, found.tolist()))
         return cls(*(values.get(i, 0.0) for i in range(rows.shape[1])))
 

@@ -221,6 +221,10 @@ def test_costs_are_fitted() -> None:
     assert found.row() == pytest.approx(truth.row(), abs=1e-3)
     noisy = Fitted.to([(work, 1e-3 * rng.uniform(0.5, 2)) for work in works])
     assert min(noisy.row().values()) >= 0
+    held_up = [(work, truth.seconds(work) * (4 if n % 10 == 0 else 1)) for n, work in enumerate(works * 10)]
+    found = Fitted.to(held_up)
+    sums = sum(found.seconds(work) for work, _ in held_up), sum(took for _, took in held_up)
+    assert sums[0] == pytest.approx(sums[1], rel=0.05), "not below, for all that few steps are far above the others"
 
 
 @pytest.mark.parametrize(

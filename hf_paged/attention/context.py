@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.backends.registry import PagedStep
+from hf_paged.attention.wanted import WantedTokens
 
 _MARK = "is_hf_paged_sentinel"
 
@@ -23,10 +24,13 @@ class ForwardContext:
     Attributes:
         step: Writes keys and values, and attends.
         sentinel: The `attention_mask` that this forward, and no other, was given.
+        wanted: The tokens whose logits are wanted, where they are few and nothing but those can be seen behind the
+            last layer.
     """
 
     step: PagedStep
     sentinel: Tensor
+    wanted: WantedTokens | None = None
 
 
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("hf_paged_forward", default=None)
@@ -42,7 +46,9 @@ class _Staying(Tensor):
 
 
 @contextmanager
-def forward_context(step: PagedStep, device: torch.device, is_moved: bool = False) -> Iterator[Tensor]:
+def forward_context(
+    step: PagedStep, device: torch.device, is_moved: bool = False, wanted: WantedTokens | None = None
+) -> Iterator[Tensor]:
     """Within it, attention called with the mask that it yields runs over this step; on this thread only.
 
     The mask has no content. It is the one argument that every model hands down to its attention (some drop extra
@@ -53,12 +59,13 @@ def forward_context(step: PagedStep, device: torch.device, is_moved: bool = Fals
         step: The step.
         device: Where the model's inputs are.
         is_moved: Whether inputs are moved from device to device on their way.
+        wanted: See `ForwardContext`.
     """
     sentinel = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
     if is_moved:
         sentinel = sentinel.as_subclass(_Staying)
     setattr(sentinel, _MARK, True)
-    token = _CURRENT.set(ForwardContext(step, sentinel))
+    token = _CURRENT.set(ForwardContext(step, sentinel, wanted))
     try:
         yield sentinel
     finally:
@@ -99,7 +106,12 @@ def current_step(mask: Tensor) -> PagedStep:
     Raises:
         RuntimeError: It runs on another thread, or is over.
     """
+    return current_context(mask).step
+
+
+def current_context(mask: Tensor) -> ForwardContext:
+    """All that its layers share; raises as `current_step` does."""
     context = _CURRENT.get()
     if context is None or context.sentinel is not mask:
         raise RuntimeError("paged attention was called outside of the forward, or off the thread, that its mask is of")
-    return context.step
+    return context

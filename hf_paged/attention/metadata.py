@@ -293,9 +293,12 @@ class AttentionMetadata:
     def by_token(self, rows: np.ndarray) -> tuple[AttentionMetadata, np.ndarray]:
         """Each new token of some of the sequences as a sequence that ends with it; and where these are in the batch."""
         tokens = np.nonzero(np.isin(self._token_rows, rows))[0]
+        return self.of_tokens(tokens), tokens
+
+    def of_tokens(self, tokens: np.ndarray) -> AttentionMetadata:
+        """Some of the new tokens, by their place in the batch, each as a sequence that ends with it."""
         tables, lens = self.host_tables[self._token_rows[tokens]], self._positions[tokens] + 1
-        own = AttentionMetadata(tables, np.ones_like(lens), lens, self.block_size, self.null_block, self._device)
-        return own, tokens
+        return AttentionMetadata(tables, np.ones_like(lens), lens, self.block_size, self.null_block, self._device)
 
     def alike(self, first: int = 0) -> list[np.ndarray]:
         """Sequences from number `first` on in lists of similar query and context length, which padding costs little."""

@@ -100,19 +100,18 @@ class CPUDecoderLayer:
         self._dtype = layers.dtype
         self._settings = own = settings
         self._width = own.norms[0].weight.shape[0]
-        columns = [one.panels.columns for one in (own.query, own.key, own.gate)]
-        query_width, key_width, gate_width = columns
-        self._heads = query_width // own.head_dim, key_width // own.head_dim
+        query_width, key_width, gate_width = (one.panels.columns for one in (own.query, own.key, own.gate))
         # No kernel writes over what it reads: compilers don't vectorise such loops.
         attention_widths, mlp_widths = [query_width, key_width] * 2, [gate_width] * 3
         self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths)
         normed, projected, middle, query, key, normed_query, normed_key, gate, up, gated_up = places
+        heads_at = normed, (query, normed_query), (key, normed_key)
+        self._all_heads = _Heads(layers, linears, own, *heads_at)
+        self._queries = _Heads(layers, linears, own, *heads_at, has_keys=False)
+        self._keys_and_values = _Heads(layers, linears, own, *heads_at, has_queries=False)
         norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
-        self._first_norm = _norm(own.norms[0], normed)
         self._second_norm = _norm(own.norms[1], normed)
         self._second_norm.input = middle
-        heads = [*zip((own.query, own.key, own.value), (query, key, 0), strict=True)]
-        to_heads, (_, _, self._to_value) = _product(linears, normed, *heads)
         self._project, _ = _product(linears, 0, (own.projection, projected))
         to_mlp, _ = _product(linears, normed, (own.gate, gate), (own.up, up))
         to_result, _ = _product(linears, gated_up, (own.down, projected))
@@ -127,40 +126,10 @@ class CPUDecoderLayer:
             linear=linear,
             cubic=cubic,
         )
-        self._head_norms: list[RMSNorm] = []
-        turned = query, key
-        if own.head_norms is not None:
-            turned = normed_query, normed_key
-            self._head_norms = [_norm(one, place) for one, place in zip(own.head_norms, turned, strict=True)]
-            for one, place in zip(self._head_norms, (query, key), strict=True):
-                one.input = place
-        self._rotary = Rotary(
-            query=turned[0],
-            key=turned[1],
-            query_heads=self._heads[0],
-            key_heads=self._heads[1],
-            dim=own.head_dim,
-            query_token=query_width,
-            query_head=own.head_dim,
-            key_token=key_width,
-            key_head=own.head_dim,
-            interleaved=own.interleaved,
-            rounds=own.rounds,
-        )
         self._first_add = Add(second=projected, output=middle)
         self._second_add = Add(first=middle, second=projected)
         product = linears.function
-        self._by_rows = [self._first_norm, self._second_norm, self._gate, to_heads, self._project, to_mlp, to_result]
-        self._all = [*self._by_rows, self._rotary, *self._head_norms, self._first_add, self._second_add]
-        self._before = _Calls(
-            layers.compiled,
-            [
-                (norm, self._first_norm),
-                (product, to_heads),
-                *((norm, one) for one in self._head_norms),
-                (layers.compiled.hf_paged_rotary, self._rotary),
-            ],
-        )
+        self._by_rows = [self._second_norm, self._gate, self._project, to_mlp, to_result]
         self._behind = _Calls(
             layers.compiled,
             [
@@ -173,7 +142,7 @@ class CPUDecoderLayer:
                 (add, self._second_add),
             ],
         )
-        self._shape = (0, 0)  # rows and threads that the calls are set to
+        self._shape = (0, 0)  # rows and threads that the calls behind attention are set to
 
     def before_attention(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer's input.
@@ -189,37 +158,18 @@ class CPUDecoderLayer:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
-        head_dim = self._settings.head_dim
-        if not (
-            self._is_own(states)
-            and (shape := cos.shape) == sin.shape
-            and len(shape) == 3
-            and shape[:2] == states.shape[:2]
-            and shape[2] <= head_dim
-            and shape[2] % 2 == 0
-            and cos.dtype is sin.dtype is self._dtype
-            and cos.is_contiguous()
-            and sin.is_contiguous()
-            and cos.is_cpu
-            and sin.is_cpu
-        ):
-            raise InputError("decoder layer", "states of its width, and cos and sin", states=states, cos=cos, sin=sin)
-        (_, tokens, rotary_dim), (query_heads, key_heads) = shape, self._heads
-        query = states.new_empty((tokens, query_heads, head_dim))
-        key = states.new_empty((tokens, key_heads, head_dim))
-        value = torch.empty_like(key)
-        size, rotary = self._dtype.itemsize, self._rotary
-        for first in range(0, tokens, PIECE):
-            self._set_rows(min(PIECE, tokens - first))
-            self._first_norm.input = states.data_ptr() + first * self._width * size
-            self._to_value.output = value.data_ptr() + first * key_heads * head_dim * size
-            rotary.cos = cos.data_ptr() + first * rotary_dim * size
-            rotary.sin = sin.data_ptr() + first * rotary_dim * size
-            rotary.to_query = query.data_ptr() + first * query_heads * head_dim * size
-            rotary.to_key = key.data_ptr() + first * key_heads * head_dim * size
-            rotary.rotary_dim = rotary_dim
-            self._before.run()
-        return query, key, value
+        self._check_input(states, cos, sin)
+        return self._all_heads.of(states, cos, sin)
+
+    def queries(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Those that `before_attention` gives, without keys and values."""
+        self._check_input(states, cos, sin)
+        return self._queries.of(states, cos, sin)[0]
+
+    def keys_and_values(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that `before_attention` gives, without queries."""
+        self._check_input(states, cos, sin)
+        return self._keys_and_values.of(states, cos, sin)[1:]
 
     def behind_attention(self, states: Tensor, attended: Tensor) -> Tensor:
         """The layer's result.
@@ -234,10 +184,10 @@ class CPUDecoderLayer:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
-        heads, _ = self._heads
+        row = self._settings.query.panels.columns
         if not (
             self._is_own(states)
-            and attended.shape == (states.shape[1], heads, self._settings.head_dim)
+            and attended.shape == (states.shape[1], row // self._settings.head_dim, self._settings.head_dim)
             and attended.dtype is self._dtype
             and attended.is_cpu
             and attended.is_contiguous()
@@ -247,11 +197,27 @@ class CPUDecoderLayer:
         tokens, size = states.shape[1], self._dtype.itemsize
         for first in range(0, tokens, PIECE):
             self._set_rows(min(PIECE, tokens - first))
-            self._project.input = attended.data_ptr() + first * heads * self._settings.head_dim * size
+            self._project.input = attended.data_ptr() + first * row * size
             self._first_add.first = states.data_ptr() + first * self._width * size
             self._second_add.output = result.data_ptr() + first * self._width * size
             self._behind.run()
         return result
+
+    def _check_input(self, states: Tensor, cos: Tensor, sin: Tensor) -> None:
+        if not (
+            self._is_own(states)
+            and (shape := cos.shape) == sin.shape
+            and len(shape) == 3
+            and shape[:2] == states.shape[:2]
+            and shape[2] <= self._settings.head_dim
+            and shape[2] % 2 == 0
+            and cos.dtype is sin.dtype is self._dtype
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+            and cos.is_cpu
+            and sin.is_cpu
+        ):
+            raise InputError("decoder layer", "states of its width, and cos and sin", states=states, cos=cos, sin=sin)
 
     def _is_own(self, states: Tensor) -> bool:
         return (
@@ -268,14 +234,110 @@ class CPUDecoderLayer:
         if self._shape == (rows, threads):
             return
         self._shape = rows, threads
-        for arguments in self._all:
+        for arguments in (*self._by_rows, self._first_add, self._second_add):
             arguments.num_threads = threads
         for arguments in self._by_rows:
             arguments.rows = rows
-        self._rotary.tokens = rows
-        for arguments, heads in zip(self._head_norms, self._heads, strict=False):
-            arguments.rows = rows * heads
         self._first_add.size = self._second_add.size = rows * self._width
+
+
+class _Heads:
+    """What a layer computes before attention: queries, keys and values, or only some of them."""
+
+    def __init__(
+        self,
+        layers: CPULayers,
+        linears: CPULinear,
+        own: DecoderSettings,
+        normed: int,
+        query_at: tuple[int, int],
+        key_at: tuple[int, int],
+        has_queries: bool = True,
+        has_keys: bool = True,
+    ) -> None:
+        """Prepares the calls.
+
+        Args:
+            layers: The kernels, and
+            linears: their products.
+            own: The layer.
+            normed: Where its normed input is, for `PIECE` rows, and
+            query_at: its queries before and behind their norm, and
+            key_at: its keys.
+            has_queries: Whether it is queries that are wanted,
+            has_keys: and keys and values.
+        """
+        self._dtype, self._dim = layers.dtype, own.head_dim
+        self._width = own.norms[0].weight.shape[0]
+        widths = own.query.panels.columns, own.key.panels.columns
+        self._heads = widths[0] // own.head_dim * has_queries, widths[1] // own.head_dim * has_keys
+        self._first_norm = _norm(own.norms[0], normed)
+        wanted = [(own.query, query_at[0])] * has_queries + [(own.key, key_at[0]), (own.value, 0)] * has_keys
+        product, parts = _product(linears, normed, *wanted)
+        self._to_value = parts[-1] if has_keys else None
+        has_norms = own.head_norms is not None
+        self._rotary = Rotary(
+            query=query_at[has_norms],
+            key=key_at[has_norms],
+            query_heads=self._heads[0],
+            key_heads=self._heads[1],
+            dim=own.head_dim,
+            query_token=widths[0],
+            query_head=own.head_dim,
+            key_token=widths[1],
+            key_head=own.head_dim,
+            interleaved=own.interleaved,
+            rounds=own.rounds,
+        )
+        self._norms: list[tuple[RMSNorm, int]] = []  # of heads, and how many a token has
+        for one, at, heads in zip(own.head_norms or (), (query_at, key_at), self._heads, strict=False):
+            if heads:
+                norm = _norm(one, at[1])
+                norm.input = at[0]
+                self._norms.append((norm, heads))
+        self._by_rows = self._first_norm, product
+        norm_kernel = layers.compiled.hf_paged_rms_norm
+        self._calls = _Calls(
+            layers.compiled,
+            [
+                (norm_kernel, self._first_norm),
+                (linears.function, product),
+                *((norm_kernel, norm) for norm, _ in self._norms),
+                (layers.compiled.hf_paged_rotary, self._rotary),
+            ],
+        )
+        self._shape = (0, 0)  # rows and threads that the calls are set to
+
+    def of(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[tokens, heads, head_dim]` of each, contiguous; no heads of what is not wanted."""
+        (_, tokens, rotary_dim), (query_heads, key_heads) = cos.shape, self._heads
+        query = states.new_empty((tokens, query_heads, self._dim))
+        key = states.new_empty((tokens, key_heads, self._dim))
+        value = torch.empty_like(key)
+        size, rotary = self._dtype.itemsize, self._rotary
+        for first in range(0, tokens, PIECE):
+            self._set_rows(min(PIECE, tokens - first))
+            self._first_norm.input = states.data_ptr() + first * self._width * size
+            if self._to_value is not None:
+                self._to_value.output = value.data_ptr() + first * key_heads * self._dim * size
+            rotary.cos = cos.data_ptr() + first * rotary_dim * size
+            rotary.sin = sin.data_ptr() + first * rotary_dim * size
+            rotary.to_query = query.data_ptr() + first * query_heads * self._dim * size
+            rotary.to_key = key.data_ptr() + first * key_heads * self._dim * size
+            rotary.rotary_dim = rotary_dim
+            self._calls.run()
+        return query, key, value
+
+    def _set_rows(self, rows: int) -> None:
+        threads = torch.get_num_threads()
+        if self._shape == (rows, threads):
+            return
+        self._shape = rows, threads
+        for arguments in self._by_rows:
+            arguments.rows, arguments.num_threads = rows, threads
+        for norm, heads in self._norms:
+            norm.rows, norm.num_threads = rows * heads, threads
+        self._rotary.tokens, self._rotary.num_threads = rows, threads
 
 
 def _check(own: DecoderSettings, dtype: torch.dtype) -> None:

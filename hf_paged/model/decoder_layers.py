@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.attention.backends.registry import PagedStep
-from hf_paged.attention.context import current_step, is_sentinel, with_step
+from hf_paged.attention.context import ForwardContext, current_context, is_sentinel, with_step
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.shared_layers import SharedLayersStep
+from hf_paged.attention.wanted import WantedTokens
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, LinearWeight, NormSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
@@ -255,23 +256,38 @@ class _DecoderLayer(ModuleOverride):
         mask: Any = kwargs.get("attention_mask")
         angles = kwargs.get("position_embeddings")
         if self.is_same is not False and len(args) == 1 and is_sentinel(mask) and isinstance(angles, tuple):
-            step = current_step(mask)
-            if not isinstance(step, SharedLayersStep) and self.parts.are_taken(self.thread_id):
+            context = current_context(mask)
+            if not isinstance(context.step, SharedLayersStep) and self.parts.are_taken(self.thread_id):
                 try:
-                    return self._compute(step, mask, angles, *args, **kwargs)
+                    return self._compute(context, mask, angles, *args, **kwargs)
                 except InputError:
                     pass
         return self.module._call_impl(*args, **kwargs)
 
-    def _compute(self, step: PagedStep, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
-        state = self.parts.state()
+    def _compute(
+        self, context: ForwardContext, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        state, step, wanted = self.parts.state(), context.step, context.wanted
         if self.kernels is None or self.params is None or state != self.state:
             return self._try(step, mask, angles, state, *args, **kwargs)
         states = args[0]
+        if wanted is not None and wanted.layer == self.params.layer:
+            return self._compute_some(step, wanted, states, angles)
         query, key, value = self.kernels.before_attention(states, *angles)
         step.write(key, value, self.params.layer)
         attended = step.attend(query, self.params)
         return self.kernels.behind_attention(states, attended)
+
+    def _compute_some(
+        self, step: PagedStep, wanted: WantedTokens, states: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Keys and values of all tokens, and the layer's result for those that are wanted; zeros for the others."""
+        assert self.kernels is not None and self.params is not None
+        step.write(*self.kernels.keys_and_values(states, *angles), self.params.layer)
+        rows = wanted.rows
+        own, cos, sin = (each.index_select(1, rows) for each in (states, *angles))
+        attended = wanted.step.attend(self.kernels.queries(own, cos, sin), self.params)
+        return torch.zeros_like(states).index_copy_(1, rows, self.kernels.behind_attention(own, attended))
 
     def _try(
         self,

@@ -16,6 +16,7 @@ from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
 from hf_paged.attention.shared_prefix import SharedPrefixes, one_run
+from hf_paged.attention.wanted import WantedTokens
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.latents import LatentStep, LatentStepCache
@@ -89,9 +90,25 @@ class PackedRunner:
         else:
             cache = StepCache(states, tokens.position_ids if traits.tells_positions else None)
         is_moved = attention.kv_cache.layer_devices is not None
-        with forward_context(step, tokens.input_ids.device, is_moved) as sentinel:
+        wanted = None if rows is None or states is not None else self._wanted(rows, metadata, attention)
+        with forward_context(step, tokens.input_ids.device, is_moved, wanted) as sentinel:
             logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled)[0]
         return logits if model.chooses_logits or rows is None else logits[rows]
+
+    def _wanted(
+        self, rows: Tensor, metadata: Sequence[AttentionMetadata], attention: PoolAttention
+    ) -> WantedTokens | None:
+        """The tokens that the last layer's result is wanted of; `None`: all, where few are left or code may look on.
+
+        What comes behind the last layer looks at each token by itself: else the model would not run packed.
+        """
+        model, num_tokens = self._model, len(metadata[0].slot_mapping)
+        if 2 * len(rows) > num_tokens or not rows.is_cpu or not model.is_plain:
+            return None
+        places = rows.numpy()
+        return WantedTokens(
+            rows, model.traits.num_layers - 1, lambda: attention.step([own.of_tokens(places) for own in metadata])
+        )
 
     def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> None:
         """A step of no sequence's: all tokens are in the null block, which is written to.

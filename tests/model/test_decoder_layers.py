@@ -18,11 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import hf_paged
 from hf_paged import PagedCache
+from hf_paged.attention.wanted import WantedTokens
 from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, LinearWeight, NormSettings, Scratch
 from hf_paged.kernels.layers import InputError
 from hf_paged.model import linear_ways, packed_linears
-from hf_paged.model.decoder_layers import DecoderLayers, _calculates, _code
+from hf_paged.model.decoder_layers import DecoderLayers, _calculates, _code, _DecoderLayer
 
 F32, BF16 = torch.float32, torch.bfloat16
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -340,3 +341,68 @@ def test_weights_that_kernels_would_read_beyond(kind: str) -> None:
     made(torch.ones(64), torch.ones(64))
     with pytest.raises(InputError):
         made(vectors.get(kind, torch.ones(64)), biases.get(kind))
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Tokens of each step whose last layer left some out, and how many were wanted."""
+    numbers: list[tuple[int, int]] = []
+    own = _DecoderLayer._compute_some
+
+    def noting(self: Any, step: Any, wanted: WantedTokens, states: Tensor, angles: Any) -> Tensor:
+        numbers.append((states.shape[1], len(wanted.rows)))
+        return own(self, step, wanted, states, angles)
+
+    monkeypatch.setattr(_DecoderLayer, "_compute_some", noting)
+    return numbers
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_last_layer_computes_only_what_is_wanted(name: str, cut: list[tuple[int, int]]) -> None:
+    """Would break: keys and values left out, positions or tables of other tokens, rows put back elsewhere."""
+    stock, model = build(name), patched(name)
+    cut.clear()  # of the trial on a copy
+    ids, others = random_ids(3, 40), random_ids(1, 33)
+    for given, options in [
+        *[(random_ids(3, 40, seed=seed), GREEDY) for seed in range(3)],
+        (ids, GREEDY | {"num_beams": 3}),
+        (torch.cat([ids[:1, :30], others], dim=1), GREEDY | {"num_return_sequences": 2, "num_beams": 2}),
+    ]:
+        assert torch.equal(model.generate(given, **options), stock.generate(given, **options))
+    assert cut[:2] == [(120, 3), (120, 3)] and len(cut) > 2, "but for the first prompts, in which layers are tried"
+    cache = PagedCache(model)
+    prompt = torch.cat([others, ids[:1]], dim=1)
+    with torch.no_grad():
+        expected = stock(prompt).logits[:, -1]
+        for part in (prompt[:, :50], prompt[:, 50:]):
+            found = model(part, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_beside_decoding_rows(cut: list[tuple[int, int]]) -> None:
+    stock = build("qwen2_windows")
+    model = hf_paged.patch(build("qwen2_windows"), num_blocks=64, max_num_batched_tokens=24)
+    prompts = [random_ids(1, n)[0] for n in (40, 9, 61, 30)]
+    model.generate(random_ids(2, 20), **GREEDY)
+    requests = [model.paged.submit(prompt, **GREEDY) for prompt in prompts]
+    for prompt, request in zip(prompts, requests, strict=True):
+        expected = stock.generate(prompt[None], **GREEDY)[0, len(prompt) :].tolist()
+        assert request.result(60).token_ids == expected
+    assert any(wanted > 1 for _, wanted in cut)
+
+
+def test_a_hook_behind_the_last_layer_sees_all_tokens(cut: list[tuple[int, int]]) -> None:
+    model, ids, seen = patched("llama"), random_ids(1, 40), []
+    cut.clear()
+    for seed in (1, 2):
+        model.generate(random_ids(1, 40, seed=seed), **GREEDY)
+    assert cut
+    cut.clear()
+    hook = hf_paged.packed_hook(lambda module, args, output: seen.append(output.clone()))
+    handle = model.model.norm.register_forward_hook(hook)
+    model.generate(ids, **GREEDY)
+    handle.remove()
+    with torch.no_grad():
+        expected = build("llama").model(ids).last_hidden_state
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-5)
+    assert not cut

@@ -382,7 +382,8 @@ def test_every_comparison_is_between_two_points_and_in_a_figure() -> None:
 def test_a_summary_says_how_far_off_the_simulator_is(tmp_path: Path) -> None:
     def row(system: policies.System, share: float | None, step: float, served: float) -> dict[str, Any]:
         errors = {"step_time_error": step, "throughput_error": -0.1, "latency_error": 0.5}
-        found = {name: {"requests_per_second": served} for name in ("measured", "simulated")}
+        found: dict[str, Any] = {name: {"requests_per_second": served} for name in ("measured", "simulated")}
+        found |= {"speed": 2.0 if system is policies.MAX else 1.0}
         return {"system": system.name, "share": share, "is_within": abs(step) < 0.15} | errors | found
 
     rows = {
@@ -395,7 +396,7 @@ def test_a_summary_says_how_far_off_the_simulator_is(tmp_path: Path) -> None:
     assert (found["points"], found["within"], found["is_valid"]) == (2, 1, False), "of those below saturation"
     assert found["worst"] == {"step_time_error": 0.2, "throughput_error": 0.1, "latency_error": 0.5}
     [ratio] = measured.comparisons(rows, tmp_path)
-    assert (ratio["what"], ratio["bar"], ratio["measured"], ratio["simulated"]) == ("Orca (Max)", 2.7, 4.0, 4.0)
+    assert (ratio["what"], ratio["bar"], ratio["measured"], ratio["simulated"]) == ("Orca (Max)", 2.7, 8.0, 8.0)
     assert measured.summary({"oracle-0.5": row(policies.ORACLE, 0.5, 0.1, 1.0)})["is_valid"]
 
 

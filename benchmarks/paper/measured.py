@@ -14,6 +14,10 @@ is served, and a cost model is fitted to its steps; with it, the rate at which e
 come the points, fixed before anything is measured: four systems, each at 0.5 and 0.75 of that rate, and with all
 requests there at once. Arrivals are at their times on the wall clock. Each point is a file, in `measured/`.
 
+A machine that others use, too, is faster and slower from minute to minute, by up to a factor of two. So each point
+lies between two short runs of other requests: costs fitted to both are what it is compared with, and say how fast the
+machine was, as a multiple of the first costs. Where systems are compared, each one's throughput is divided by that.
+
 What is compared: the time of steps (those of the points, which the fit has not seen), throughput, and latency. The
 simulator is taken to be valid where, below 80 % of saturation, steps and throughput are within 15 %.
 """
@@ -32,6 +36,7 @@ from typing import Any
 
 import command
 from common import device_facts, versions
+from simulation import Work
 from workload import Request, poisson
 
 from paper import page, peers, policies, swapping
@@ -42,6 +47,7 @@ from paper.serving import BLOCK_SIZE, CONTEXT, SCALE, SETTINGS, SLOTS, Measured,
 from paper.simulator import CLASSES, Settings, latencies, rounded, run, spread
 
 LIMIT, BELOW = 0.15, 0.8
+AROUND = 0.4  # of the requests that the first costs are fitted to, before a point and behind it
 LATENCY = "0.5"  # seconds a token at which simulated rates are compared
 
 
@@ -63,7 +69,6 @@ class Bench:
         self.about = {"seconds": seconds, "burst": burst, "scale": SCALE, "slots": SLOTS, "block_size": BLOCK_SIZE}
         self.about |= {"machine": device_facts(self.model.device), "versions": versions()}
         self.costs = Fitted(**self.kept("costs", self.fit))
-        self.setup = Setup(self.costs, SLOTS, CONTEXT)
 
     def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A file of the folder, made unless it is there."""
@@ -77,24 +82,38 @@ class Bench:
         return known["result"]
 
     def fit(self) -> dict[str, Any]:
-        """Costs, from a burst at once and from requests at leisure: full batches and small ones."""
-        burst, slow = draw(self.burst, seed=1), draw(self.burst // 4, seed=3)
+        """Costs, which say where systems saturate."""
         serve(self.model, draw(30, seed=4), policies.PAGED)  # a first run makes what is only made once
+        return asdict(Fitted.to(self.steps(self.burst, seed=1)))
+
+    def steps(self, num_requests: int, seed: int) -> list[tuple[Work, float]]:
+        """Those of a burst at once and of requests at leisure: full batches and small ones."""
+        burst, slow = draw(num_requests, seed), draw(-(-num_requests // 4), seed + 2)
         steps = serve(self.model, burst, policies.PAGED).steps
-        poisson(slow, 0.4 * len(burst) / sum(took for _, took in steps), seed=3)
-        return asdict(Fitted.to(steps + serve(self.model, slow, policies.PAGED).steps))
+        poisson(slow, 0.4 * len(burst) / sum(took for _, took in steps), seed + 2)
+        return steps + serve(self.model, slow, policies.PAGED).steps
+
+    def watched(self, run: Callable[[], Measured]) -> tuple[Measured, Fitted, float]:
+        """A run, the costs of steps before it and behind it, and how many times as fast as the first these are."""
+        number = round(AROUND * self.burst)
+        steps = self.steps(number, seed=5)
+        measured = run()
+        costs = Fitted.to(steps + self.steps(number, seed=6))
+        first, now = (sum(each.seconds(work) for work, _ in steps) for each in (self.costs, costs))
+        return measured, costs, first / now
 
     @cached_property
     def swaps(self) -> dict[str, Any]:
         """What it takes to bring a sequence back, by block size."""
         return self.kept("bring_back", lambda: swapping.bring_back(self.model, SWAP_SIZES))
 
-    def setup_of(self, settings: Settings) -> Setup:
-        """What is simulated: with costs of swapping, if that is done."""
-        if settings.preemption == "recompute":
-            return self.setup
-        seconds = swapping.seconds_per_token(self.swaps[str(settings.block_size)], self.costs)
-        return replace(self.setup, costs=replace(self.costs, swap=seconds))
+    def setup_of(self, settings: Settings, costs: Fitted | None = None, speed: float = 1.0) -> Setup:
+        """What is simulated, with costs of swapping if that is done; `costs`: others than the first, so much faster."""
+        costs = costs or self.costs
+        if settings.preemption != "recompute":
+            seconds = swapping.seconds_per_token(self.swaps[str(settings.block_size)], self.costs)
+            costs = replace(costs, swap=seconds / speed)
+        return Setup(costs, SLOTS, CONTEXT)
 
     def saturation(self, point: Point, settings: Settings) -> float:
         """Requests a second, by the simulator, when all are there at once."""
@@ -115,16 +134,18 @@ class Bench:
         """A point, measured and simulated."""
         requests, rate = self.requests(point)
         given = texts(requests, self.tokenizer) if point.settings.width > 1 else None
-        measured = serve(self.model, requests, point.system, point.settings, given)
-        simulated = run(requests, point.system, self.setup_of(point.settings), point.settings).figures
+        measured, costs, speed = self.watched(lambda: serve(self.model, requests, point.system, point.settings, given))
+        simulated = run(requests, point.system, self.setup_of(point.settings, costs, speed), point.settings).figures
         found = figures(measured, point.settings)
         took = [seconds for _, seconds in measured.steps]
-        predicted = [self.costs.seconds(work) for work, _ in measured.steps]
+        predicted = [costs.seconds(work) for work, _ in measured.steps]
         row = {
             "system": point.system.name,
             "share": point.share,
             "rate": rounded(rate),
             "requests": len(requests),
+            "speed": rounded(speed),
+            "costs_us": costs.row(),
             "steps": len(took),
             "step_ms": rounded(1e3 * statistics.fmean(took)),
             "mean_rows": rounded(statistics.fmean(work.decodes for work, _ in measured.steps)),
@@ -140,13 +161,16 @@ class Bench:
     def peer(self, name: str, point: Point, venv: Path | None) -> dict[str, Any]:
         """Another engine on the arrivals of a point."""
         requests, rate = self.requests(point)
-        if name == "vllm":
-            assert venv is not None
-            measured = peers.vllm(self.model, requests, venv)
-        else:
-            measured = getattr(peers, name)(self.model, requests)
+
+        def serve_them() -> Measured:
+            if name == "vllm":
+                assert venv is not None
+                return peers.vllm(self.model, requests, venv)
+            return getattr(peers, name)(self.model, requests)  # type: ignore[no-any-return]
+
+        measured, _, speed = self.watched(serve_them)
         row = {"system": name, "share": point.share, "rate": rounded(rate), "requests": len(requests)}
-        return row | {"measured": figures(measured, SETTINGS)}
+        return row | {"speed": rounded(speed), "measured": figures(measured, SETTINGS)}
 
 
 def figures(measured: Measured, settings: Settings) -> dict[str, Any]:
@@ -182,6 +206,11 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def served(row: dict[str, Any], kind: str) -> float:
+    """Requests a second, on a machine as fast as with the first costs."""
+    return float(row[kind]["requests_per_second"] / row["speed"])
+
+
 def comparisons(rows: dict[str, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
     """How many times another system's throughput ours is, all requests there at once; and rates on an A100, simulated.
 
@@ -200,10 +229,7 @@ def comparisons(rows: dict[str, dict[str, Any]], out: Path) -> list[dict[str, An
                 "what": one.what,
                 "bar": one.bar,
                 "on_an_a100": panel["times_the_rate"][LATENCY][other["system"]] if panel else None,
-                **{
-                    kind: round(ours[kind]["requests_per_second"] / other[kind]["requests_per_second"], 2)
-                    for kind in ("measured", "simulated")
-                },
+                **{kind: round(served(ours, kind) / served(other, kind), 2) for kind in ("measured", "simulated")},
                 "saved": {kind: ours[kind].get("saved") for kind in ("measured", "simulated")},
             }
         )

@@ -52,7 +52,16 @@ def measured_section(report: dict[str, Any]) -> str:
     if report["bring_back"]:
         parts.append(_swapping(report["bring_back"], rows))
     table = markdown_table(
-        ("point", "requests/s", "served/s", "ms a token", "TTFT p50, p99, ms", "inter-token p50, p99, ms", "simulated"),
+        (
+            "point",
+            "requests/s",
+            "served/s",
+            "ms a token",
+            "TTFT p50, p99, ms",
+            "inter-token p50, p99, ms",
+            "machine",
+            "simulated",
+        ),
         [_cells(name, row) for name, row in rows.items()],
     )
     return "\n\n".join([*parts, table.strip()])
@@ -80,8 +89,9 @@ def _ratios(found: list[dict[str, Any]]) -> str:
         "blocks saved: measured, simulated",
     )
     return (
-        "Here: throughput, with all requests there at once. On the A100: the rates that both sustain at 0.5 s a token, "
-        f"samples and beams of Alpaca's lengths.\n\n{markdown_table(heads, rows).strip()}"
+        "Here: throughput, with all requests there at once, divided by the machine's speed. On the A100: the "
+        "rates that both sustain at 0.5 s a token, samples and beams of Alpaca's lengths.\n\n"
+        + markdown_table(heads, rows).strip()
     )
 
 
@@ -129,6 +139,7 @@ def _cells(name: str, row: dict[str, Any]) -> list[str]:
         f"{1e3 * found['normalized_latency']:.3g}",
         _pair(found["ttft"]),
         _pair(found["inter_token"]),
+        f"{row['speed']:.2f}",
         errors,
     ]
 

@@ -22,7 +22,9 @@ PYTEST_ARGS ?=
 T ?= tests
 
 # What the oldest supported transformers is tested with: everything except what drives the package from outside
-# (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
+# (a subprocess per example or command) and what knows no transformers, which the newest one already tests. And of each
+# test only every third case: what another version changes shows in many of them.
+EVERY ?= 3
 NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory/test_*.py tests/demo/test_*.py) \
     $(addprefix tests/tools/test_,cli.py examples.py benchmarks.py gpu_runs.py soak.py paper.py report.py tiny_lm.py docs.py) \
     $(addprefix tests/server/test_,every_field.py unwelcome.py hard_use.py requests.py formats.py) \
@@ -137,7 +139,7 @@ sanitize: $(VENV)/.installed-dev ## the kernels in C on tensors of all shapes, w
 
 .PHONY: test-5.17
 test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported transformers, in .venv-5.17
-	$(TEST_ENV) $(VENV_OLD)/bin/python -m pytest $(NOT_CORE:%=--ignore=%) $(PYTEST_ARGS) $(T)
+	$(TEST_ENV) $(VENV_OLD)/bin/python -m pytest --every $(EVERY) $(NOT_CORE:%=--ignore=%) $(PYTEST_ARGS) $(T)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter

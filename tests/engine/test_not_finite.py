@@ -86,8 +86,8 @@ def check(name: str, kind: str, num_good: int = 4, executors: Any = EXECUTORS, *
     ("name", "kind"),
     [
         (name, kind)
-        for name in BATCHED
-        for kind in ("nan", "inf", "overflow")
+        for number, name in enumerate(BATCHED)
+        for kind in ("nan", ("inf", "overflow")[number % 2])
         if (name, kind) != ("bloom", "overflow")  # it norms its embeddings
     ],
 )

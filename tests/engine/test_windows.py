@@ -39,8 +39,9 @@ def test_the_table_has_such_models() -> None:
 
 
 @every_model
-@pytest.mark.parametrize("overlaps", [False, True], ids=["", "async"])
-@pytest.mark.parametrize(("block_size", "chunk"), [(1, 64), (2, 5), (4, 7), (16, 64)])
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "overlaps"), [(1, 64, True), (2, 5, False), (4, 7, True), (16, 64, False)]
+)
 def test_blocks_that_a_sequence_holds(
     make_pair: MakePair, name: str, block_size: int, chunk: int, overlaps: bool
 ) -> None:
@@ -99,8 +100,11 @@ def test_what_fits_a_pool() -> None:
 
 
 @every_model
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("arguments", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("preemption", "arguments"),
+    [("swap", {"do_sample": True, "num_return_sequences": 3}), ("recompute", {"num_beams": 3})],
+    ids=str,
+)
 def test_preempted_rows(make_pair: MakePair, name: str, preemption: str, arguments: dict[str, Any]) -> None:
     """Would break: windows of rows that come back, and of samples and beams that shared them."""
     settings: dict[str, Any] = {"block_size": 2, "max_num_batched_tokens": 6, "preemption": preemption}

@@ -150,9 +150,12 @@ class SpeculativeRequest(SampledRequest):
 
     def _append(self, scheduler: Scheduler, index: int, token: int, stops: bool) -> None:
         super()._append(scheduler, index, token, stops)
-        row, budget = self.rows[index], self._guesses[index].budget
+        row, guess = self.rows[index], self._guesses[index]
+        budget = guess.budget
         if budget is not None:
             budget.note(0, 0, 1)
+            if budget.pause and len(row.tokens) < guess.plain_until and not isinstance(self._noise, StepNoise):
+                return  # nothing is looked up before its end
         # If it isn't in the next step already.
         if row.sequence is not None and row.num_chosen == len(row.tokens):
             self._guess(index)

@@ -102,13 +102,13 @@ class PackedRunner:
 
         What comes behind the last layer looks at each token by itself: else the model would not run packed.
         """
-        model, num_tokens = self._model, len(metadata[0].slot_mapping)
-        if 2 * len(rows) > num_tokens or not rows.is_cpu or not model.is_plain:
+        model, layers = self._model, self._model.traits.layers
+        if 2 * len(rows) > len(metadata[0].slot_mapping) or not rows.is_cpu or not model.is_plain:
+            return None
+        if layers[-1] is None:  # it attends to another layer's keys
             return None
         places = rows.numpy()
-        return WantedTokens(
-            rows, model.traits.num_layers - 1, lambda: attention.step([own.of_tokens(places) for own in metadata])
-        )
+        return WantedTokens(rows, len(layers) - 1, lambda: attention.step([own.of_tokens(places) for own in metadata]))
 
     def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> None:
         """A step of no sequence's: all tokens are in the null block, which is written to.

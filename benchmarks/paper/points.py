@@ -24,6 +24,7 @@ class Point:
         rate_of: The settings with which it is said to saturate, if not these.
         workload: Whose lengths, see `requests.lengths`.
         lasts: So many times the seconds of arrivals.
+        repeats: Runs.
     """
 
     name: str
@@ -33,10 +34,11 @@ class Point:
     rate_of: Settings | None = None
     workload: str = "sharegpt"
     lasts: float = 1.0
+    repeats: int = 1
 
 
 def _points(system: System, name: str) -> tuple[Point, ...]:
-    below = tuple(Point(f"{name}-{share}", system, share) for share in SHARES)
+    below = tuple(Point(f"{name}-{share}", system, share, repeats=3) for share in SHARES)
     return *below, Point(f"{name}-burst", system, None)
 
 

@@ -459,6 +459,21 @@ def test_budgets(rows: int) -> None:
     assert simulate(budget, costs, bound, 0.9, rows) > (2.0 if rows == 1 else 1.05)
 
 
+def test_a_row_that_would_only_wait_for_others() -> None:
+    """Would break: drafts that don't bring a call's end nearer, and tries of them that never become rarer."""
+    costs, budget, pauses = StepCosts(), RowBudget(5), []
+    costs.note(16, 16, 1.0)
+    assert budget.most(costs) > 0
+    for _ in range(5):
+        assert budget.most(costs, 0.0, False) == 0
+        pauses.append(budget.pause)
+        budget.note(0, 0, budget.pause)
+        assert budget.is_due and budget.most(costs, 0.0, False) == 1
+        budget.note(1, 1, 2)
+    assert pauses == [8, 16, 32, 64, 64]
+    assert budget.most(costs) > 0 and budget.next_pause == 8, "as soon as all are guessed"
+
+
 PROCESSORS: list[list[Any]] = [
     [],
     [TopPLogitsWarper(0.5)],

@@ -127,8 +127,8 @@ class BeamRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated, of the rows of the result; while it runs, of the best beam of each prompt."""
-        return sum(len(row.tokens) for row in self.rows) if self.is_done else self._num_new * len(self._prompts)
+        """Tokens of the rows of the result; none while it runs: which they are is not known before its end."""
+        return sum(len(row.tokens) for row in self.rows) if self.is_done else 0
 
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until it is over; False if the timeout (seconds) is over first."""

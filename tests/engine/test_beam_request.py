@@ -206,6 +206,25 @@ def test_cancelled(pair: Pair) -> None:
     assert table_rows() in (before, [0])
 
 
+def test_tokens_are_counted_when_it_is_known_which_they_are(pair: Pair) -> None:
+    """Would break: a counter that falls, when a search is cancelled or its best beam is not the longest."""
+    engine, counts = pair.engine, [0]
+    engine.pause()
+    whole, cut = (
+        engine.submit(random_ids(1, 9)[0], num_beams=3, max_new_tokens=9, eos_token_id=SOME_EOS) for _ in "ab"
+    )
+    for step in range(30):
+        if step == 4:
+            cut.cancel()
+        if engine.step() is None and step > 4:
+            break
+        counts.append(engine.stats().num_generated_tokens)
+    engine.resume()
+    num_tokens = len(whole.result(PATIENCE).token_ids)
+    assert counts == sorted(counts) and cut.result(PATIENCE).finish_reason == "cancelled"
+    assert engine.stats().num_generated_tokens == num_tokens > 0
+
+
 def test_beams_copy_no_keys(make_pair: MakePair) -> None:
     """Would break: a search whose beams don't share the blocks that they have in common."""
     pair = make_pair(block_size=4, enable_prefix_caching=False)

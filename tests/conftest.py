@@ -71,16 +71,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    every, left_out = config.getoption("--every"), []
+    every = config.getoption("--every")
     if every > 1:
-        cases: Counter[str] = Counter()  # of each test; which one comes first follows from its name
-        for item in items:
-            test = item.nodeid.split("[")[0]
-            if (cases[test] + len(test)) % every and "[" in item.nodeid:
-                left_out.append(item)
-            cases[test] += 1
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        tests = [item.nodeid.partition("[")[0] for item in items]
+        totals, seen = Counter(tests), Counter[str]()
+        kept: list[pytest.Item] = []
+        for item, test in zip(items, tests, strict=True):
+            first = len(test) % min(every, totals[test])  # another one of each test, but of each at least one
+            if seen[test] % every == first:
+                kept.append(item)
+            seen[test] += 1
+        config.hook.pytest_deselected(items=[*set(items) - set(kept)])
+        items[:] = kept
     for item in items:
         own = next(item.iter_markers("timeout"), None)
         if own is None and any(item.get_closest_marker(name) for name in ("slow", "gpu", "browser")):

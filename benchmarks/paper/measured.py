@@ -17,7 +17,7 @@ requests there at once. Arrivals are at their times on the wall clock. Each poin
 A machine that others use, too, is faster and slower from minute to minute, by up to a factor of two. So each point
 lies between two short runs of other requests: costs fitted to both are what it is compared with, and say how fast the
 machine was, as a multiple of the first costs. Where systems are compared, each one's throughput is divided by that.
-Each of the twelve below saturation is measured three times, and the one in the middle is shown.
+Points below saturation are measured three times; shown is the run whose steps are in the middle of what is predicted.
 
 What is compared: the time of steps (those of the points, which the fit has not seen), throughput, and latency. The
 simulator is taken to be valid where, below 80 % of saturation, steps and throughput are within 15 %.

@@ -103,9 +103,9 @@ class PackedRunner:
         What comes behind the last layer looks at each token by itself: else the model would not run packed.
         """
         model, layers = self._model, self._model.traits.layers
-        if 2 * len(rows) > len(metadata[0].slot_mapping) or not rows.is_cpu or not model.is_plain:
-            return None
-        if layers[-1] is None:  # it attends to another layer's keys
+        is_few = 2 * len(rows) <= len(metadata[0].slot_mapping)
+        stores = layers[-1] is not None  # else it attends to another layer's keys
+        if not (is_few and stores and rows.is_cpu and model.is_plain):
             return None
         places = rows.numpy()
         return WantedTokens(rows, len(layers) - 1, lambda: attention.step([own.of_tokens(places) for own in metadata]))

@@ -355,6 +355,8 @@ def test_points_are_files_and_what_is_there_stays(tmp_path: Path, monkeypatch: p
     report = json.loads((tmp_path / "measured.json").read_text())
     point = report["results"]["hf_paged-0.5"]
     assert point["requests"] == 20 and report["summary"]["points"] == 1
+    errors = point["step_time_errors"]
+    assert len(errors) == 3 and point["step_time_error"] == sorted(errors)[1]
     assert point["is_within"] == report["summary"]["is_valid"]
     assert report["results"]["generate-0.5"]["measured"]["inter_token"] is None
     section = measured.page.measured_section(report)

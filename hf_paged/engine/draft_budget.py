@@ -68,9 +68,8 @@ class RowBudget:
         num_right: Drafts that were right, and
         num_wrong: ended what was right, older ones counting less.
         pause: Tokens to come before drafts are tried again, where they don't pay.
-        next_pause: How many after that, should drafts still not pay.
+        next_pause: How many after that, should that try be wrong, too.
         is_due: That try is to come.
-        are_all_guessed: See `most`, as of its last call.
     """
 
     limit: int
@@ -79,31 +78,26 @@ class RowBudget:
     pause: int = 0
     next_pause: int = LEAST_PAUSE
     is_due: bool = False
-    are_all_guessed: bool = True
 
-    def most(self, costs: StepCosts, draft_seconds: float = 0.0, are_all_guessed: bool = True) -> int:
+    def most(self, costs: StepCosts, draft_seconds: float = 0.0) -> int:
         """How many drafts promise most tokens a second, were all rows of the step to have so many.
 
         Args:
             costs: Of steps.
             draft_seconds: That it takes to get one more for all of them.
-            are_all_guessed: Whether no row that the call waits for anyway goes on without drafts.
         """
         if self.pause:
             return 0
         right = self.num_right / (self.num_right + self.num_wrong)
         rows = costs.num_rows
         best, best_rate, expected, likely = 0, MARGIN / costs.seconds(rows), 1.0, 1.0
-        for count in range(1, (self.limit if are_all_guessed else 0) + 1):
+        for count in range(1, self.limit + 1):
             likely *= right
             expected += likely
             rate = expected / (costs.seconds(rows * (1 + count)) + count * draft_seconds)
             if rate > best_rate:
                 best, best_rate = count, rate
-        self.are_all_guessed = are_all_guessed
-        if best:
-            self.next_pause = LEAST_PAUSE
-        elif not self.is_due:
+        if best == 0 and not self.is_due:
             self.pause = self.next_pause
             self.next_pause = min(2 * self.next_pause, MOST_PAUSE)
         return max(best, int(self.is_due))
@@ -118,7 +112,7 @@ class RowBudget:
             self.is_due = False
             self.num_right = OLD * self.num_right + num_right
             self.num_wrong = OLD * self.num_wrong + (num_right < num_drafts)
-            if num_right and self.are_all_guessed:
+            if num_right:
                 self.next_pause = LEAST_PAUSE
         elif self.pause:
             self.pause = max(self.pause - num_new, 0)

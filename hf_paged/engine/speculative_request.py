@@ -227,29 +227,12 @@ class SpeculativeRequest(SampledRequest):
             guess.rest = max(0, len(row.tokens) - self._slowest - 1 - most)  # the call waits for others
             if guess.rest:
                 return 0
-            seconds = 0.0 if call.draft_model is None else call.draft_model.seconds
-            most = guess.budget.most(self._costs, seconds, self._are_all_guessed(row))
+            most = guess.budget.most(self._costs, 0.0 if call.draft_model is None else call.draft_model.seconds)
             if guess.budget.pause:
                 guess.budget.align(len(row.tokens))
             guess.rest = guess.budget.pause
         # A draft model is not asked about tokens that the row has no room for.
         return most if call.draft_model is None else int(min(most, max(0, self._limit - len(row.tokens) - 1)))
-
-    def _are_all_guessed(self, row: Row) -> bool:
-        """Whether all open rows that are no further than this one had drafts in the last step, or have them now.
-
-        A call ends with its slowest row: where one of these goes token by token, the others wait for it in the end. A
-        draft model guesses on all rows.
-        """
-        return (
-            self._call.lookup is None
-            or not row.tokens
-            or all(
-                guess.drafts
-                for other, guess in zip(self.rows, self._guesses, strict=True)
-                if other is not row and other.finish_reason is None and len(other.tokens) <= len(row.tokens)
-            )
-        )
 
     def _draft(self) -> None:
         """Has the draft model guess on all rows that wait for it. The step lock is held."""

@@ -459,19 +459,25 @@ def test_budgets(rows: int) -> None:
     assert simulate(budget, costs, bound, 0.9, rows) > (2.0 if rows == 1 else 1.05)
 
 
-def test_a_row_that_would_only_wait_for_others() -> None:
-    """Would break: drafts that don't bring a call's end nearer, and tries of them that never become rarer."""
-    costs, budget, pauses = StepCosts(), RowBudget(5), []
-    costs.note(16, 16, 1.0)
-    assert budget.most(costs) > 0
-    for _ in range(5):
-        assert budget.most(costs, 0.0, False) == 0
-        pauses.append(budget.pause)
-        budget.note(0, 0, budget.pause)
-        assert budget.is_due and budget.most(costs, 0.0, False) == 1
-        budget.note(1, 1, 2)
-    assert pauses == [8, 16, 32, 64, 64]
-    assert budget.most(costs) > 0 and budget.next_pause == 8, "as soon as all are guessed"
+@pytest.mark.parametrize("knows_both", [True, False])
+def test_a_call_waits_for_its_slowest_row(pair: Pair, monkeypatch: pytest.MonkeyPatch, knows_both: bool) -> None:
+    """Would break: right drafts all along beside a row that has none, or too few where all rows have some."""
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, num_tokens: 1.0)  # any draft that may be right pays
+    ids = random_ids(2, 9)
+    settings: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None}
+    expected = pair.stock.generate(ids, **settings)
+    lookups: list[PromptLookup] = []
+
+    def drafts(self: PromptLookup, generated: list[int]) -> list[int]:
+        if self not in lookups:
+            lookups.append(self)  # the first row's comes first
+        row, first = lookups.index(self), ids.shape[1] + len(generated)
+        return expected[row, first : first + 3].tolist() if knows_both or row == 0 else []
+
+    monkeypatch.setattr(PromptLookup, "drafts", drafts)
+    assert torch.equal(pair.paged.generate(ids, prompt_lookup_num_tokens=3, **settings), expected)
+    num_drafts = pair.engine.stats().num_draft_tokens
+    assert num_drafts > 48 if knows_both else 0 < num_drafts < 12
 
 
 PROCESSORS: list[list[Any]] = [

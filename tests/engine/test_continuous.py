@@ -489,7 +489,7 @@ def leavers(pair: Pair, entrance: Entrance, count: int, seed: int) -> dict[str, 
 
 def wait_until_idle(pair: Pair) -> None:
     """Returns when nothing is left of requests that were cancelled or dropped."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while True:
         gc.collect()
         stats = pair.engine.stats()

@@ -401,12 +401,12 @@ def test_a_step_does_not_wait_for_ever(pair: Pair) -> None:
         assert gate.reached.wait(PATIENCE)
         started = time.monotonic()
         assert pair.engine.step() is None
-        assert STEP_SECONDS <= time.monotonic() - started < 3 * STEP_SECONDS
+        assert STEP_SECONDS <= time.monotonic() - started < 10 * STEP_SECONDS
         # With something else to run there is no reason to wait for it.
         other = pair.engine.submit(random_ids(1, 5), max_new_tokens=20, **ENDLESS)
         started = time.monotonic()
         assert all(pair.engine.step() is not None for _ in range(10))
-        assert time.monotonic() - started < STEP_SECONDS
+        assert time.monotonic() - started < 5 * STEP_SECONDS, "about ten, if each of them waits"
         other.cancel()
     assert len(step_all(pair)) == 3 and request.is_done
     pair.engine.resume()
@@ -714,7 +714,7 @@ def test_processes(processes: dict[str, Any], name: str) -> None:
     """Would break: a script that never ends, or a child that waits for threads it doesn't have."""
     found = processes[name]
     assert found["code"] == 0 and found["text"].split() == ["right"], found
-    assert found["seconds"] < 15
+    assert found["seconds"] < PATIENCE
 
 
 if __name__ == "__main__":

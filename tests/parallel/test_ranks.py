@@ -82,7 +82,7 @@ def test_ctrl_c_on_any_rank_ends_the_call_on_all(two_ranks: Any, victim: int) ->
     assert answers[victim]["raised"].startswith("KeyboardInterrupt")
     said = "on rank 0 this call ended with KeyboardInterrupt" if victim == 0 else "rank 1 of the model ended this call"
     assert said in answers[1 - victim]["raised"]
-    assert all(answer["seconds"] < 5 and answer["is_well"] for answer in answers)
+    assert all(answer["seconds"] < 20 and answer["is_well"] for answer in answers)
 
 
 def test_generators_that_stand_elsewhere(two_ranks: Any) -> None:
@@ -138,5 +138,5 @@ def test_threads_on_four_ranks(four_ranks: Any) -> None:
 def test_a_rank_that_is_killed_ends_all_calls(dying_ranks: Any, victim: int) -> None:
     answers = dying_ranks.run("dies", model="llama", victim=victim, settings=ROOM)
     survivor = answers[1 - victim]
-    assert survivor["seconds"] < 15
+    assert survivor["seconds"] < 40
     assert len(survivor["ends"]) == 3 and all("can't go on" in end or "gone" in end for end in survivor["ends"])

@@ -234,7 +234,7 @@ def test_threads_with_pictures_of_their_own(name: str) -> None:
     stock = build_wrapper(name)
     paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=512)
     calls = []
-    for index in range(16):
+    for index in range(10):
         call = asking(name, (index,), ((1 + index % 3, 2 + index % 5),), seed=index)
         if index % 4 == 3:
             call = {"input_ids": random_ids(1, 6 + index, seed=index)}

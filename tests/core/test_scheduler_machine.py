@@ -30,7 +30,7 @@ from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
-NUM_RANDOM_STEPS = 300_000
+NUM_RANDOM_STEPS = 200_000
 CALLS_PER_EPISODE = 400
 STEPS_BETWEEN_CHECKS = 24  # of the whole state, in the random walk; what a step touches is checked in every step
 MAX_ROWS = 10

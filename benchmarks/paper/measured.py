@@ -2,7 +2,7 @@
 
     python -m paper.measured                     the twelve, some ten minutes
     python -m paper.measured more --vllm VENV    Orca (Pow2), our switches, samples, beams, prefixes, chat and swapping,
-                                                 and other engines on the same arrivals; half an hour
+                                                 and other engines on the same arrivals; an hour
     python -m paper.measured --resume            stopped before the end: what is there already stays
     python -m paper.measured --page              only puts what is there on the page
 
@@ -16,8 +16,9 @@ requests there at once. Arrivals are at their times on the wall clock. Each poin
 
 A machine that others use, too, is faster and slower from minute to minute, by up to a factor of two. So each point
 lies between two short runs of other requests: costs fitted to both are what it is compared with, and say how fast the
-machine was, as a multiple of the first costs. Where systems are compared, each one's throughput is divided by that.
-Points below saturation are measured three times; shown is the run whose steps are in the middle of what is predicted.
+machine was, as a multiple of the first costs. Points below saturation are measured three times; shown is the run whose
+steps are in the middle of what is predicted. Where two systems' throughputs are compared, their bursts are served again
+in turn, three times each: a ratio is of two runs, one behind the other.
 
 What is compared: the time of steps (those of the points, which the fit has not seen), throughput, and latency. The
 simulator is taken to be valid where, below 80 % of saturation, steps and throughput are within 15 %.
@@ -43,12 +44,13 @@ from workload import Request, poisson
 from paper import page, peers, policies, swapping
 from paper.costs import Setup
 from paper.fitted import Fitted
-from paper.points import COMPARISONS, MORE, PEERS, POINTS, SHARES, SWAP_SIZES, Point
+from paper.points import COMPARISONS, MORE, PEERS, POINTS, SHARES, SWAP_SIZES, Comparison, Point
 from paper.serving import BLOCK_SIZE, CONTEXT, SCALE, SETTINGS, SLOTS, Measured, draw, serve, texts
 from paper.simulator import CLASSES, Settings, latencies, rounded, run, spread
 
 LIMIT, BELOW = 0.15, 0.8
 AROUND = 0.4  # of the requests that the first costs are fitted to, before a point and behind it
+ROUNDS = 3  # of two systems in turn
 LATENCY = "0.5"  # seconds a token at which simulated rates are compared
 
 
@@ -137,11 +139,26 @@ class Bench:
         middle = sorted(rows, key=lambda row: row["step_time_error"])[len(rows) // 2]
         return middle | {"step_time_errors": [row["step_time_error"] for row in rows]}
 
+    def serve(self, point: Point, requests: list[Request]) -> Measured:
+        given = texts(requests, self.tokenizer) if point.settings.width > 1 else None
+        return serve(self.model, requests, point.system, point.settings, given)
+
+    def compare(self, one: Comparison) -> dict[str, Any]:
+        """How many times the other system's throughput ours is, in each of several rounds; who begins takes turns."""
+        points = [next(p for p in (*POINTS, *MORE) if p.name == name) for name in (one.ours, one.other)]
+        requests = [self.requests(point)[0] for point in points]
+        rounds: list[float] = []
+        for number in range(ROUNDS):
+            served = [0.0, 0.0]
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                served[which] = len(requests[which]) / self.serve(points[which], requests[which]).seconds
+            rounds.append(rounded(served[0] / served[1]))
+        return {"rounds": rounds, "times": statistics.median(rounds)}
+
     def measure_once(self, point: Point) -> dict[str, Any]:
         """One run."""
         requests, rate = self.requests(point)
-        given = texts(requests, self.tokenizer) if point.settings.width > 1 else None
-        measured, costs, speed = self.watched(lambda: serve(self.model, requests, point.system, point.settings, given))
+        measured, costs, speed = self.watched(lambda: self.serve(point, requests))
         simulated = run(requests, point.system, self.setup_of(point.settings, costs, speed), point.settings).figures
         found = figures(measured, point.settings)
         took = [seconds for _, seconds in measured.steps]
@@ -213,21 +230,22 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def served(row: dict[str, Any], kind: str) -> float:
+def simulated(row: dict[str, Any]) -> float:
     """Requests a second, on a machine as fast as with the first costs."""
-    return float(row[kind]["requests_per_second"] / row["speed"])
+    return float(row["simulated"]["requests_per_second"] / row["speed"])
 
 
-def comparisons(rows: dict[str, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+def comparisons(rows: dict[str, dict[str, Any]], ratios: dict[str, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
     """How many times another system's throughput ours is, all requests there at once; and rates on an A100, simulated.
 
     Args:
         rows: Of the points.
+        ratios: What `Bench.compare` found, by the name of the comparison.
         out: The folder of the simulated figures.
     """
     found: list[dict[str, Any]] = []
     for one in COMPARISONS:
-        if one.ours not in rows or one.other not in rows:
+        if one.name not in ratios:
             continue
         ours, other, path = rows[one.ours], rows[one.other], out / f"{one.figure}.json"
         panel = json.loads(path.read_text())["results"].get(one.panel) if path.exists() else None
@@ -236,7 +254,9 @@ def comparisons(rows: dict[str, dict[str, Any]], out: Path) -> list[dict[str, An
                 "what": one.what,
                 "bar": one.bar,
                 "on_an_a100": panel["times_the_rate"][LATENCY][other["system"]] if panel else None,
-                **{kind: round(served(ours, kind) / served(other, kind), 2) for kind in ("measured", "simulated")},
+                "measured": ratios[one.name]["times"],
+                "rounds": ratios[one.name]["rounds"],
+                "simulated": round(simulated(ours) / simulated(other), 2),
                 "saved": {kind: ours[kind].get("saved") for kind in ("measured", "simulated")},
             }
         )
@@ -245,21 +265,24 @@ def comparisons(rows: dict[str, dict[str, Any]], out: Path) -> list[dict[str, An
 
 def collect(out: Path) -> dict[str, Any]:
     """All that is there, as one report."""
-    names = [*(point.name for point in (*POINTS, *MORE)), *(f"{n}-{share}" for n in PEERS for share in SHARES)]
-    read = {
-        name: json.loads(path.read_text())
-        for name in ("costs", "bring_back", *names)
-        if (path := out / "measured" / f"{name}.json").exists()
-    }
-    costs, swaps = read.pop("costs", None), read.pop("bring_back", None)
-    rows = {name: report["result"] for name, report in read.items()}
+
+    def read(*names: str) -> dict[str, Any]:
+        paths = {name: out / "measured" / f"{name}.json" for name in names}
+        return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+    def results(*names: str) -> dict[str, Any]:
+        return {name: report["result"] for name, report in read(*names).items()}
+
+    of_peers = [f"{name}-{share}" for name in PEERS for share in SHARES]
+    rows = results(*(point.name for point in (*POINTS, *MORE)), *of_peers)
+    costs = read("costs").get("costs")
     return {
         "what": "the paper's systems on the real engine, and simulated with costs fitted on the same machine",
         "about": costs["about"] if costs else None,
         "costs_us": Fitted(**costs["result"]).row() if costs else None,
         "summary": summary(rows),
-        "times_the_throughput": comparisons(rows, out),
-        "bring_back": swaps["result"] if swaps else None,
+        "times_the_throughput": comparisons(rows, results(*(one.name for one in COMPARISONS)), out),
+        "bring_back": results("bring_back").get("bring_back"),
         "results": rows,
     }
 
@@ -282,6 +305,11 @@ def main(argv: list[str] | None = None) -> None:
         for number, point in enumerate(points):
             print(f"{number + 1} of {len(points)}: {point.name}", flush=True)
             bench.kept(point.name, lambda point=point: bench.measure(point))  # type: ignore[misc]
+        there = {path.stem for path in bench.folder.iterdir()}
+        for one in COMPARISONS if args.which == "more" else ():
+            if {one.ours, one.other} <= there:
+                print(one.name, flush=True)
+                bench.kept(one.name, lambda one=one: bench.compare(one))  # type: ignore[misc]
         for name in PEERS if args.which == "more" else ():
             for point in POINTS[: len(SHARES)] if name != "vllm" or args.vllm else ():
                 print(f"{name} at {point.share}", flush=True)

@@ -74,7 +74,7 @@ def _ratios(found: list[dict[str, Any]]) -> str:
             row["what"],
             _number(row["bar"]),
             _number(row["on_an_a100"]),
-            _number(row["measured"]),
+            f"{row['measured']:.3g} ({min(row['rounds']):.3g} to {max(row['rounds']):.3g})",
             _number(row["simulated"]),
             ", ".join("" if share is None else f"{share:.0%}" for share in row["saved"].values()).strip(", "),
         ]
@@ -89,9 +89,9 @@ def _ratios(found: list[dict[str, Any]]) -> str:
         "blocks saved: measured, simulated",
     )
     return (
-        "Here: throughput, with all requests there at once, divided by the machine's speed. On the A100: the "
-        "rates that both sustain at 0.5 s a token, samples and beams of Alpaca's lengths.\n\n"
-        + markdown_table(heads, rows).strip()
+        "Here: throughput, with all requests there at once, the two in turn, three times; in brackets the least and "
+        "the most. On the A100: the rates that both sustain at 0.5 s a token, samples and beams of Alpaca's "
+        "lengths.\n\n" + markdown_table(heads, rows).strip()
     )
 
 

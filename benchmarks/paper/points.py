@@ -119,6 +119,11 @@ class Comparison:
     panel: str
     bar: float | None = None
 
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.ours}-over-{self.other}"
+
 
 def _basic(what: str, other: str, bar: float | None) -> Comparison:
     return Comparison(what, "hf_paged-burst", f"{other}-burst", "figure_12", "ShareGPT lengths", bar)

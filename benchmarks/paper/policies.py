@@ -85,7 +85,7 @@ class Static(Reserved):
 
 
 class ShortestFirst(FCFS):
-    """The request that will generate least comes first, were its length known."""
+    """The request of the fewest tokens, prompt and output, comes first, were its length known."""
 
     def __init__(self, num_blocks: int, lengths: Lengths) -> None:
         super().__init__(num_blocks)

@@ -102,6 +102,8 @@ class PagedGenerationMixin(PagedBatchMixin):
         elif reason is None:
             model_kwargs[name] = cache = PagedCache.for_call(engine.store, fan_out)
             cache.state = state
+            if generation_config.is_assistant:  # as stock: its drafts are taken back
+                cache.activate_past_recording()
             return None
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
         return stock(generation_config, model_kwargs, *args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, join
-from models import name_of, ragged_batch, random_ids
+from models import build, name_of, ragged_batch, random_ids
 from state_models import STATE_MODELS, build_state_model
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -228,6 +228,19 @@ def test_cropped_caches(make: MakePair) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert [layer.keys is None for layer in cache.layers] == [True, False, True, True]
     del cache
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "jamba"])
+def test_a_patched_assistant_drafts_as_stock(make: MakePair, name: str) -> None:
+    """Would break: drafts that a state can't be taken back behind."""
+    pair, helper = make(name), build_state_model(name)
+    main = build("llama")
+    given = {"max_new_tokens": 16, "eos_token_id": None}
+    for seed in range(2):
+        ids = random_ids(1, 12, seed)
+        expected = main.generate(ids, assistant_model=helper, **given)
+        assert torch.equal(main.generate(ids, assistant_model=pair.paged, **given), expected)
+    pair.assert_all_free()
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])

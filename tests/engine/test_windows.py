@@ -139,6 +139,24 @@ def test_candidates_taken_back(make_pair: MakePair, name: str, arguments: dict[s
     assert 0 < most <= 12, "nothing is given back after a crop"
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_patched_assistant(make_pair: MakePair, name: str, do_sample: bool) -> None:
+    """Would break: a draft model whose windows are given back before its wrong drafts are taken back."""
+    helper, pair = build(name, seed=50), make_pair(name)
+    assistants = {id(pair.stock): copy.deepcopy(helper), id(pair.paged): hf_paged.patch(helper, block_size=4)}
+    pair.generate(
+        make=lambda model: {"assistant_model": assistants[id(model)]},
+        input_ids=random_ids(1, 12),
+        max_new_tokens=20,
+        eos_token_id=None,
+        do_sample=do_sample,
+    )
+    helper.paged.check_invariants()
+    stats = helper.paged.stats()
+    assert stats.num_generated_tokens > 0 and stats.num_free_blocks == stats.num_blocks
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_crop(make_pair: MakePair, name: str) -> None:
     """Would break: going on after a crop over keys that are gone, in silence, where stock raises."""

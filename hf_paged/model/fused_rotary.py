@@ -62,13 +62,14 @@ class RotaryForward:
     def __init__(self, own: FunctionType, rotary: _Rotary) -> None:
         self._own = own
         self.rotary = rotary
+        # One function for good: what torch.compile makes of its code is kept among its names.
+        self.run = FunctionType(own.__code__, {}, own.__name__, own.__defaults__, own.__closure__)
         self.look_up()
 
     def look_up(self) -> None:
         """Takes the other names from the module's file as they are now."""
         own = self._own
-        names = own.__globals__ | {NAME: self.rotary}
-        self.run = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+        self.run.__globals__.update(own.__globals__ | {NAME: self.rotary})
         self.run.__kwdefaults__ = own.__kwdefaults__
 
 

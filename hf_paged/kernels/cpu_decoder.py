@@ -74,17 +74,16 @@ class DecoderSettings:
 class Scratch:
     """Memory for what lies between the kernels of a layer. Layers are computed one after another: all use the same."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._memory = torch.empty(0, dtype=dtype, device="cpu")
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def of(self, widths: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def of(self, widths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
         """Memory, and the addresses in it of `PIECE` rows of each of these widths."""
-        sizes = [-(-width * PIECE // _ALIGNMENT) * _ALIGNMENT for width in widths]
+        sizes = [-(-width * PIECE // _ALIGNMENT) * _ALIGNMENT * dtype.itemsize for width in widths]
         if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=self._dtype, device="cpu")
-        start, size = self._memory.data_ptr(), self._dtype.itemsize
-        return self._memory, [start + sum(sizes[:place]) * size for place in range(len(sizes))]
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        start = self._memory.data_ptr()
+        return self._memory, [start + sum(sizes[:place]) for place in range(len(sizes))]
 
 
 class CPUDecoderLayer:
@@ -103,7 +102,7 @@ class CPUDecoderLayer:
         query_width, key_width, gate_width = (one.panels.columns for one in (own.query, own.key, own.gate))
         # No kernel writes over what it reads: compilers don't vectorise such loops.
         attention_widths, mlp_widths = [query_width, key_width] * 2, [gate_width] * 3
-        self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths)
+        self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths, layers.dtype)
         normed, projected, middle, query, key, normed_query, normed_key, gate, up, gated_up = places
         heads_at = normed, (query, normed_query), (key, normed_key)
         self._all_heads = _Heads(layers, linears, own, *heads_at)

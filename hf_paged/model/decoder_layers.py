@@ -103,14 +103,13 @@ def _find(
     small: Callable[[nn.Module], PackedLinear | None],
 ) -> list[_DecoderLayer]:
     overrides = {id(call.module): call for call in (*calls, *linears)}
-    scratch: Scratch | None = None
+    scratch = Scratch()
+    numbered = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     found: list[_DecoderLayer] = []
     for module in model.modules():
         parts = _parts(module, overrides, small)
-        if parts is None:
-            continue
-        scratch = scratch or Scratch(parts.linears[0].dtype)
-        found.append(_DecoderLayer(module, parts, scratch))
+        if parts is not None:
+            found.append(_DecoderLayer(module, parts, scratch, is_last=parts.attention.module is numbered[-1]))
     logger.info("hf_paged: %d decoder layers may be computed in C", len(found))
     return found
 
@@ -241,12 +240,13 @@ def _calculates(code: CodeType) -> bool:
 class _DecoderLayer(ModuleOverride):
     """A decoder layer in a step."""
 
-    __slots__ = ("is_same", "kernels", "params", "parts", "scratch", "state")
+    __slots__ = ("is_last", "is_same", "kernels", "params", "parts", "scratch", "state")
 
-    def __init__(self, module: Any, parts: _Parts, scratch: Scratch) -> None:
+    def __init__(self, module: Any, parts: _Parts, scratch: Scratch, is_last: bool) -> None:
         super().__init__(module)
         self.parts = parts
         self.scratch = scratch
+        self.is_last = is_last
         self.is_same: bool | None = None  # not tried yet
         self.state: list[object] | None = None
         self.kernels: CPUDecoderLayer | None = None
@@ -271,7 +271,8 @@ class _DecoderLayer(ModuleOverride):
         if self.kernels is None or self.params is None or state != self.state:
             return self._try(step, mask, angles, state, *args, **kwargs)
         states = args[0]
-        if wanted is not None and wanted.layer == self.params.layer:
+        # By its number, and where it is: layers may have been put in another order.
+        if wanted is not None and self.is_last and wanted.layer == self.params.layer:
             return self._compute_some(step, wanted, states, angles)
         query, key, value = self.kernels.before_attention(states, *angles)
         step.write(key, value, self.params.layer)

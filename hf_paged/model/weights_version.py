@@ -35,12 +35,13 @@ class WeightsVersion:
 
     In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
     steps of any optimizer that holds one of the model's parameters are noted as well; replaced parameters and
-    `.data = ...` show in identity and address. Code: modules of another class or with another forward of their own.
+    `.data = ...` show in identity and address. Code: modules of another class, or with another forward, of their own
+    or their class's.
     Numbers: attributes of modules, such as a scale, an epsilon, a switch.
 
     Not seen, so that `engine.reset_prefix_cache()` has to be called: writes into `.data` (but where copies of weights
     are held and compared), tensors that are neither parameter nor buffer, strings, lists and other objects, what a
-    closure or a hook keeps, what is written over a class's forward.
+    closure or a hook keeps.
 
     Attributes:
         hooks: The model's forward hooks.
@@ -72,6 +73,7 @@ class WeightsVersion:
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: Sequence[tuple[Hashable, ...]] = []
         self._kinds: list[type] = []
+        self._class_forwards: dict[type[nn.Module], Any] = {}
         self._sizes: list[int] = []
         self._forwards: list[weakref.ref[Any] | None] = []
         self._getters: list[tuple[int, Callable[[dict[str, Any]], Any]]] = []  # of the numbers of a module
@@ -148,18 +150,20 @@ class WeightsVersion:
         return (*found, autocast)
 
     def _has_same_code(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> bool:
-        """Whether modules are of the classes they were of, with the same forwards of their own; notes what they are.
-
-        What was written over a class's forward is not seen.
-        """
+        """Whether modules are of the classes they were of, with the same forwards; notes what they are."""
         kinds = [type(module) for module in modules]
         forwards = [own.get("forward") for own in attributes]
-        is_same = kinds == self._kinds and all(
-            seen is forward is None or (seen is not None and forward is not None and seen() is forward)
-            for seen, forward in zip(self._forwards, forwards, strict=True)
+        is_same = (
+            kinds == self._kinds
+            and all(kind.forward is forward for kind, forward in self._class_forwards.items())
+            and all(
+                seen is forward is None or (seen is not None and forward is not None and seen() is forward)
+                for seen, forward in zip(self._forwards, forwards, strict=True)
+            )
         )
         if not is_same:
             self._kinds = kinds
+            self._class_forwards = {kind: kind.forward for kind in kinds}
             # Weak: a closure usually leads to the model. By reference: a new one may lie where an old one was.
             self._forwards = [None if forward is None else _reference(forward) for forward in forwards]
             # Within accelerate's hooks, which move and fetch, it is the class's forward that computes.

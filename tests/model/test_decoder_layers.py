@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import threading
@@ -14,13 +15,13 @@ import pytest
 import torch
 from models import build, random_ids
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaModel, LlamaRMSNorm
 
 import hf_paged
 from hf_paged import PagedCache
 from hf_paged.attention.wanted import WantedTokens
 from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear
-from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, LinearWeight, NormSettings, Scratch
+from hf_paged.kernels.cpu_decoder import PIECE, CPUDecoderLayer, DecoderSettings, LinearWeight, NormSettings, Scratch
 from hf_paged.kernels.layers import InputError
 from hf_paged.model import linear_ways, packed_linears
 from hf_paged.model.decoder_layers import DecoderLayers, _calculates, _code, _DecoderLayer
@@ -336,7 +337,7 @@ def test_weights_that_kernels_would_read_beyond(kind: str) -> None:
         ]
         norm = NormSettings(vector, 1e-6, 0.0, True)
         settings = DecoderSettings(16, (norm, norm), None, *weights, (1.0, 0.0), False, True)
-        return CPUDecoderLayer(layers, linears, settings, Scratch(F32))
+        return CPUDecoderLayer(layers, linears, settings, Scratch())
 
     made(torch.ones(64), torch.ones(64))
     with pytest.raises(InputError):
@@ -406,3 +407,57 @@ def test_a_hook_behind_the_last_layer_sees_all_tokens(cut: list[tuple[int, int]]
         expected = build("llama").model(ids).last_hidden_state
     torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-5)
     assert not cut
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before patch", "between calls"])
+def test_layers_in_another_order(is_before: bool, cut: list[tuple[int, int]]) -> None:
+    """Would break: tokens left out by the layer of the last number, which others come behind."""
+    stock = build("llama")
+
+    def turn_round(model: Any) -> None:
+        model.model.layers = nn.ModuleList(list(model.model.layers)[::-1])
+
+    if is_before:
+        turn_round(stock)
+    model = hf_paged.patch(copy.deepcopy(stock), num_blocks=64)
+    for seed in (1, 2):
+        model.generate(random_ids(1, 40, seed=seed), **GREEDY)
+    if not is_before:
+        turn_round(stock)
+        turn_round(model)
+    cut.clear()
+    for seed in range(3, 6):
+        ids = random_ids(2, 40, seed=seed)
+        assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+    assert not cut
+
+
+def test_scratch_of_several_dtypes() -> None:
+    """Would break: memory for bfloat16 that another layer writes float32 to."""
+    scratch = Scratch()
+    for dtype in (BF16, F32):
+        memory, places = scratch.of([100, 30], dtype)
+        ends = [place + width * PIECE * dtype.itemsize for place, width in zip(places, (100, 30), strict=True)]
+        assert memory.data_ptr() <= places[0] <= ends[0] <= places[1] <= ends[1] <= memory.data_ptr() + memory.nbytes
+
+
+def test_a_class_that_is_wrapped_later(cut: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: code put into a class between two calls, which is shown zeros for tokens that were left out."""
+    stock, model, seen = build("llama"), patched("llama"), []
+    for seed in (1, 2):
+        model.generate(random_ids(1, 40, seed=seed), **GREEDY)
+    assert cut
+    own = LlamaModel.forward
+
+    @functools.wraps(own)
+    def watch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = own(self, *args, **kwargs)
+        seen.append(output.last_hidden_state)
+        return output
+
+    monkeypatch.setattr(LlamaModel, "forward", watch)
+    ids = random_ids(1, 40, seed=3)
+    expected = stock.generate(ids, **GREEDY)
+    seen.clear()
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert seen and all((states != 0).any(dim=-1).all() for states in seen)

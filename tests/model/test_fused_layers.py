@@ -505,12 +505,13 @@ def test_nothing_is_made_in_inference_mode() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
-@pytest.mark.parametrize("part", ["self_attn", "mlp", ""], ids=str)
-def test_a_compiled_layer(part: str) -> None:
+def test_a_compiled_layer() -> None:
     """Would break: what torch.compile made of a function's code, looked for among another function's names."""
+    torch.compiler.reset()
     stock, model = build("llama"), hf_paged.patch(build("llama"), num_blocks=64)
     for own in (stock, model):
-        own.model.layers[1].get_submodule(part).compile(backend="eager")
+        own.model.layers[1].compile(backend="eager")
     for seed in range(3):
         ids = random_ids(2, 9, seed=seed)
-        assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+        expected = stock.generate(ids, **GREEDY)
+        assert torch.equal(model.generate(ids, **GREEDY), expected)

@@ -412,10 +412,12 @@ def serve(
 
 @app.command("models")
 def list_models(
-    names: Annotated[list[str] | None, typer.Argument(help="Families (model types); default: all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Families (model types) of any kind; default: all these.")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
-    """Try every family of models that the installed transformers knows: taken how, at what cost, refused why.
+    """Try every family of causal language models that transformers knows: taken how, at what cost, refused why.
 
     Each is a tiny random model of the family's default config; nothing is downloaded. The bytes are those of the
     default config's keys and values in bfloat16.

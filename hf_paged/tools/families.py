@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,9 +13,13 @@ import transformers
 from rich import box
 from rich.table import Table
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -28,7 +32,7 @@ class Family:
 
     Attributes:
         name: Its `model_type`.
-        class_name: The class with a language-model head.
+        class_name: The class with a language-model head; of a family that has none, another one, or empty.
         report: Of a model with its default config.
     """
 
@@ -48,9 +52,19 @@ class Family:
 
 
 def family_names() -> dict[str, str]:
-    """Each family's class with a language-model head, text first."""
+    """The class with a language-model head of each family of decoders, text first."""
+    return _first_of(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def _other_names() -> dict[str, str]:
+    """A class of each other family, one that generates first; empty where transformers names none."""
+    mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES)
+    return _first_of(*mappings, MODEL_MAPPING_NAMES, dict.fromkeys(CONFIG_MAPPING_NAMES, ""))
+
+
+def _first_of(*mappings: Mapping[str, str | Sequence[str]]) -> dict[str, str]:
     names: dict[str, str] = {}
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+    for mapping in mappings:
         for name, class_name in mapping.items():
             names.setdefault(name, class_name if isinstance(class_name, str) else class_name[0])
     return names
@@ -60,22 +74,25 @@ def families(names: list[str] | None = None) -> Iterator[Family]:
     """Tries them one after another. Never raises for what is wrong with one.
 
     Args:
-        names: Which; `None`: all.
+        names: Which, decoders or not; `None`: all decoders.
 
     Raises:
         ValueError: There is no family of one of these names.
     """
-    known = family_names()
+    decoders = family_names()
+    known = _other_names() | decoders
     unknown = sorted(set(names or ()) - set(known))
     if unknown:
         raise ValueError(f"transformers {transformers.__version__} knows no family {', '.join(unknown)}")
-    for name in sorted(known) if names is None else names:
+    for name in sorted(decoders) if names is None else names:
         with _silence():
             report = _report(name, known[name])
         yield Family(name, known[name], report)
 
 
 def _report(name: str, class_name: str) -> SupportReport:
+    if not class_name:
+        return SupportReport(False, ("transformers names no class of models for it",))
     try:
         base, config = getattr(transformers, class_name), AutoConfig.for_model(name)
         if base.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` takes it

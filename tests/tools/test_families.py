@@ -51,6 +51,21 @@ def test_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["rwkv"].how == "" and found["rwkv"].report.layout == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("t5", "it is an encoder-decoder model"),
+        ("vit", "ViTModel has no language-model head"),
+        ("clipseg_text_model", "transformers names no class of models for it"),
+    ],
+)
+def test_no_decoder(name: str, reason: str) -> None:
+    """Would break: a family that transformers knows, said to be unknown."""
+    (family,) = families([name])
+    assert family.how == "" and family.reason.startswith(reason)
+    assert name not in family_names()
+
+
 def test_names_are_all_that_there_are() -> None:
     names = family_names()
     assert len(names) > 200 and names["llama"] == "LlamaForCausalLM" and names["llava"].startswith("Llava")
@@ -60,14 +75,14 @@ def test_names_are_all_that_there_are() -> None:
 
 @pytest.mark.parametrize("markdown", [False, True])
 def test_command(markdown: bool) -> None:
-    result = invoke("llama", "rwkv", *(["--markdown"] if markdown else []))
+    result = invoke("llama", "t5", "rwkv", *(["--markdown"] if markdown else []))
     assert result.exit_code == 0, result.output
     line = r"llama[\s|]+packed[\s|]+524,288"
-    assert re.search(line, result.output) and "recurrent" in result.output
-    assert f"1 of 2 are taken, with transformers {transformers.__version__}" in result.output
+    assert re.search(line, result.output) and "recurrent" in result.output and "encoder-decoder" in result.output
+    assert f"1 of 3 are taken, with transformers {transformers.__version__}" in result.output
     assert (result.output.lstrip().startswith("| family")) == markdown
 
 
 def test_command_with_a_wrong_name() -> None:
-    result = invoke("lama")
-    assert result.exit_code == 2 and "lama" in result.output
+    result = invoke("t5", "lama")
+    assert result.exit_code == 2 and result.output.strip().endswith("knows no family lama")

@@ -308,6 +308,10 @@ class KVPool:
                     self._attention = SpreadAttention(spread, backend)
             return self._attention
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence alone holds at most while it grows to so many tokens."""
+        return self.manager.most_blocks(num_tokens, self.config.max_num_batched_tokens)
+
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
         """Refuses a sequence that could never fit the empty pool.
 
@@ -319,8 +323,7 @@ class KVPool:
         Raises:
             ValueError: With both sizes, and the setting that would help.
         """
-        manager = self.manager
-        needed = manager.most_blocks(num_tokens, self.config.max_num_batched_tokens)
+        manager, needed = self.manager, self.blocks_for(num_tokens)
         if needed > manager.pool.num_blocks:
             raise ValueError(
                 f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "

@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_paged.api.patching import patch, unpatch
 from hf_paged.core.replay import replay
+from hf_paged.engine.kv_pool import KVPool
 from hf_paged.tools.families import families, families_table, family_names
 from hf_paged.tools.report import RunReport, comparison_table, generated_lengths, paged_kv_usage, stock_kv_usage
 
@@ -227,8 +228,13 @@ class Work:
     eos_token_ids: Collection[int]
 
     def run_paged(self, model: Any, stream: bool = False) -> RunReport:
-        """Everything through a patched model."""
+        """Everything through a patched model.
+
+        Raises:
+            ValueError: A prompt and its new tokens could never fit its pool.
+        """
         report = RunReport("hf_paged")
+        self._check_fits(model.paged.core.pool)
         self._warm_up(model)
         model.paged.reset_prefix_cache()  # the first batch starts cold
         self._run(model, report, stream=stream)
@@ -243,6 +249,16 @@ class Work:
         self._warm_up(model)
         self._run(model, report, measure_cache=True)
         return report
+
+    def _check_fits(self, pool: KVPool) -> None:
+        """In the options' names, and before a warm-up that takes less."""
+        longest = max(len(ids) for batch in self.batches for ids in batch.prompt_ids)
+        needed = pool.blocks_for(longest + self.max_new_tokens - 1)  # the last token's keys are never needed
+        if needed > pool.num_blocks:
+            raise ValueError(
+                f"a prompt of {longest} tokens and up to {self.max_new_tokens} new ones needs {needed} KV blocks, the "
+                f"pool has {pool.num_blocks}: give --num-blocks {needed} or more, or a lower --max-new-tokens"
+            )
 
     def _warm_up(self, model: Any) -> None:
         """Threads, kernels, lazy allocations: what only the first call pays."""

@@ -111,6 +111,15 @@ def test_bad_options_are_refused_in_a_sentence(args, message):
     assert message in refused(*args)
 
 
+def test_the_blocks_that_it_says_it_needs_are_enough():
+    """Would break: advice that a short first call gives, and not the work itself."""
+    options = ["--limit", 2, "--block-size", 4, "--max-new-tokens", 12, "--show", 0]
+    needed = int(re.search(r"up to 12 new ones needs (\d+) KV blocks", refused(*options, "--num-blocks", 2))[1])
+    assert f"--num-blocks {needed} or more" in refused(*options, "--num-blocks", needed - 1)
+    result = invoke("run", *options, "--num-blocks", needed)
+    assert result.exit_code == 0 and table(result.output)["tokens identical"] == ["yes"], result.output
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     assert "holds no model: it has no config.json" in refused("--model", tmp_path)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,6 +25,7 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+OWN_FIELD = re.compile(r"Value error, (\w+): ")  # how a check of several fields begins: the one that it is about
 
 
 class ApiError(Exception):
@@ -65,6 +67,12 @@ def bad_field(name: str, message: str) -> ApiError:
     return ApiError(400, f"{name}: {message}", param=name)
 
 
+def bad_argument(message: str, fields: Container[str]) -> ApiError:
+    """What the engine refuses: about one of these fields, if that is the message's first word."""
+    name = message.partition(" ")[0].strip("`:")
+    return ApiError(400, message, name if name in fields else None)
+
+
 def queue_full(message: str) -> ApiError:
     """Too much is waiting."""
     return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
@@ -84,10 +92,13 @@ def invalid_body(error: ValidationError, body: bytes) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     path, missing = (first["loc"][:-1], first["loc"][-1:]) if first["type"] == "missing" else (first["loc"], ())
-    where = ".".join(map(str, (*_in_body(path, from_json(body)), *missing)))
+    message = first["msg"]
+    match = OWN_FIELD.match(message) if first["type"] == "value_error" else None
+    own = () if match is None else match.groups()
+    where = ".".join(map(str, (*_in_body(path, from_json(body)), *missing, *own)))
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{where}: this server does not know that field", where, "unknown_field")
-    message = first["msg"].removeprefix("Value error, ")
+    message = message.removeprefix("Value error, ") if match is None else message[match.end() :]
     return ApiError(400, f"{where}: {message}" if where else message, where or None, "invalid_value")
 
 

@@ -15,7 +15,7 @@ from hf_paged.core.errors import QueueFullError
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestOutput
 from hf_paged.sampling.logprobs import TokenLogprobs
-from hf_paged.server.errors import ApiError, bad_field, logger, queue_full, too_long
+from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, too_long
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
@@ -230,7 +230,7 @@ class Generation:
         except QueueFullError as error:
             raise queue_full(str(error)) from None
         except (ValueError, TypeError) as error:
-            raise ApiError(400, str(error)) from error
+            raise bad_argument(str(error), type(body).model_fields) from error
         # The likeliest token has no variants: what isn't drawn is computed once, and returned as often as asked for.
         num_sequences = arguments.get("num_return_sequences", 1)
         texts: list[list[Text]] = [[] for _ in range(num_sequences)]

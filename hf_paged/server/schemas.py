@@ -14,7 +14,7 @@ LEAST_TEMPERATURE = 1e-4  # below, logits may overflow
 
 def _usable(temperature: float) -> float:
     if 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature: 0, or at least {LEAST_TEMPERATURE}")
+        raise ValueError(f"0, or at least {LEAST_TEMPERATURE}")
     return temperature
 
 

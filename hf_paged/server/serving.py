@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from hf_paged.engine.engine import Engine
 from hf_paged.server.adapters import Adapters
-from hf_paged.server.errors import ApiError, queue_full, too_long
+from hf_paged.server.errors import ApiError, bad_field, queue_full, too_long
 from hf_paged.server.formats import Formats
 from hf_paged.server.generation import Generation, submit_arguments
 from hf_paged.server.limits import B, check_key, read_body
@@ -191,7 +191,7 @@ class Serving:
             message = f"the prompt has {longest} tokens, and this server takes {most}"
             raise ApiError(400, message, code="context_length_exceeded")
         if len(prompts) > self.settings.max_waiting:
-            raise ApiError(400, f"prompt: {len(prompts)} are more than the {self.settings.max_waiting} that may wait")
+            raise bad_field("prompt", f"{len(prompts)} are more than the {self.settings.max_waiting} that may wait")
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int) -> dict[str, Any]:
         arguments = submit_arguments(body, num_prompt_tokens, self.max_model_len, self._eos, self._pad, self.vocab_size)

@@ -41,10 +41,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"prompt": []}, "prompt"),
     (COMPLETION, {"prompt": [[]]}, "prompt.0"),
     (COMPLETION, {"prompt": [10**9]}, "prompt"),
-    (COMPLETION, {"prompt": [-1]}, "prompt"),
+    (COMPLETION, {"prompt": [-1]}, "prompt.0"),
     (COMPLETION, {"max_tokens": 0}, "max_tokens"),
     (COMPLETION, {"max_tokens": "5"}, "max_tokens"),
-    (COMPLETION, {"max_tokens": 10**6}, "limit of 2048 tokens"),
     (COMPLETION, {"temperature": -1}, "temperature"),
     (COMPLETION, {"temperature": 2.5}, "temperature"),
     (COMPLETION, {"top_p": 0}, "top_p"),
@@ -61,7 +60,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"min_tokens": 50}, "min_tokens"),
     (COMPLETION, {"logit_bias": {"x": 1}}, "logit_bias"),
     (COMPLETION, {"logit_bias": {"99999": 1}}, "logit_bias"),
-    (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias"),
+    (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias.1"),
     (COMPLETION, {"presence_penalty": 3}, "presence_penalty"),
     (COMPLETION, {"frequency_penalty": -3}, "frequency_penalty"),
     (COMPLETION, {"repetition_penalty": 0}, "repetition_penalty"),
@@ -86,7 +85,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {}}]}, "messages.0.audio"),
-    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
+    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
     (CHAT, {"modalities": ["audio"]}, "modalities"),
@@ -111,7 +110,8 @@ def test_a_field_is_refused_by_name(served: Served, path: str, fields: dict[str,
     reply = served.post(path, body | fields)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error", reply.text
-    assert name in error["message"] and set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == name and error["message"].startswith(name), error
+    assert set(error) == {"message", "type", "param", "code"}
 
 
 PLACES: list[tuple[dict[str, Any], str]] = [

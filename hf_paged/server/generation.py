@@ -365,8 +365,8 @@ def submit_arguments(
         )  # fmt: skip
     if body.limit is not None and body.limit > left:
         raise ApiError(
-            400, f"{num_prompt_tokens} tokens of the prompt and {body.limit} more are above the limit of {room} tokens",
-            code="context_length_exceeded",
+            400, f"{body.limit_field}: {body.limit}, and {num_prompt_tokens} tokens of the prompt, are above the limit "
+            f"of {room} tokens", body.limit_field, "context_length_exceeded",
         )  # fmt: skip
     limit = left if body.limit is None else body.limit
     of_prompt = {} if body.wanted_of_prompt is None else {"prompt_logprobs": body.wanted_of_prompt}

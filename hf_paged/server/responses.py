@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal
 from fastapi import Request
 from pydantic import Field, model_validator
 
+from hf_paged.server.errors import ApiError
 from hf_paged.server.generation import Generation
 from hf_paged.server.replies import EventStream, event
 from hf_paged.server.schemas import Body, ChatRequest, ContentPart, Temperature
 from hf_paged.server.serving import Serving
 
 PATH = "/v1/responses"
+# What a chat's fields are called here.
+OWN_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 class InputMessage(Body):
@@ -81,7 +84,7 @@ class ResponsesRequest(Body):
             {
                 "model": self.model,
                 "messages": messages,
-                "max_tokens": self.max_output_tokens,
+                "max_completion_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "user": self.user,
@@ -94,13 +97,29 @@ async def create(serving: Serving, request: Request) -> Any:
     """Answers a request."""
     body = await serving.body(request, ResponsesRequest)
     chat = body.as_chat()
-    generation = await serving.start(PATH, chat, lambda: [serving.prompts.of_chat(chat.messages)])
+    try:
+        generation = await serving.start(PATH, chat, lambda: [serving.prompts.of_chat(chat.messages)])
+    except ApiError as error:
+        raise _in_own_names(error, body) from None
     answer = _Answer(serving, body, chat, generation)
     if body.stream:
         return EventStream(answer.events(), generation.close)
     await serving.finished(request, generation)
     serving.note_end(PATH, chat, generation)
     return answer.whole()
+
+
+def _in_own_names(error: ApiError, body: ResponsesRequest) -> ApiError:
+    """What is said of a field of the chat, said of the body's."""
+    if error.param is None:
+        return error
+    first, *rest = error.param.split(".")
+    if first == "messages" and rest:  # a picture's place, behind the instructions
+        rest = [str(int(rest[0]) - (body.instructions is not None)), *rest[1:]]
+    if first not in OWN_NAMES:
+        return error
+    param = ".".join([OWN_NAMES[first], *rest])
+    return ApiError(error.status, error.message.replace(error.param, param, 1), param, error.code)
 
 
 class _Answer:

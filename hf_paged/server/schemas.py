@@ -160,6 +160,11 @@ class SamplingBody(Body):
         return None
 
     @property
+    def limit_field(self) -> str:
+        """Which field says so."""
+        return "max_tokens"
+
+    @property
     def wanted_of_prompt(self) -> int | None:
         """Likeliest tokens to be named with each of the prompt's; `None`: nothing is to be said of those."""
         return self.prompt_logprobs
@@ -405,6 +410,10 @@ class ChatRequest(SamplingBody):
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:

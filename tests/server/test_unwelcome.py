@@ -23,8 +23,14 @@ from hf_paged.server.settings import ServerSettings
 from hf_paged.server.wakeups import Wakeups
 
 pytestmark = pytest.mark.timeout(120)
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
+SEEN = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETION: {"prompt": "The door"},
+    CHAT: {"messages": HELLO},
+    RESPONSES: {"input": "Hello"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +50,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"prompt": [-1]}, "prompt.0"),
     (COMPLETION, {"max_tokens": 0}, "max_tokens"),
     (COMPLETION, {"max_tokens": "5"}, "max_tokens"),
+    (COMPLETION, {"max_tokens": 10**6}, "max_tokens"),
+    (CHAT, {"max_tokens": 10**6}, "max_tokens"),
+    (CHAT, {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+    (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"type": "king"}}}}, "text.format"),
+    (RESPONSES, {"input": [{"role": "user", "content": [SEEN]}], "instructions": "a"}, "input.0.content.0.image_url"),
     (COMPLETION, {"temperature": -1}, "temperature"),
     (COMPLETION, {"temperature": 2.5}, "temperature"),
     (COMPLETION, {"top_p": 0}, "top_p"),
@@ -106,8 +118,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "fields", "name"), REFUSED, ids=lambda value: str(value)[:60])
 def test_a_field_is_refused_by_name(served: Served, path: str, fields: dict[str, Any], name: str) -> None:
-    body = {"prompt": "The door"} if path == COMPLETION else {"messages": HELLO}
-    reply = served.post(path, body | fields)
+    reply = served.post(path, BODIES[path] | fields)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error", reply.text
     assert error["param"] == name and error["message"].startswith(name), error

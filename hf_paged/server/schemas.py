@@ -418,7 +418,8 @@ class ChatRequest(SamplingBody):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
         if self.is_forced and not self.callable_tools:
-            raise ValueError("tool_choice: there is no such tool among tools")
+            problem = "there is no such tool among tools" if self.tools else "it forces a call, and there are no tools"
+            raise ValueError(f"tool_choice: {problem}")
         if self.is_forced and super().is_structured:
             raise ValueError("response_format: not beside a tool_choice that forces calls")
         if not self.is_forced and any(tool.function.strict for tool in self.offered_tools):

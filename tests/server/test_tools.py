@@ -159,6 +159,8 @@ def test_forced_calls_in_pieces(size: int) -> None:
 def test_refused(served: Served, fields: dict[str, Any], name: str) -> None:
     reply = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 5} | fields)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
+    if "tools" not in fields:
+        assert "there are no tools" in reply.json()["error"]["message"]
 
 
 def test_responses(served: Served) -> None:

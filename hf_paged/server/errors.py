@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 from starlette.exceptions import HTTPException
 
 logger = logging.getLogger("hf_paged.server")
@@ -25,7 +25,8 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-OWN_FIELD = re.compile(r"Value error, (\w+): ")  # how a check of several fields begins: the one that it is about
+OWN_FIELD = re.compile(r"^Value error, (\w+): ")  # how a check of several fields begins: the one that it is about
+WRONG_TYPES = ("_type", "literal_error")
 
 
 class ApiError(Exception):
@@ -85,21 +86,37 @@ def too_long(timeout: float | None) -> ApiError:
 
 def invalid_body(error: ValidationError, body: bytes) -> ApiError:
     """What pydantic says of a body: the first of the innermost things, and where it is."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
     # Of what may be one of several, the one that was meant is the one that it got furthest in.
-    first = max(
-        error.errors(include_url=False, include_input=False, include_context=False), key=lambda each: len(each["loc"])
-    )
+    first = max(found, key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    path, missing = (first["loc"][:-1], first["loc"][-1:]) if first["type"] == "missing" else (first["loc"], ())
-    message = first["msg"]
-    match = OWN_FIELD.match(message) if first["type"] == "value_error" else None
-    own = () if match is None else match.groups()
-    where = ".".join(map(str, (*_in_body(path, from_json(body)), *missing, *own)))
+    given = from_json(body)
+    where = _where(first, given)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{where}: this server does not know that field", where, "unknown_field")
-    message = message.removeprefix("Value error, ") if match is None else message[match.end() :]
+    # Types that were tried there; one whose limits it doesn't keep was the right one.
+    tried = [each for each in found if len(each["loc"]) == len(first["loc"]) and _where(each, given) == where]
+    right = [each for each in tried if not each["type"].endswith(WRONG_TYPES)]
+    message = _alternatives([each["msg"] for each in right[:1] or tried])
     return ApiError(400, f"{where}: {message}" if where else message, where or None, "invalid_value")
+
+
+def _where(error: ErrorDetails, body: Any) -> str:
+    """The path to what an error is about."""
+    path: tuple[int | str, ...] = error["loc"]
+    last: tuple[int | str, ...] = ()
+    if error["type"] == "missing":
+        path, last = path[:-1], path[-1:]
+    elif match := OWN_FIELD.match(error["msg"]):
+        last = match.groups()
+    return ".".join(map(str, (*_in_body(path, body), *last)))
+
+
+def _alternatives(messages: list[str]) -> str:
+    """What is said of one value, in one sentence."""
+    first, *others = dict.fromkeys(OWN_FIELD.sub("", message).removeprefix("Value error, ") for message in messages)
+    return ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
 
 
 def _in_body(path: tuple[int | str, ...], body: Any) -> Iterator[int | str]:

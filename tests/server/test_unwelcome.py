@@ -147,6 +147,23 @@ def test_where_in_the_body_it_is(served: Served, fields: dict[str, Any], place: 
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "what"),
+    [
+        (COMPLETION, {"prompt": 5}, "Input should be a valid string, or a valid array"),
+        (RESPONSES, {"input": 5}, "Input should be a valid string, or a valid array"),
+        (CHAT, {"tool_choice": "other"}, "Input should be 'none', 'auto' or 'required', or an object"),
+        (COMPLETION, {"prompt": [5, -1]}, "Input should be greater than or equal to 0"),
+        (COMPLETION, {"stop": ["a"] * 17}, "List should have at most 16 items after validation, not 17"),
+    ],
+    ids=str,
+)
+def test_what_would_do(served: Served, path: str, fields: dict[str, Any], what: str) -> None:
+    """Would break: one of several types named as if it were the only one, or another one than was given."""
+    message = served.post(path, BODIES[path] | fields).json()["error"]["message"]
+    assert message.partition(": ")[2] == what
+
+
+@pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b'"\xff"', b'{"prompt": "\\ud800"}', b"[" * 100_000, b"1" * 9999],
     ids=lambda content: str(content[:20]),

@@ -44,6 +44,11 @@ class TextFormat(Body):
             raise ValueError("schema: with type json_schema, and only there")
         return self
 
+    def as_given(self) -> dict[str, Any]:
+        """As an answer repeats it: `strict` is of a schema."""
+        exclude = set() if self.type == "json_schema" else {"strict"}
+        return self.model_dump(exclude_none=True, by_alias=True, exclude=exclude)
+
 
 class TextOptions(Body):
     """What the text is to look like."""
@@ -168,7 +173,7 @@ class _Answer:
             "parallel_tool_calls": False,
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": body.text.format.model_dump(exclude_none=True, by_alias=True)},
+            "text": {"format": body.text.format.as_given()},
             "tool_choice": "none",
             "tools": [],
             "top_p": body.top_p,

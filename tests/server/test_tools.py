@@ -172,6 +172,7 @@ def test_responses(served: Served) -> None:
     Response.model_validate(reply.model_dump(), strict=True)
     assert reply.output_text == expected.choices[0].message.content and reply.status == "incomplete"
     assert reply.usage is not None and reply.usage.output_tokens == 12 and reply.metadata == {"a": "b"}
+    assert reply.text is not None and reply.text.to_dict() == {"format": {"type": "text"}}
     events = list(served.client.responses.create(**given, stream=True))
     assert [each.sequence_number for each in events] == list(range(len(events)))
     deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
@@ -183,6 +184,7 @@ def test_responses(served: Served) -> None:
     schema = {"type": "json_schema", "name": "a", "schema": {"enum": ["x", "y"]}}
     formed = served.client.responses.create(model="tiny", input="a", text={"format": schema})  # type: ignore[arg-type]
     assert json.loads(formed.output_text) in ("x", "y") and formed.status == "completed"
+    assert formed.text is not None and formed.text.to_dict() == {"format": schema | {"strict": True}}
     long: Any = {"format": schema | {"name": "a" * 65}}
     for field in ({"store": True}, {"previous_response_id": "a"}, {"tools": TOOLS}, {"input": []}, {"text": long}):
         refused = served.post("/v1/responses", {"input": "a"} | field)

@@ -16,6 +16,7 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest, new_sequences
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
+from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.beams import BeamBatch, BeamSearch, Selection
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.sampling.processors import needs_ids
@@ -86,7 +87,7 @@ class BeamRequest:
         call: SampleCall,
         pool: KVPool,
         worker: StepWorker,
-        weights_key: tuple[Hashable, ...],
+        weights_key: WeightsKey,
         batch_key: Hashable,
         on_end: Callable[[], None] | None = None,
     ) -> None:

@@ -18,6 +18,7 @@ from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCallback
 from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
+from hf_paged.model.weights_version import WeightsKey
 
 _ASSISTED = threading.Lock()  # of all engines: models that wait for each other's steps would do so for ever
 
@@ -63,6 +64,7 @@ class Calls:
         on_token: TokenCallback | None = None,
         waits: bool = True,
         on_end: Callable[[EngineRequest], None] | None = None,
+        weights_key: WeightsKey | None = None,
     ) -> EngineRequest:
         """Starts a call whose rows the engine samples.
 
@@ -71,6 +73,7 @@ class Calls:
             on_token: Called with every token, by the loop: it must only hand it on.
             waits: The caller waits: while the queue is full, and then for the result.
             on_end: Called when the run is over, by the loop.
+            weights_key: The state of the model's weights, if it is known; else it is looked at.
         """
         core = self._core
         if waits:
@@ -90,7 +93,7 @@ class Calls:
         try:
             with core.transaction(), on_steps_stream(core.pool.kv_device):
                 _ = core.kv_cache
-                weights_key, batch_key = core.weights_version.key(), core.batch_key()
+                weights_key, batch_key = weights_key or core.weights_version.key(), core.batch_key()
                 if call.beams is not None:
                     run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:

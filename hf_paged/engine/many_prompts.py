@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ def generate_all(
         while_waiting: What a wait for a request is to be done in.
         progress_bar: Show a tqdm bar.
     """
-    if isinstance(prompts, str | Tensor):
+    if isinstance(prompts, str | Tensor) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be a list of prompts, each of token ids, got a {type(prompts).__name__}")
     prompts = list(prompts)
     # In order, and ahead: memory for requests in flight, not for all of them.
@@ -48,24 +48,30 @@ def generate_all(
     running: dict[int, Request] = {}
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     remaining = deque(enumerate(prompts))
+
+    def finished(seconds: float) -> Iterator[int]:
+        """All that have ended; waits so long for the first."""
+        with suppress(queue.Empty):
+            with while_waiting(), allowed_interrupt():
+                yield done.get(timeout=seconds) if seconds else done.get_nowait()
+            while True:
+                yield done.get_nowait()
+
     with tqdm(total=len(prompts), disable=not progress_bar, unit="prompt", desc="generate") as bar:
         try:
             while remaining or running:
-                while remaining and len(running) < ahead and room.is_free:
-                    index, prompt = remaining[0]
-                    try:
-                        request = submit(prompt)
-                    except QueueFullError:
-                        break  # another caller was faster
-                    remaining.popleft()
-                    running[index] = request
-                    request.on_done(partial(done.put, index))
-                with suppress(queue.Empty):
-                    with while_waiting(), allowed_interrupt():
-                        index = done.get(timeout=1.0 if running else 0.01)
+                seconds = 1.0 if running else 0.01
+                if remaining and len(running) < ahead and room.is_free:
+                    with suppress(QueueFullError):  # another caller was faster
+                        index, prompt = remaining[0]
+                        running[index] = submit(prompt)
+                        remaining.popleft()
+                        running[index].on_done(partial(done.put, index))
+                        seconds = 0.0
+                for index in finished(seconds):
                     results[index] = running.pop(index).result()
-                    bar.update()
                     bar.set_postfix(running=core.num_running, refresh=False)
+                    bar.update()
         except BaseException:
             for request in running.values():
                 request.cancel()

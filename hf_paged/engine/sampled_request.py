@@ -21,6 +21,7 @@ from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
+from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
@@ -97,7 +98,7 @@ class SampleCall:
 
 
 def new_sequences(
-    call: SampleCall, pool: KVPool, owner: object, weights_key: tuple[Hashable, ...], batch_key: Hashable
+    call: SampleCall, pool: KVPool, owner: object, weights_key: WeightsKey, batch_key: Hashable
 ) -> list[tuple[int, Sequence]]:
     """A sequence for each prompt of a call, in a group of its own, and the first of the prompt's rows.
 
@@ -163,7 +164,7 @@ class SampledRequest:
         call: SampleCall,
         pool: KVPool,
         worker: StepWorker,
-        weights_key: tuple[Hashable, ...],
+        weights_key: WeightsKey,
         batch_key: Hashable,
         on_token: TokenCallback | None = None,
         on_end: Callable[[], None] | None = None,

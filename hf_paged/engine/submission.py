@@ -30,6 +30,7 @@ from hf_paged.engine.room import Room
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.engine.scoring import LogitRows
 from hf_paged.engine.shared_request import hear_end, request_key, tell_end
+from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 
@@ -94,8 +95,9 @@ class Submissions:
         prompt_logprobs: PromptLogprobsWanted | None,
         arguments: dict[str, Any],
         controls: SamplingControls = NO_CONTROLS,
+        weights_key: WeightsKey | None = None,
     ) -> Request:
-        """See `Engine.submit`."""
+        """See `Engine.submit`; `weights_key`: see `Calls.start`."""
         prompt = one_prompt(input_ids, self._core.model)
         check_arguments(arguments, priority, cache_salt)
         if not self._room.is_free:
@@ -130,15 +132,18 @@ class Submissions:
                     call.follow(controls.grammar)
                 has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
                 state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
-                start = self._start_run if isinstance(call.work, SampleCall) else self._start_loop
-                begin = partial(start, state, call, priority, logprobs)
+                if isinstance(call.work, SampleCall):
+                    begin = partial(self._start_run, state, call, priority, logprobs, weights_key)
+                else:
+                    begin = partial(self._start_loop, state, call, priority, logprobs)
                 generation_config = call.generation_config
-            key = request_key(prompt, generation_config, logprobs, prompt_logprobs)
-            if isinstance(ranks, Follower):
-                give_up = self._expect(ranks, state, key)
-                return Request(state, give_up, give_up, self._waiting)
-            if ranks is not None and SHARED_CALL.get() is None:
-                shared = ranks.begin(*key)
+            if ranks is not None:
+                key = request_key(prompt, generation_config, logprobs, prompt_logprobs)
+                if isinstance(ranks, Follower):
+                    give_up = self._expect(ranks, state, key)
+                    return Request(state, give_up, give_up, self._waiting)
+                if SHARED_CALL.get() is None:
+                    shared = ranks.begin(*key)
             with salted(CACHE_SALT.get() if cache_salt is None else cache_salt), within(shared or SHARED_CALL.get()):
                 if prompt_logprobs is not None:
                     begin = partial(self._start_scoring, state, prompt_logprobs, priority, begin)
@@ -228,7 +233,12 @@ class Submissions:
         return (lambda: None), (lambda index: None)
 
     def _start_run(
-        self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
+        self,
+        state: RequestState,
+        call: PreparedCall,
+        priority: int,
+        logprobs: LogprobsWanted | None,
+        weights_key: WeightsKey | None,
     ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
@@ -257,7 +267,7 @@ class Submissions:
 
         # Before the run, whose end may come at once.
         self._active[state.request_id] = _Active(state, abandon)
-        runs.append(self._calls.start(call.work, state.push, waits=False, on_end=end))
+        runs.append(self._calls.start(call.work, state.push, waits=False, on_end=end, weights_key=weights_key))
         if state.is_done:
             runs.clear()
         return abandon, cancel
@@ -305,9 +315,13 @@ class Submissions:
         arguments: dict[str, Any],
     ) -> list[RequestOutput]:
         """See `Engine.generate`."""
+        with self._core.transaction():  # one look at the model for all of them
+            weights_key = self._core.weights_version.key()
+        wanted = logprobs, prompt_logprobs
 
         def submit(prompt: Any) -> Request:
-            return self.submit(prompt, generation_config, None, 0, None, logprobs, prompt_logprobs, dict(arguments))
+            given = dict(arguments)
+            return self.submit(prompt, generation_config, None, 0, None, *wanted, given, weights_key=weights_key)
 
         return generate_all(self._core, self._room, prompts, submit, self._waiting, progress_bar)
 

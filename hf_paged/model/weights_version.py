@@ -25,6 +25,8 @@ from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of, why_not_whole
 from hf_paged.model.spread import is_wrapped, offloading, stored
 
+# A state of the model: an epoch, adapters, hooks, autocast.
+WeightsKey = tuple[Hashable, ...]
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -90,7 +92,7 @@ class WeightsVersion:
         with _STATES_LOCK:
             _STATES.add(self)
 
-    def key(self) -> tuple[Hashable, ...]:
+    def key(self) -> WeightsKey:
         """The current state: an epoch that never returns to an earlier value, adapters, hooks, autocast.
 
         Raises:

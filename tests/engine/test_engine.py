@@ -19,11 +19,15 @@ from conftest import PATIENCE, Pair
 from models import EOS, VOCAB, build, name_of, random_ids, tiny_lm, tiny_tokenizer
 from test_generate_modes import NextToken, StopAll
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 import hf_paged
 from hf_paged import PagedCache, Request, RequestOutput
+from hf_paged.engine import many_prompts
 from hf_paged.engine.sampled_request import SampledRequest
+from hf_paged.engine.submission import Submissions
+from hf_paged.model.weights_version import WeightsVersion
 
 MakePair = Callable[..., Pair]
 
@@ -699,13 +703,42 @@ def test_progress_bar(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
     assert pair.engine.generate([], progress_bar=True) == []
 
 
+def test_results_are_counted_while_prompts_are_submitted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a bar that stands still until the last prompt is queued; a look at all weights for each prompt."""
+    order: list[str] = []
+    submit, key = Submissions.submit, WeightsVersion.key
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def update(self, n: float | None = 1) -> bool | None:
+            order.append("result")
+            return super().update(n)
+
+    def slowly(self: Submissions, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05)
+        order.append("prompt")
+        return submit(self, *args, **kwargs)
+
+    def note(self: WeightsVersion) -> Any:
+        order.append("weights")
+        return key(self)
+
+    monkeypatch.setattr(many_prompts, "tqdm", Bar)
+    monkeypatch.setattr(Submissions, "submit", slowly)
+    monkeypatch.setattr(WeightsVersion, "key", note)
+    prompts = [random_ids(1, 3 + seed, seed=seed)[0].tolist() for seed in range(20)]
+    assert len(pair.engine.generate(prompts, max_new_tokens=2, **ENDLESS)) == 20
+    assert order.count("result") == order.count("prompt") == 20 and order.count("weights") < 20
+    last_prompt = len(order) - order[::-1].index("prompt")
+    assert order[:last_prompt].count("result") >= 5
+
+
 def test_one_bad_prompt_of_many(pair: Pair) -> None:
     """Would break: an error that is lost, or prompts that go on running after the call has raised."""
     for bad, message in (([5, VOCAB], "outside"), ([], "empty"), ([5] * 2000, "2000 tokens")):
         with pytest.raises(ValueError, match=message):
             pair.engine.generate([[5, 6], [7, 8], bad, [9]], max_new_tokens=50, **ENDLESS)
         settle(pair)
-    for prompts in ("text", torch.ones(2, 3, dtype=torch.long)):
+    for prompts in ("text", torch.ones(2, 3, dtype=torch.long), 5, None):
         with pytest.raises(ValueError, match="list of prompts"):
             pair.engine.generate(prompts)
 

@@ -134,9 +134,19 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
 
 
 def can_do_without_drafts(model: Any, call: LoopCall) -> bool:
-    """Makes a call with drafts one without, if it can be: its tokens are the same. Says that it does."""
+    """Makes a call of several prompts one without drafts, if it can be: its tokens are the same. Says that it does.
+
+    Raises:
+        ValueError: The drafts are those of a model that is not patched.
+    """
     config, assistant = call.generation_config, call.others.get("assistant_model")
-    is_patched = isinstance(getattr(assistant, "paged", None), Engine) and not model.paged.traits.states
+    is_patched = isinstance(getattr(assistant, "paged", None), Engine)
+    if assistant is not None and not is_patched:
+        raise ValueError(
+            f"assisted generate is only supported for batch_size = 1 (got {len(call.input_ids)}), or with a patched "
+            "model for the drafts: assistant_model=hf_paged.patch(assistant)"
+        )
+    is_patched = is_patched and not model.paged.traits.states
     if call.cache is None or (config.prompt_lookup_num_tokens is None and not is_patched):
         return False
     name = "assistant_model" if config.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"

@@ -192,6 +192,13 @@ def test_what_a_batch_does_without(pair: Pair, speculated: list[SpeculativeReque
     assert not speculated
 
 
+def test_drafts_for_a_batch_of_a_model_that_is_not_patched(pair: Pair) -> None:
+    """Would break: transformers' error, that says nothing of what would work."""
+    with pytest.raises(ValueError, match=r"batch_size = 1 \(got \d\), or with a patched model.*hf_paged\.patch"):
+        pair.paged.generate(**ragged_batch(), max_new_tokens=6, assistant_model=build("llama", layers=1))
+    pair.assert_all_free()
+
+
 DRAWN: dict[str, dict[str, Any]] = {
     "sharply": {"temperature": 0.3, "top_k": 0},
     "from_the_top": {"top_p": 0.6, "temperature": 0.4, "eos_token_id": SOME_EOS},

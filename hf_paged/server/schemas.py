@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_TOP_LOGPROBS = 20
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # any number of them: one that is wrong is enough
 LEAST_TEMPERATURE = 1e-4  # below, logits may overflow
 
 
@@ -208,7 +210,7 @@ class CompletionRequest(SamplingBody):
         best_of: Generate so many texts, and return the `n` likeliest by mean log-probability of their tokens.
     """
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Many[TokenId] | Many[str] | Many[Many[TokenId]]
     max_tokens: int = Field(16, ge=0)
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool = False
@@ -370,7 +372,7 @@ class ChatRequest(SamplingBody):
         add_generation_prompt: End the prompt where the assistant's message begins.
     """
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -438,7 +440,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Many[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -453,4 +455,4 @@ class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Many[TokenId]

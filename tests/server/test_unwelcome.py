@@ -16,9 +16,11 @@ from conftest import join
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from models import tiny_lm, tiny_tokenizer
+from pydantic import BaseModel, ValidationError
 from serving import Served, eventually, serving
 
 import hf_paged
+from hf_paged.server.schemas import ChatRequest, CompletionRequest
 from hf_paged.server.settings import ServerSettings
 from hf_paged.server.wakeups import Wakeups
 
@@ -325,3 +327,18 @@ def test_mounted_in_another_app() -> None:
 def test_settings(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ServerSettings(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (CompletionRequest, {"prompt": [{}] * 1000}),
+        (CompletionRequest, {"prompt": [[1, "a"]] * 1000}),
+        (ChatRequest, {"messages": [{"role": "x"}] * 1000}),
+    ],
+)
+def test_one_wrong_item_is_enough(schema: type[BaseModel], body: dict[str, Any]) -> None:
+    """Would break: seconds of the event loop for a list of all that is wrong with half a million items."""
+    with pytest.raises(ValidationError) as found:
+        schema.model_validate_json(json.dumps(body))
+    assert found.value.error_count() <= 4

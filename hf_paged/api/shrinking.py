@@ -14,7 +14,8 @@ SPECIAL = 60  # ids from here on are special, where a config insists on having s
 _VOCAB = 64
 _MOST_LAYERS = 8
 
-# By the common names of what a config may state: the first that matches decides, a number above it becomes it.
+# By the common names of what a config may state: the first that matches decides, a number above it becomes it (and a
+# vocabulary below it, too, for the special ids to be in it).
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size.*", _VOCAB),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_.*_(size|dim)|moe_.*_size", 24),
@@ -154,7 +155,7 @@ def _shrunken(name: str, value: Any) -> Any:
     if limit is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return min(value, limit)
+        return limit if limit == _VOCAB and value > 0 else min(value, limit)
     if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value):
         return type(value)(min(each, limit) for each in value)
     return value

@@ -11,7 +11,7 @@ import torch
 from conftest import Pair, assert_same_cache, new_cache
 from models import MODELS, REFUSED, build, least_blocks, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
 from torch import nn
-from transformers import LlamaForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, pipeline
 
 import hf_paged
 
@@ -206,6 +206,17 @@ def test_a_copy_that_would_take_gigabytes_is_not_made(monkeypatch: pytest.Monkey
     monkeypatch.setattr("hf_paged.api.probe._MAX_ELEMENTS", 1000)
     report = hf_paged.is_supported(build("llama"))
     assert not report and "parameters" in report.reasons[0]
+
+
+@pytest.mark.parametrize("vocab_size", [3, 50])
+@pytest.mark.parametrize("name", ["llama", "gemma3n"])
+def test_a_small_vocabulary_with_a_pad_token(name: str, vocab_size: int) -> None:
+    """Would break: a shrunken copy whose pad token is outside of its vocabulary."""
+    config = MODELS[name].config()
+    small = {own: vocab_size for own in ("vocab_size", "vocab_size_per_layer_input") if hasattr(config, own)}
+    config = type(config)(**(config.to_dict() | small | {"pad_token_id": vocab_size - 1}))
+    report = hf_paged.is_supported(AutoModelForCausalLM.from_config(config))
+    assert report, report.reasons
 
 
 @pytest.mark.core

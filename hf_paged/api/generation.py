@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 
 from hf_paged.api.batch_methods import PagedBatchMixin
 from hf_paged.api.drafting import can_do_without_drafts
+from hf_paged.api.given_call import check_tokens
 from hf_paged.api.loop_call import LoopCall
 from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_rows
 from hf_paged.api.routing import (
@@ -63,6 +65,17 @@ class PagedGenerationMixin(PagedBatchMixin):
         """The engine behind this model."""
         engine: Engine = self.__dict__[ENGINE]
         return engine
+
+    def _prepare_generation_config(
+        self: Any, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """As transformers does it, with numbers of rows that there can be."""
+        prepared, others = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
+        for name in ("num_beams", "num_return_sequences"):
+            value = getattr(prepared, name)
+            if value is not None and (not isinstance(value, Integral) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        return prepared, others
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -153,6 +166,12 @@ class PagedGenerationMixin(PagedBatchMixin):
             raise RuntimeError("the model was unpatched while this call was running") from error
 
     def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        if not isinstance(config, GenerationConfig | None):
+            raise ValueError(
+                f"generation_config must be a GenerationConfig or None, got {config!r:.80}; give single settings by "
+                "name, as max_new_tokens=20"
+            )
         is_submitted = PREPARES_ONLY.get()  # its prompt is on the CPU
         if not is_submitted:
             self.paged.core.check_outside()
@@ -183,6 +202,8 @@ class PagedGenerationMixin(PagedBatchMixin):
         """The result of a call whose rows or beams the engine can drive; `None`: transformers' loop has to."""
         if call.cache is None:
             return None
+        check_tokens(call.input_ids)
+        check_tokens(call.others.get("inputs_embeds"))
         rows = engine_call(self, call, call.input_ids.device if host is None else host.device)
         if rows is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
@@ -20,6 +21,17 @@ def is_given(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, dict) and not value)
 
 
+def check_tokens(tokens: Any) -> None:
+    """Raises `ValueError` for tokens (ids or embeddings, `[rows, columns, ...]`) that are no prompts."""
+    if not isinstance(tokens, Tensor):
+        return
+    if tokens.shape[0] == 0:
+        raise ValueError(f"the batch is empty: give at least one row, got shape {tuple(tokens.shape)}")
+    kind = tokens.dtype
+    if tokens.ndim == 2 and (kind.is_floating_point or kind.is_complex or kind is torch.bool):
+        raise ValueError(f"input_ids must be integers (torch.long), got a tensor of {kind}")
+
+
 def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> ForwardCall:
     """What a forward of the model over a `PagedCache` is given (by name; taken out of the dict), to be looked at."""
     call = ForwardCall(
@@ -29,6 +41,7 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
         position_ids=given.pop("position_ids", None),
         logits_to_keep=given.pop("logits_to_keep", 0),
     )
+    check_tokens(call.tokens)
     for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):
         given.pop(name, None)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):

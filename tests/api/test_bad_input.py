@@ -143,9 +143,65 @@ def test_empty_prompt(pair: Pair, arguments: dict[str, Any]) -> None:
         pair.paged.generate(torch.empty((1, 0), dtype=torch.long), max_new_tokens=4, **arguments)
 
 
+NO_ROWS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 2},
+    "masked": {"attention_mask": torch.ones(0, 4, dtype=torch.long)},
+    "details": {"return_dict_in_generate": True},
+    "processor": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])},
+}
+
+
+@pytest.mark.core
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_batch_of_no_rows(pair: Pair, name: str) -> None:
+    """Would break: a call that waits for a row to end."""
+    with raises_and_recovers(pair, ValueError, r"batch is empty.* at least one row, got shape \(0, 4\)"):
+        pair.paged.generate(torch.empty((0, 4), dtype=torch.long), max_new_tokens=4, **NO_ROWS[name])
+    with raises_and_recovers(pair, ValueError, "batch is empty"):
+        pair.paged.generate(inputs_embeds=torch.empty(0, 4, 64), max_new_tokens=4, **NO_ROWS[name])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"return_dict_in_generate": True}], ids=name_of)
+def test_ids_that_are_no_integers(pair: Pair, dtype: torch.dtype, arguments: dict[str, Any]) -> None:
+    """Would break: an error from the depths that names neither dtype nor argument."""
+    ids = random_ids(2, 4).to(dtype)
+    with raises_and_recovers(pair, ValueError, f"input_ids must be integers .*{dtype}"):
+        pair.paged.generate(ids, max_new_tokens=4, **arguments)
+    with raises_and_recovers(pair, ValueError, f"input_ids must be integers .*{dtype}"):
+        pair.paged(ids, past_key_values=PagedCache(pair.paged))
+
+
+BAD_GENERATION: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 0}, "num_beams must be an integer of at least 1, got 0"),
+    ({"num_beams": -1}, "num_beams .* got -1"),
+    ({"num_beams": 1.5}, "num_beams .* got 1.5"),
+    ({"num_return_sequences": 0}, "num_return_sequences must be an integer of at least 1, got 0"),
+    ({"num_return_sequences": -1, "do_sample": True}, "num_return_sequences .* got -1"),
+    ({"num_beams": 2, "num_return_sequences": 0}, "num_return_sequences .* got 0"),
+    ({"generation_config": 5}, "generation_config must be a GenerationConfig or None, got 5"),
+]
+
+
+@pytest.mark.core
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("arguments", "message"), BAD_GENERATION, ids=str)
+def test_bad_generation_setting(pair: Pair, arguments: dict[str, Any], message: str) -> None:
+    """Would break: another number of rows than was asked for, or none that ever ends."""
+    with raises_and_recovers(pair, ValueError, message):
+        pair.paged.generate(**ragged_batch(), **arguments)
+    with raises_and_recovers(pair, ValueError, message):
+        pair.engine.submit([5, 6, 7], **arguments)
+
+
 def test_empty_forward(pair: Pair) -> None:
-    """Would break: a forward of no token over a cache."""
+    """Would break: a forward of no token, or of no row, over a cache."""
     cache = PagedCache(pair.paged)
+    with raises_and_recovers(pair, ValueError, "batch is empty"):
+        pair.paged(torch.empty((0, 4), dtype=torch.long), past_key_values=cache)
     with raises_and_recovers(pair, ValueError, "empty"):
         pair.paged(torch.empty((1, 0), dtype=torch.long), past_key_values=cache)
     with raises_and_recovers(pair, ValueError, "input_ids and inputs_embeds"):

@@ -24,6 +24,7 @@ _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens
 
 DEFAULT_SWAP_SPACE_GIB = 4.0
 MAX_GIB = 2**33  # addresses have 63 bits
+MAX_BLOCK_SIZE = 2**24  # tokens: beyond all contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,8 @@ class PagedConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size must be at most {MAX_BLOCK_SIZE} tokens, got {self.block_size}")
         for name in ("enable_prefix_caching", "compile_decode", "warm_up", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

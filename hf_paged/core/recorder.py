@@ -59,17 +59,33 @@ SEQUENCE_FACTS = (
 )
 
 
+def check_place(path: str) -> None:
+    """Raises `ValueError` where no recording of this name can be made."""
+    try:
+        folder = Path(path).expanduser().parent
+    except RuntimeError as error:  # of a user that is not there
+        raise ValueError(f"record={path!r}: {error}") from error
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"record={path!r}: {str(folder)!r} is no folder that files can be made in; name one that is")
+
+
 def new_file(path: str) -> TextIO:
     """The file of a recording: never one that is there already, whose name then gets a number.
 
     Line by line, so that the last step before a crash is there, and a forked child has nothing of it to write again.
+
+    Raises:
+        ValueError: It can't be made.
     """
+    check_place(path)
     number = 0
     while True:
         try:
             return Path(f"{path}.{number}" if number else path).expanduser().open("x", buffering=1, encoding="utf-8")
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise ValueError(f"record={path!r} can't be written: {error}") from error
 
 
 class RecordingScheduler(Scheduler):

@@ -100,7 +100,7 @@ def test_positional_order_is_the_documented_one() -> None:
 
 VALID: list[tuple[str, Any]] = [
     ("block_size", 1),
-    ("block_size", 1024),
+    ("block_size", 2**24),
     ("num_blocks", 1),
     ("num_blocks", None),
     ("memory_fraction", 1),
@@ -132,7 +132,7 @@ VALID: list[tuple[str, Any]] = [
 POSITIVE: list[Any] = [0, -1, 1.0, 1.5, "16", True, False, [1], float("nan"), float("inf")]
 BOOLEAN: list[Any] = [None, 1, 0, "true", 1.0]
 INVALID: list[tuple[str, Any]] = [
-    *(("block_size", value) for value in (*POSITIVE, None)),
+    *(("block_size", value) for value in (*POSITIVE, None, 2**24 + 1)),
     *(("num_blocks", value) for value in POSITIVE),
     *(("max_num_seqs", value) for value in (*POSITIVE, None)),
     *(("max_num_batched_tokens", value) for value in (*POSITIVE, None)),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_paged.attention.pool_attention import PoolAttention
-from hf_paged.memory.kv_cache import KVCache, KVGeometry, num_blocks_for_memory
+from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
 
 CPU = torch.device("cpu")
 LLAMA_8B = KVGeometry.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -29,6 +29,11 @@ def filled(num_blocks: int = 6, geometry: KVGeometry = SMALL) -> KVCache:
 
 
 # Sizes
+
+
+def test_a_block_that_no_machine_holds() -> None:
+    with pytest.raises(ValueError, match=r"num_blocks=1 of block_size=16777216 tokens need .*smaller block_size"):
+        check_size(LLAMA_8B, 1, 2**24, CPU)
 
 
 def test_bytes_per_block() -> None:

@@ -153,19 +153,28 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype, latent_dim: int | No
     if name != "auto":
         if name not in known:
             raise ValueError(f"attention_backend must be one of auto, {', '.join(known)}; got {name!r}")
-        reason = _REGISTERED[name].backend.supports(pool)
+        reason = _supports(name, pool)
         if reason is not None:
-            raise ValueError(f'attention_backend="{name}" {reason}; use "torch" or "auto"')
+            others = [f'"{own}"' for own in reversed(known) if _is_for(own, pool) and _supports(own, pool) is None]
+            raise ValueError(f'attention_backend="{name}" {reason}; use {", ".join(others)} or "auto"')
         return _REGISTERED[name].backend(kv_cache, latent_dim)
     for own in known:
-        entry = _REGISTERED[own]
-        if entry.device_types is not None and pool.device.type not in entry.device_types:
+        if not _is_for(own, pool):
             continue
-        reason = entry.backend.supports(pool)
+        reason = _supports(own, pool)
         if reason is None:
-            return entry.backend(kv_cache, latent_dim)
+            return _REGISTERED[own].backend(kv_cache, latent_dim)
         logger.info("hf_paged: the attention backend %r is not used: it %s", own, reason)
     raise ValueError(f"no attention backend serves a pool of {pool.dtype} on {pool.device}")
+
+
+def _is_for(name: str, pool: PoolDescription) -> bool:
+    device_types = _REGISTERED[name].device_types
+    return device_types is None or pool.device.type in device_types
+
+
+def _supports(name: str, pool: PoolDescription) -> str | None:
+    return _REGISTERED[name].backend.supports(pool)
 
 
 def block_pairs(copies: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

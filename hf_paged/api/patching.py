@@ -47,9 +47,8 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     engine = getattr(inner, "paged", None)
     if isinstance(engine, Engine):
         if engine.config != wanted:
-            raise ValueError(
-                f"the model is already patched with {engine.config}; unpatch it first to patch it with {wanted}"
-            )
+            now, then = engine.config.differences(wanted)
+            raise ValueError(f"the model is already patched with {now}; unpatch it first to patch it with {then}")
         return model
     report = is_supported(inner)
     if report.traits is None:

@@ -161,6 +161,12 @@ class PagedConfig:
             raise ValueError(f"unknown setting {', '.join(unknown)}; PagedConfig has: {', '.join(names)}")
         return replace(cls(), **(_from_environment(os.environ) | settings))
 
+    def differences(self, other: PagedConfig) -> tuple[str, str]:
+        """The settings in which two configs differ, as they are in each: `"block_size=4, num_blocks=64"`."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+        own, its = (", ".join(f"{name}={getattr(config, name)!r}" for name in names) for config in (self, other))
+        return own, its
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -170,7 +170,8 @@ class PagedCache(Cache):
     def __init__(self, model: Any) -> None:
         engine = getattr(model, "paged", None)
         if engine is None:
-            raise ValueError(f"PagedCache needs a patched model: call hf_paged.patch(model) first, got {model!r:.100}")
+            kind = type(model).__name__
+            raise ValueError(f"PagedCache needs a patched model: call hf_paged.patch(model) first, got {kind}")
         self._setup(engine.store)
 
     @classmethod
@@ -297,6 +298,11 @@ class PagedCache(Cache):
         if torch.is_grad_enabled() and key_states.requires_grad:
             logger.warning_once("hf_paged: no gradient flows through the keys and values of a PagedCache")
         batch, _, new, _ = key_states.shape
+        if layer_idx >= len(self._lengths):
+            raise ValueError(
+                f"layer {layer_idx} stores keys, and the model was patched with {len(self._lengths)} layers: unpatch "
+                "it, and patch it again"
+            )
         start = self._lengths[layer_idx]
         if not len(self._rows):
             self._rows.fan_out = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -233,6 +234,21 @@ def test_cache_needs_a_patched_model(pair: Pair) -> None:
     hf_paged.unpatch(pair.paged)
     with pytest.raises(ValueError, match="belongs to another model"):
         hf_paged.patch(pair.paged, num_blocks=16).generate(random_ids(1, 3), past_key_values=cache, max_new_tokens=2)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=name_of)
+def test_a_layer_added_after_patching(pair: Pair, arguments: dict[str, Any]) -> None:
+    """Would break: an IndexError from the depths of the cache."""
+    layers = pair.paged.model.layers
+    added = copy.deepcopy(layers[-1])
+    added.self_attn.layer_idx = 2
+    layers.append(added)
+    pair.paged.config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match=r"layer 2 .* patched with 2 layers: unpatch it, and patch it again"):
+        pair.paged.generate(**ragged_batch(), max_new_tokens=3, **arguments)
+    pair.assert_all_free()
+    hf_paged.patch(hf_paged.unpatch(pair.paged), num_blocks=16).generate(**ragged_batch(), max_new_tokens=3)
 
 
 BAD_ROWS: dict[str, Callable[[PagedCache], Any]] = {

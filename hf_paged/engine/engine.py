@@ -84,6 +84,11 @@ class Engine:
         if isinstance(self.ranks, Follower):
             raise only_on_first(name)
 
+    def _check_patched(self) -> None:
+        """Raises `RuntimeError` where the model is another engine's by now, or none's."""
+        if getattr(self.core.model, "paged", None) is not self:
+            raise RuntimeError("the model of this engine was unpatched: patch it, and use model.paged of then")
+
     @deferred_interrupt()
     def follow(self) -> None:
         """On every rank but 0: serves rank 0's steps until it ends (its program, or `unpatch`). Rank 0 runs an app.
@@ -159,8 +164,10 @@ class Engine:
 
         Raises:
             ValueError: What `generate()` would raise for these arguments; a batch; a prompt that could never fit.
+            RuntimeError: The model was unpatched, as in all that runs steps.
             QueueFullError: `max_waiting` requests are waiting.
         """
+        self._check_patched()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
         of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
         controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar)
@@ -199,6 +206,7 @@ class Engine:
         Raises:
             Exception: What the first failing request raised; the others are cancelled.
         """
+        self._check_patched()
         self.core.worker.pause.warn()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
         of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
@@ -296,6 +304,8 @@ class Engine:
             "swapped_in" and a copy's `destination`; minus one in "freed", "swapped_out" and a copy's `source`.
         """
         self._ask_first("snapshot")
+        if isinstance(since, bool) or not isinstance(since, int):
+            raise ValueError(f"since must be an event's id (an integer), got {since!r:.80}")
         core = self.core
         with core.transaction():
             picture = Snapshot.take(core.pool, since, is_paused=self.is_paused, num_steps=core.executor.num_steps)
@@ -347,6 +357,7 @@ class Engine:
             UnsupportedModelError: The weights have been shared out between processes since `patch`.
             ValueError: `cuda_graphs=True`, and there can be none here.
         """
+        self._check_patched()
         core = self.core
         if self.ranks is not None:
             raise UnsupportedCallError("warm_up() is not supported over several processes (tp_plan)")
@@ -374,6 +385,7 @@ class Engine:
         Inside a step (in a hook of an inner module) it returns at once, and holds from the next step on. The pause also
         ends with `unpatch`, in a forked child, and with the main thread, so that the interpreter can.
         """
+        self._check_patched()
         self._ask_first("pause")
         self.core.worker.pause.begin()
 
@@ -397,6 +409,7 @@ class Engine:
         Raises:
             RuntimeError: The engine is not paused, or this thread is inside a step (in a hook of an inner module).
         """
+        self._check_patched()
         self._ask_first("step")
         self.core.check_outside()
         return self.core.worker.pause.step(lambda: self._submissions.is_starting)

@@ -941,6 +941,24 @@ def test_release(pair: Pair) -> None:
 
 
 @pytest.mark.core
+def test_the_engine_of_an_unpatched_model(pair: Pair) -> None:
+    """Would break: a whole stock generation, on the caller's thread, before anything is said; or another engine's."""
+    engine = pair.engine
+    calls: list[Callable[[], Any]] = [
+        *(lambda: engine.submit([1, 2, 3], max_new_tokens=3), lambda: engine.generate([[1, 2, 3]], max_new_tokens=3)),
+        *(engine.warm_up, engine.pause, engine.step),
+    ]
+    hf_paged.unpatch(pair.paged)
+    for again in (False, True):
+        if again:
+            hf_paged.patch(pair.paged)
+        for call in calls:
+            with pytest.raises(RuntimeError, match="the model of this engine was unpatched"):
+                call()
+    assert engine.stats().num_steps == 0 and not engine.snapshot()["groups"]
+
+
+@pytest.mark.core
 def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
     """Would break: a caller that waits for ever, or takes half an answer for a whole one."""
     pair = make_pair(max_num_seqs=2)

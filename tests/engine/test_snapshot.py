@@ -386,6 +386,9 @@ def test_only_newer_events_on_request(pair: Pair) -> None:
     assert pair.engine.snapshot(since=len(events))["events"] == []
     assert pair.engine.snapshot(since=len(events) + 100)["events"] == []
     assert pair.engine.snapshot(since=-5)["events"] == events
+    for bad in ("a", 1.5, None, True):
+        with pytest.raises(ValueError, match="since must be an event's id"):
+            pair.engine.snapshot(since=bad)  # type: ignore[arg-type]
 
 
 def test_the_log_is_bounded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +50,7 @@ class Replay:
     """
 
     def __init__(self, header: dict[str, Any]) -> None:
-        """Begins with the first line.
-
-        Raises:
-            ValueError: It is not that of a recording.
-        """
-        if header.get("header") != WARNING:
-            raise ValueError("this is no recording: its first line is another one")
+        """Begins with what the first line says."""
         self._now = 0.0
         self._answers: list[bool] = []
         sizes = {name: header[name] for name in ("num_blocks", "block_size", "enable_prefix_caching")}
@@ -186,7 +181,14 @@ def replay(lines: Iterable[str]) -> tuple[int, Difference | None]:
         ValueError: It is no recording.
     """
     numbered = enumerate(lines, 1)
-    made = Replay(json.loads(next(numbered, (0, "{}"))[1]))
+    header = None
+    with suppress(ValueError):  # no JSON, or no text
+        header = json.loads(next(numbered, (0, ""))[1])
+    if not isinstance(header, dict) or header.get("header") != WARNING:
+        raise ValueError(
+            "this is no recording: one is what patch(model, record=file), or HF_PAGED_RECORD=file, has written"
+        )
+    made = Replay(header)
     for number, text in numbered:
         line = json.loads(text)
         try:

@@ -340,7 +340,7 @@ def replay_recording(
         with file.open(encoding="utf-8") as lines:
             num_steps, difference = replay(lines)
     except ValueError as error:
-        _fail(error)
+        _fail(ValueError(f"{file}: {error}"))
     if difference is not None:
         console.print(
             f"{num_steps} steps are the same; line {difference.line}, {difference.call}: {difference.message}"

@@ -61,10 +61,13 @@ def test_the_first_difference_is_shown(tmp_path: Path) -> None:
     assert str(num_steps) in result.output
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"[1]\n", b"text\n", b"\xff\xfe\x00"])
+def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "else.json"
-    file.write_text("{}\n")
-    assert CliRunner().invoke(app, ["replay", str(file)]).exit_code == 2
+    file.write_bytes(content)
+    result = CliRunner().invoke(app, ["replay", str(file)])
+    said = result.output.replace("\n", "")
+    assert result.exit_code == 2 and "else.json: this is no recording" in said and "HF_PAGED_RECORD" in said
 
 
 def test_no_recording_is_overwritten(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
     overrides = _take_overrides(small)
     for name in ("quantization_config",):
         vars(small).pop(name, None)
+    if getattr(small, "output_router_logits", False):  # with a loss, which the engine's steps don't ask for
+        put(small, "output_router_logits", False)
     layers = _beginning(config) if is_beginning else _chosen_layers(config)
     num_layers = stated(config, "num_hidden_layers")
     for name, value in list(vars(small).items()):

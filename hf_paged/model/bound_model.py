@@ -71,6 +71,7 @@ class BoundModel:
         parameters = inspect.signature(forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.chooses_logits = "logits_to_keep" in parameters
+        self._routes = "output_router_logits" in parameters
         self.output_type = output_type(forward)
         self.cache_argument = cache_argument(forward)
         self._mixers = Mixers(model, traits.mixers)
@@ -254,6 +255,8 @@ class BoundModel:
                 inputs["inputs_embeds"] = put_in(own, tokens.given, tokens.given_at)
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids
+        if self._routes:  # its config may ask for a loss, which reckons with a mask in a caller's shape
+            inputs["output_router_logits"] = False
         if self.chooses_logits and keep is not None:
             inputs["logits_to_keep"] = keep
         forward = self._forward

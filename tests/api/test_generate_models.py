@@ -220,6 +220,20 @@ def test_a_small_vocabulary_with_a_pad_token(name: str, vocab_size: int) -> None
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}], ids=name_of)
+def test_config_that_asks_for_router_logits(make_pair: MakePair, name: str, when: str, mode: dict[str, Any]) -> None:
+    """Would break: a loss over experts that reckons with the mask of a packed batch, in patch() or in a step."""
+    model = build(name)
+    model.config.output_router_logits = when == "before"
+    pair = make_pair(model)
+    pair.paged.config.output_router_logits = True
+    pair.stock.config.output_router_logits = False  # transformers 5.17 can't generate with them
+    pair.generate(input_ids=random_ids(2, 9), max_new_tokens=4, **mode)
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mpt", "phi3_longrope", "mixtral"])
 def test_asking_changes_nothing(name: str) -> None:
     """Would break: a probe that runs the user's model, takes its random numbers or writes into its config."""

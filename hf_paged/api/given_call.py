@@ -42,6 +42,8 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
         logits_to_keep=given.pop("logits_to_keep", 0),
     )
     check_tokens(call.tokens)
+    if not self.paged.core.bound.chooses_logits:  # its forward ignores it
+        call.logits_to_keep = 0
     for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):
         given.pop(name, None)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):

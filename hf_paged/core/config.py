@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 ENV_PREFIX = "HF_PAGED_"
+_OTHER_VARIABLES = {"HF_PAGED_API_KEY"}  # the server's
 
 # The names that backends are registered by add themselves, when they are imported (`attention/backends/registry.py`).
 attention_backends = ["auto"]
@@ -175,6 +180,10 @@ def _is_number(value: Any) -> bool:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Field values named by `HF_PAGED_*` variables; `ValueError` for one that does not parse."""
     settings: dict[str, Any] = {}
+    known = {ENV_PREFIX + field.name.upper() for field in fields(PagedConfig)}
+    for name in sorted({name for name in environ if name.startswith(ENV_PREFIX)} - known - _OTHER_VARIABLES):
+        if close := get_close_matches(name.upper(), known, 1):
+            logger.warning("hf_paged: there is no setting for the environment variable %s: is it %s?", name, close[0])
     for field in fields(PagedConfig):
         variable = ENV_PREFIX + field.name.upper()
         text = environ.get(variable)

@@ -299,10 +299,12 @@ def test_the_environment_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) ->
     assert PagedConfig.from_settings().block_size == 8
 
 
-def test_names_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_PAGED_block_size", "8")
-    monkeypatch.setenv("BLOCK_SIZE", "8")
+def test_names_are_exact(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Would break: a setting by the wrong name, or silence about it."""
+    for name in ("HF_PAGED_block_size", "HF_PAGED_BLOCKSIZE", "HF_PAGED_API_KEY", "BLOCK_SIZE"):
+        monkeypatch.setenv(name, "8")
     assert PagedConfig.from_settings() == PagedConfig()
+    assert len(caplog.messages) == 2 and all("is it HF_PAGED_BLOCK_SIZE?" in message for message in caplog.messages)
 
 
 # from_settings

@@ -104,12 +104,16 @@ def _find(
 ) -> list[_DecoderLayer]:
     overrides = {id(call.module): call for call in (*calls, *linears)}
     scratch = Scratch()
-    numbered = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    last: nn.Module | None = None  # attention of the layer that comes last
     found: list[_DecoderLayer] = []
     for module in model.modules():
         parts = _parts(module, overrides, small)
         if parts is not None:
-            found.append(_DecoderLayer(module, parts, scratch, is_last=parts.attention.module is numbered[-1]))
+            found.append(_DecoderLayer(module, parts, scratch))
+        if isinstance(getattr(module, "layer_idx", None), int):
+            last = module
+    for layer in found:
+        layer.is_last = layer.parts.attention.module is last
     logger.info("hf_paged: %d decoder layers may be computed in C", len(found))
     return found
 
@@ -242,11 +246,11 @@ class _DecoderLayer(ModuleOverride):
 
     __slots__ = ("is_last", "is_same", "kernels", "params", "parts", "scratch", "state")
 
-    def __init__(self, module: Any, parts: _Parts, scratch: Scratch, is_last: bool) -> None:
+    def __init__(self, module: Any, parts: _Parts, scratch: Scratch) -> None:
         super().__init__(module)
         self.parts = parts
         self.scratch = scratch
-        self.is_last = is_last
+        self.is_last = False
         self.is_same: bool | None = None  # not tried yet
         self.state: list[object] | None = None
         self.kernels: CPUDecoderLayer | None = None

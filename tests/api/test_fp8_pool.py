@@ -69,9 +69,9 @@ def test_preemption_and_prefix_hits(preemption: str) -> None:
         copy.deepcopy(stock), kv_cache_dtype="fp8_e4m3", block_size=4, num_blocks=24, preemption=preemption
     )
     prompts = [random_ids(1, 9, seed=seed) for seed in range(6)]
-    reference = [expected(stock, "fp8_e4m3", ids, max_new_tokens=20)[0, 9:].tolist() for ids in prompts]
+    reference = [expected(stock, "fp8_e4m3", ids, max_new_tokens=40)[0, 9:].tolist() for ids in prompts]
     for _ in range(2):
-        outputs = model.paged.generate([ids[0].tolist() for ids in prompts], max_new_tokens=20)
+        outputs = model.paged.generate([ids[0].tolist() for ids in prompts], max_new_tokens=40)
         assert [output.token_ids for output in outputs] == reference
     stats = model.paged.stats()
     assert stats.num_preemptions > 0 and stats.prefix_cache_hit_tokens > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Pair
 from models import PAD, VOCAB, ragged_batch, random_ids
-from test_engine import ENDLESS, PATIENCE, settle
+from test_engine import ENDLESS, PATIENCE, eventually, settle
 from torch import Tensor
 
 from hf_paged.engine import executor
@@ -138,8 +138,11 @@ def test_beside_each_other(make_pair: MakePair, searched: list[BeamRequest], poo
         found[index] = pair.paged.generate(**jobs[index])
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
+    pair.engine.pause()  # they begin together
     for thread in threads:
         thread.start()
+    eventually(lambda: pair.engine.num_waiting == len(jobs), "they don't queue")
+    pair.engine.resume()
     for thread in threads:
         thread.join(PATIENCE)
     assert all(own is not None and torch.equal(own, best) for own, best in zip(found, expected, strict=True))

@@ -91,9 +91,11 @@ def test_preempted(settings: dict[str, Any]) -> None:
     pair = Pair(tiny_lm(), num_blocks=10, block_size=4, **settings)
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
     grammar = compiler().json_schema(schema)
+    pair.engine.pause()  # they begin together
     requests = [
         pair.engine.submit([5 + i, 6, 7], max_new_tokens=30, do_sample=True, grammar=grammar, seed=i) for i in range(4)
     ]
+    pair.engine.resume()
     found = [request.result(PATIENCE) for request in requests]
     assert pair.engine.stats().num_preemptions > 0
     alone = [

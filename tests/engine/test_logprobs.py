@@ -69,10 +69,12 @@ def test_processed(pair: Pair) -> None:
 def test_beside_others(make_pair: MakePair) -> None:
     """Would break: requests that ask for different things and meet in a step, or are preempted."""
     pair = make_pair(num_blocks=24)
+    pair.engine.pause()  # they begin together
     requests = [
         pair.engine.submit(prompt(seed), max_new_tokens=20, **ENDLESS, logprobs=(None, 0, 2, 5)[seed % 4])
         for seed in range(12)
     ]
+    pair.engine.resume()
     for seed, request in enumerate(requests):
         output, num_top = request.result(PATIENCE), (None, 0, 2, 5)[seed % 4]
         logits = pair.stock(torch.cat([prompt(seed), torch.tensor([output.token_ids])], dim=1)).logits.detach()[0]

@@ -385,7 +385,9 @@ def test_chunks_beside_decoding_rows(cut: list[tuple[int, int]]) -> None:
     model = hf_paged.patch(build("qwen2_windows"), num_blocks=64, max_num_batched_tokens=24)
     prompts = [random_ids(1, n)[0] for n in (40, 9, 61, 30)]
     model.generate(random_ids(2, 20), **GREEDY)
+    model.paged.pause()  # they begin together
     requests = [model.paged.submit(prompt, **GREEDY) for prompt in prompts]
+    model.paged.resume()
     for prompt, request in zip(prompts, requests, strict=True):
         expected = stock.generate(prompt[None], **GREEDY)[0, len(prompt) :].tolist()
         assert request.result(60).token_ids == expected

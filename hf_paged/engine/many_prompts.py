@@ -53,7 +53,8 @@ def generate_all(
         """All that have ended; waits so long for the first."""
         with suppress(queue.Empty):
             with while_waiting(), allowed_interrupt():
-                yield done.get(timeout=seconds) if seconds else done.get_nowait()
+                first = done.get(timeout=seconds) if seconds else done.get_nowait()
+            yield first
             while True:
                 yield done.get_nowait()
 

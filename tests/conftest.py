@@ -266,6 +266,7 @@ def logged_messages() -> Iterator[list[tuple[str, str]]]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", ResourceWarning)  # of what the garbage collector finds of earlier tests
             yield messages
     finally:
         messages += [(warning.category.__name__, str(warning.message)) for warning in caught]

@@ -165,7 +165,7 @@ bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
 	@for bench in $(sort $(wildcard benchmarks/cpu*.py)); do \
 	    echo; echo "== $$bench"; $(OFFLINE) $(PY) $$bench --out $(RESULTS); done
 
-# The simulator takes some five minutes of one core, the points on the real engine ten, on a machine that does nothing else.
+# The simulator takes some five minutes of one core, the points on the real engine fifteen, on a machine that does nothing else.
 PAPER = PYTHONPATH=.:benchmarks $(TEST_ENV) $(PY) -m
 .PHONY: paper paper-full
 paper: $(VENV)/.installed-bench ## the PagedAttention paper's evaluation: all figures simulated, twelve points measured

@@ -1,6 +1,6 @@
 """Twelve points on the real engine, and the simulator beside them: `python -m paper.measured`, on a quiet machine.
 
-    python -m paper.measured                     the twelve, some ten minutes
+    python -m paper.measured                     the twelve, a quarter of an hour
     python -m paper.measured more --vllm VENV    Orca (Pow2), our switches, samples, beams, prefixes, chat and swapping,
                                                  and other engines on the same arrivals; an hour
     python -m paper.measured --resume            stopped before the end: what is there already stays

@@ -140,14 +140,14 @@ def can_do_without_drafts(model: Any, call: LoopCall) -> bool:
         ValueError: The drafts are those of a model that is not patched.
     """
     config, assistant = call.generation_config, call.others.get("assistant_model")
-    is_patched = isinstance(getattr(assistant, "paged", None), Engine)
-    if assistant is not None and not is_patched:
+    if assistant is not None and not isinstance(getattr(assistant, "paged", None), Engine):
         raise ValueError(
             f"assisted generate is only supported for batch_size = 1 (got {len(call.input_ids)}), or with a patched "
             "model for the drafts: assistant_model=hf_paged.patch(assistant)"
         )
-    is_patched = is_patched and not model.paged.traits.states
-    if call.cache is None or (config.prompt_lookup_num_tokens is None and not is_patched):
+    if call.cache is None:
+        return False
+    if config.prompt_lookup_num_tokens is None and (assistant is None or model.paged.traits.states):
         return False
     name = "assistant_model" if config.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
     logger.warning_once(

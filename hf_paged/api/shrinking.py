@@ -14,10 +14,8 @@ SPECIAL = 60  # ids from here on are special, where a config insists on having s
 _VOCAB = 64
 _MOST_LAYERS = 8
 
-# By the common names of what a config may state: the first that matches decides, a number above it becomes it (and a
-# vocabulary below it, too, for the special ids to be in it).
+# By the common names of what a config may state: the first that matches decides, a number above it becomes it.
 _SIZES: tuple[tuple[str, int], ...] = (
-    (r"vocab_size.*", _VOCAB),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_.*_(size|dim)|moe_.*_size", 24),
     (r".*intermediate_size.*|(.*_)?ffn_dim|n_inner|ffn_hidden_size|inner_dim|d_ff|d_inner", 48),
     (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 128),
@@ -154,10 +152,12 @@ def put(config: PreTrainedConfig, name: str, value: Any) -> None:
 def _shrunken(name: str, value: Any) -> Any:
     """A size, or all in a list of them, as small as the table says."""
     limit = next((limit for pattern, limit in _SIZES if re.fullmatch(pattern, name)), None)
+    if name.startswith("vocab_size"):  # one that is smaller grows: the special ids are in it
+        return _VOCAB if isinstance(value, int) and value > 0 else value
     if limit is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return limit if limit == _VOCAB and value > 0 else min(value, limit)
+        return min(value, limit)
     if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value):
         return type(value)(min(each, limit) for each in value)
     return value

@@ -93,8 +93,8 @@ def invalid_body(error: ValidationError, body: bytes) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     given = from_json(body)
     where = _where(first, given)
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{where}: this server does not know that field", where, "unknown_field")
+    if first["type"] in ("extra_forbidden", "unknown_field"):
+        return ApiError(400, f"{where:.200}: this server does not know that field", where[:200], "unknown_field")
     # Types that were tried there; one whose limits it doesn't keep was the right one.
     tried = [each for each in found if len(each["loc"]) == len(first["loc"]) and _where(each, given) == where]
     right = [each for each in tried if not each["type"].endswith(WRONG_TYPES)]
@@ -108,6 +108,8 @@ def _where(error: ErrorDetails, body: Any) -> str:
     last: tuple[int | str, ...] = ()
     if error["type"] == "missing":
         path, last = path[:-1], path[-1:]
+    elif error["type"] == "unknown_field":
+        last = (error["msg"].partition(":")[0],)
     elif match := OWN_FIELD.match(error["msg"]):
         last = match.groups()
     return ".".join(map(str, (*_in_body(path, body), *last)))

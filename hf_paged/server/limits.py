@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TypeVar
 
+import numpy as np
 from fastapi import Request
 from pydantic import ValidationError
 
@@ -16,6 +17,59 @@ from hf_paged.server.settings import ServerSettings
 
 B = TypeVar("B", bound=Body)
 NUM_DISCARDED = 64 << 20  # bytes of a body that is too large which are still read: its sender hears the answer then
+MAX_DEPTH = 64  # lists and objects inside each other: what reads or writes them may recurse
+PER_OBJECT, PER_FIELD = 16, 4  # plain values, as which they count: what they cost validation
+QUOTE, BACKSLASH = b'"', b"\\"
+TEXT = bytes(set(range(256)) - set(b'"{}[],:'))  # all that is no structure
+STEPS, WEIGHTS = np.zeros(256, np.int8), np.zeros(256, np.int64)
+STEPS[list(b"{[")], STEPS[list(b"}]")] = 1, -1
+WEIGHTS[list(b",[{:")] = 1, 1, 1 + PER_OBJECT, PER_FIELD
+
+
+class JsonSize:
+    """Counts what a JSON text holds while it arrives, at a fraction of a millisecond for 64 KiB, before it is parsed.
+
+    Attributes:
+        num_values: Items of lists and values of objects; an object counts as 16 more, and each of its fields as 4.
+        depth: Lists and objects inside each other.
+    """
+
+    def __init__(self) -> None:
+        self.num_values = self.depth = 0
+        self._level = 0
+        self._in_string = False
+        self._cut = b""  # a backslash whose character is yet to come
+
+    def feed(self, part: bytes) -> None:
+        """Takes the next bytes."""
+        if BACKSLASH in part or self._cut:
+            part = (self._cut + part).replace(BACKSLASH * 2, b"").replace(BACKSLASH + QUOTE, b"")
+            self._cut = BACKSLASH if part.endswith(BACKSLASH) else b""
+        marks = np.frombuffer(part.translate(None, TEXT), np.uint8)
+        is_quote = marks == ord(QUOTE)
+        is_inside = np.logical_xor(np.bitwise_xor.accumulate(is_quote), self._in_string)
+        outside = marks[~is_inside & ~is_quote]
+        levels = self._level + np.cumsum(STEPS[outside], dtype=np.int64)
+        self._in_string ^= bool(is_quote.sum() & 1)
+        self._level = int(levels[-1]) if len(levels) else self._level
+        self.depth = max(self.depth, int(levels.max(initial=0)))
+        self.num_values += int(WEIGHTS[outside].sum())
+
+    def error(self, most_values: int) -> ApiError | None:
+        """What is above the limits."""
+        if self.num_values > most_values:
+            return _too_large(
+                f"it holds more than {most_values} values, of which an object is {PER_OBJECT} and a field {PER_FIELD}"
+            )
+        if self.depth > MAX_DEPTH:
+            return ApiError(
+                400, f"the body's lists and objects are nested deeper than {MAX_DEPTH}", code="invalid_json"
+            )
+        return None
+
+
+def _too_large(why: str) -> ApiError:
+    return ApiError(413, f"the body is too large: {why}", code="body_too_large")
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:
@@ -33,11 +87,11 @@ async def read_body(request: Request, kind: type[B], settings: ServerSettings) -
     """A request's body.
 
     Raises:
-        ApiError: It is too large (413), too slow (408), or not what it should be (400).
+        ApiError: It is too large or holds too much (413), too slow (408), or not what it should be (400).
     """
     try:
         async with asyncio.timeout(settings.body_timeout):
-            data = await _read(request, settings.max_body_bytes)
+            data = await _read(request, settings)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {settings.body_timeout} s") from None
     try:
@@ -46,15 +100,23 @@ async def read_body(request: Request, kind: type[B], settings: ServerSettings) -
         raise invalid_body(error, data) from None
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def _read(request: Request, settings: ServerSettings) -> bytes:
+    """All of a body, which is counted as it comes; what is too much is read on, and thrown away."""
+    most, error = settings.max_body_bytes, None
     parts: list[bytes] = []
-    size = 0
+    count, size = JsonSize(), 0
     async for part in request.stream():
         size += len(part)
-        if size <= most:
-            parts.append(part)
-        elif size > NUM_DISCARDED:
+        if size > NUM_DISCARDED:
             break
-    if size > most:
-        raise ApiError(413, f"the body is larger than the limit of {most} bytes", code="body_too_large")
+        if error is not None:
+            continue
+        if size > most:
+            error = _too_large(f"{most} bytes are the limit")
+        else:
+            count.feed(part)
+            error = count.error(settings.max_body_values)
+            parts.append(part)
+    if error is not None:
+        raise error
     return b"".join(parts)

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from hf_paged.server.errors import ApiError
 from hf_paged.server.generation import Generation
 from hf_paged.server.replies import EventStream, event
-from hf_paged.server.schemas import Body, ChatRequest, ContentPart, Temperature
+from hf_paged.server.schemas import MAX_MESSAGES, Body, ChatRequest, ContentPart, Many, Some, Temperature, not_many
 from hf_paged.server.serving import Serving
 
 PATH = "/v1/responses"
@@ -26,7 +26,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Some[ContentPart]
 
 
 class TextFormat(Body):
@@ -60,14 +60,14 @@ class ResponsesRequest(Body):
     """The body of `/v1/responses`."""
 
     model: str | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[Many[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     stream: bool = False
     text: TextOptions = TextOptions()
-    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
+    metadata: Annotated[dict[str, str], BeforeValidator(not_many), Field(max_length=16)] = Field(default_factory=dict)
     user: str | None = Field(None, max_length=512)
     store: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"

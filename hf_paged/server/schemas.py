@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 2048
+MAX_PROMPTS = 4096
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # any number of them: one that is wrong is enough
+Some = Annotated[list[T], Field(fail_fast=True, max_length=1024)]
 LEAST_TEMPERATURE = 1e-4  # below, logits may overflow
 
 
@@ -20,7 +24,17 @@ def _usable(temperature: float) -> float:
     return temperature
 
 
+def not_many(given: Any) -> Any:
+    """Refuses a dictionary of many entries as a whole."""
+    if type(given) is dict and len(given) > 1024:  # each that is wrong would be an error of its own
+        raise ValueError(f"{len(given)} entries are more than 1024")
+    return given
+
+
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_usable)]
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Body(BaseModel):
@@ -31,7 +45,13 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if type(given) is dict else given
+        if type(given) is not dict:
+            return given
+        if len(given) > len(cls.model_fields):  # each field that isn't known would be an error of its own
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next(name for name in given if name not in known)
+            raise PydanticCustomError("unknown_field", "{name}: it is not known", {"name": unknown})
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -82,7 +102,7 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     grammar: str | None = None
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    choice: Annotated[Many[Text], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> StructuredOutputs:
@@ -114,10 +134,10 @@ class SamplingBody(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Text | Annotated[Many[Text], Field(max_length=16)] | None = None
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(not_many)] | None = None
     user: str | None = Field(None, max_length=512)
     response_format: ResponseFormat | None = None
 
@@ -126,7 +146,7 @@ class SamplingBody(Body):
     repetition_penalty: float = Field(1.0, ge=0.01, le=10)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
+    stop_token_ids: Some[TokenId] = Field(default_factory=list)
     num_beams: int = Field(1, ge=1, le=64)
     length_penalty: float | None = Field(None, ge=-100, le=100)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
@@ -172,6 +192,16 @@ class SamplingBody(Body):
         return self.prompt_logprobs
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts, each of which is a request of the engine's."""
+        return 1
+
+    @property
+    def num_characters(self) -> int:
+        """Of what is to be made token ids of, pictures included."""
+        return 0
+
+    @property
     def num_samples(self) -> int:
         """Texts to be generated for each prompt."""
         return self.n
@@ -202,6 +232,12 @@ class SamplingBody(Body):
         return self
 
 
+def _few_prompts(given: Any) -> Any:
+    if type(given) is list and len(given) > MAX_PROMPTS and type(given[0]) is not int:
+        raise ValueError(f"{len(given)} prompts are more than {MAX_PROMPTS}")
+    return given
+
+
 class CompletionRequest(SamplingBody):
     """The body of `/v1/completions`.
 
@@ -210,7 +246,7 @@ class CompletionRequest(SamplingBody):
         best_of: Generate so many texts, and return the `n` likeliest by mean log-probability of their tokens.
     """
 
-    prompt: str | Many[TokenId] | Many[str] | Many[Many[TokenId]]
+    prompt: Annotated[str | Many[TokenId] | Many[str] | Many[Many[TokenId]], BeforeValidator(_few_prompts)]
     max_tokens: int = Field(16, ge=0)
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool = False
@@ -233,6 +269,15 @@ class CompletionRequest(SamplingBody):
     def wanted_of_prompt(self) -> int | None:
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in asked if number is not None), default=None)
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), 0), int) else len(self.prompt)
+
+    @property
+    def num_characters(self) -> int:
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
     @property
     def num_samples(self) -> int:
@@ -309,10 +354,18 @@ class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Some[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Some[ToolCall] | None = None
     tool_call_id: str | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """Of what is said and shown."""
+        parts = self.content if isinstance(self.content, list) else []
+        said = len(self.content) if isinstance(self.content, str) else 0
+        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return said + calls + sum(len(part.picture or part.text or "") for part in parts)
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -372,16 +425,20 @@ class ChatRequest(SamplingBody):
         add_generation_prompt: End the prompt where the assistant's message begins.
     """
 
-    messages: Many[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool = True
-    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tools: Many[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: bool = True
     store: Literal[False] = False
+
+    @property
+    def num_characters(self) -> int:
+        return sum(message.num_characters for message in self.messages)
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -440,7 +497,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Many[Message] | None = Field(None, min_length=1)
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -455,4 +512,4 @@ class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: Many[TokenId]
+    tokens: Annotated[Many[TokenId], Field(max_length=1 << 17)]

@@ -14,6 +14,9 @@ class ServerSettings:
         model_name: What requests call the model; `None`: its name or path.
         api_keys: One of them is to come with each request, but for `/health` and `/ready`; none: no key is needed.
         max_body_bytes: The largest body of a request.
+        max_body_values: Values in a body, such as token ids; an object counts as 16 more, and each of its fields as 4.
+        max_grammar_bytes: The longest grammar, schema, regular expression or list of choices.
+        grammar_timeout: Seconds that compiling one may take.
         max_prompt_tokens: The longest prompt; `None`: as long as the model and its pool take.
         max_waiting: Requests that may wait for room in the pool; beyond them the answer is 429.
         request_timeout: Seconds after which a request is given up; `None`: never.
@@ -27,6 +30,9 @@ class ServerSettings:
     model_name: str | None = None
     api_keys: Sequence[str] = ()
     max_body_bytes: int = 4 << 20
+    max_body_values: int = 1 << 18
+    max_grammar_bytes: int = 1 << 16
+    grammar_timeout: float = 2.0
     max_prompt_tokens: int | None = None
     max_waiting: int = 1024
     request_timeout: float | None = 600.0
@@ -41,7 +47,16 @@ class ServerSettings:
         names = [self.model_name, *self.adapters]
         if isinstance(self.adapters, str) or not all(self.adapters) or len(set(names)) < len(names):
             raise ValueError(f"adapters must be a list of names other than the model's, got {self.adapters!r}")
-        for name in ("max_body_bytes", "max_prompt_tokens", "max_waiting", "request_timeout", "body_timeout"):
+        for name in (
+            "max_body_bytes",
+            "max_body_values",
+            "max_grammar_bytes",
+            "grammar_timeout",
+            "max_prompt_tokens",
+            "max_waiting",
+            "request_timeout",
+            "body_timeout",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value!r}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +61,14 @@ class Grammar:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps those used last. From any thread."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], max_kept: int = 256) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_kept: int = 256,
+        check: Callable[[dict[str, Any], str], None] | None = None,
+    ) -> None:
         """Takes about a second for a large vocabulary.
 
         Args:
@@ -67,24 +76,35 @@ class GrammarCompiler:
             vocab_size: Of the model, which may know more tokens than the tokenizer.
             eos_token_ids: What may stand behind a complete text.
             max_kept: Compiled grammars that are kept.
+            check: Called with the arguments of llguidance's tokenizer and limits, and with each new grammar, before it
+                is compiled; raises `ValueError`. For grammars of authors who aren't trusted.
 
         Raises:
             ValueError: The tokenizer is no fast one, or llguidance isn't installed.
         """
         try:
             import llguidance
-            import llguidance.hf
         except ImportError:
             raise ValueError('grammars need llguidance: pip install "hf-paged[server]"') from None
         self._kinds = llguidance.LLMatcher
         self._executor = llguidance.LLExecutor()
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError(f"grammars need a fast tokenizer, got {type(tokenizer).__name__}")
+        own = copy(tokenizer.backend_tokenizer)
+        own.no_padding()
+        own.no_truncation()
+        eos = list(eos_token_ids) or tokenizer.eos_token_id
         # A mask is computed between two steps, for which all other rows wait.
-        self._limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False
-        )
-        self._tokenizer = llguidance.hf.from_tokenizer(
-            tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
-        )
+        limits = {
+            "initial_lexer_fuel": 200_000,
+            "step_lexer_fuel": 50_000,
+            "step_max_items": 20_000,
+            "verbose_errors": False,
+        }
+        arguments = {"tokenizer": own.to_str(), "n_vocab": vocab_size, "eos_token": eos}
+        self._limits = llguidance.LLParserLimits(**limits)
+        self._tokenizer = llguidance.LLTokenizer(**arguments)
+        self._check = None if check is None else partial(check, arguments | {"limits": limits})
         self._max_kept = max_kept
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -114,6 +134,8 @@ class GrammarCompiler:
             if text in self._kept:
                 self._kept.move_to_end(text)
                 return self._kept[text]
+        if self._check is not None:
+            self._check(text)
         matcher = self._kinds(self._tokenizer, text, log_level=0, limits=self._limits)
         first = matcher.deep_copy()
         if not first.is_error():

@@ -119,10 +119,13 @@ async def _tokenize(serving: Serving, request: Request) -> Any:
     body = await serving.body(request, TokenizeRequest)
     prompts = serving.prompts
     if body.messages is not None:
-        chat = await serving.in_thread(prompts.of_chat, body.messages, body.add_generation_prompt)
+        size = sum(message.num_characters for message in body.messages)
+        chat = await serving.in_thread(prompts.of_chat, body.messages, body.add_generation_prompt, size=size)
         tokens = chat.token_ids
     elif body.prompt:
-        tokens = await serving.in_thread(prompts.of_text, body.prompt, "prompt", body.add_special_tokens)
+        tokens = await serving.in_thread(
+            prompts.of_text, body.prompt, "prompt", body.add_special_tokens, size=len(body.prompt)
+        )
     else:
         tokens = []
     return {"tokens": tokens, "count": len(tokens), "max_model_len": serving.max_model_len}
@@ -131,7 +134,7 @@ async def _tokenize(serving: Serving, request: Request) -> Any:
 async def _detokenize(serving: Serving, request: Request) -> Any:
     """The text of tokens."""
     body = await serving.body(request, DetokenizeRequest)
-    return {"prompt": await serving.in_thread(serving.prompts.text_of, body.tokens)}
+    return {"prompt": await serving.in_thread(serving.prompts.text_of, body.tokens, size=4 * len(body.tokens))}
 
 
 async def _metrics(serving: Serving, request: Request) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,13 @@ class Prompts:
     """What turns texts and chats into token ids. Slow enough to be done on another thread than the event loop's."""
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, chat_template: str | None, processor: Any = None, model: Any = None
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        chat_template: str | None,
+        processor: Any,
+        model: Any,
+        max_characters: Callable[[], int],
     ) -> None:
         """Serves one model.
 
@@ -43,9 +50,11 @@ class Prompts:
             chat_template: In place of the tokenizer's or processor's own.
             processor: What prepares pictures for the model, if it takes any.
             model: The model, where it takes pictures.
+            max_characters: Says how long a text may be.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._max_characters = max_characters
         own = getattr(processor, "chat_template", None)
         sees = processor is not None and (chat_template is not None or own is not None)
         self._pictures = Pictures(processor, model) if sees else None
@@ -72,6 +81,12 @@ class Prompts:
 
     def of_text(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
         """A text's tokens."""
+        most = self._max_characters()
+        if len(text) > most:
+            message = (
+                f"{field}: {len(text)} characters are more than the limit of {most} for the tokens there is room for"
+            )
+            raise ApiError(400, message, field, "context_length_exceeded")
         return self._checked(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], field)
 
     def of_chat(

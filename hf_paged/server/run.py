@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -57,4 +58,6 @@ def run_server(
     server = make_server(model, tokenizer, settings, host, port, drain_seconds, processor)
     where = f"http://{host}:{port}" if port else f"{host}, a free port"
     logging.getLogger("hf_paged.server").info("serving %s on %s", settings.model_name, where)
+    gc.collect()
+    gc.freeze()  # else a body of many values has it look at all that the libraries hold, for a tenth of a second
     server.run()

@@ -42,6 +42,8 @@ NEUTRAL = {
     "no_repeat_ngram_size": 0,
     "num_return_sequences": 1,
 }
+QUICK = 1 << 14  # characters of a request that are made token ids of in some milliseconds
+CHARACTERS_PER_TOKEN = 32  # more than any text has on average
 requests_log = logging.getLogger("hf_paged.server.requests")
 
 
@@ -69,7 +71,9 @@ class Serving:
         self.model_name = settings.model_name or getattr(model.config, "name_or_path", "") or type(model).__name__
         self.created = int(time.time())
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.prompts = Prompts(tokenizer, self.vocab_size, settings.chat_template, processor, model)
+        self.prompts = Prompts(
+            tokenizer, self.vocab_size, settings.chat_template, processor, model, self._max_characters
+        )
         self.names = TokenNames(tokenizer)
         self._adapters = Adapters(model, self.engine, settings.adapters) if settings.adapters else None
         self.metrics = Metrics(self.engine, self.model_name)
@@ -77,13 +81,15 @@ class Serving:
         self.is_draining = False
         self._wakeups: dict[asyncio.AbstractEventLoop, Wakeups] = {}  # replaced, never changed: see `_flush`
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
+        self._quick = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="hf_paged_server_slow")
         self._num_starting = 0
         self._end_listening = self.engine.on_step(self._flush)
         eos = getattr(model.generation_config, "eos_token_id", None)
         self._eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         pad = getattr(tokenizer, "pad_token_id", None)
-        self._formats = Formats(tokenizer, self.vocab_size, self._eos)
+        limits = settings.max_grammar_bytes, settings.grammar_timeout
+        self._formats = Formats(tokenizer, self.vocab_size, self._eos, *limits)
         self._pad = pad if pad is not None else self._eos[0] if self._eos else 0
 
     @property
@@ -112,9 +118,20 @@ class Serving:
         """What may be asked for: the model, and its adapters."""
         return (self.model_name, *self.settings.adapters)
 
-    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What `work` returns, done on another thread than the event loop's."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+    def _max_characters(self) -> int:
+        """Of one prompt: a longer one has more tokens than it may, and isn't tokenized to say so."""
+        return CHARACTERS_PER_TOKEN * min(self.max_model_len, self.settings.max_prompt_tokens or 1 << 30)
+
+    async def in_thread(self, work: Callable[..., T], *arguments: Any, size: int = 0) -> T:
+        """What `work` returns, done on another thread than the event loop's.
+
+        Args:
+            work: Whatever takes a while.
+            *arguments: Of `work`.
+            size: Characters or so many tokens that it is about; long ones wait for each other, and for nothing else.
+        """
+        threads = self._quick if size <= QUICK else self._slow
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     async def start(self, path: str, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         """Queues what a request asks for.
@@ -127,35 +144,43 @@ class Serving:
         Raises:
             ApiError: It can't be served, or the queue is full.
         """
-        most = self.settings.max_waiting
-        if self.engine.num_waiting + self._num_starting >= most:
-            raise queue_full(f"{most} requests are waiting: ask again later")
-        wakeups = self._wakeups_here()
-        self._num_starting += 1
+        most, number = self.settings.max_waiting, body.num_prompts
+        if number > most:
+            raise bad_field("prompt", f"{number} are more than the {most} that may wait")
+        if self.engine.num_waiting + self._num_starting + number > most:
+            raise queue_full(f"{most} requests may wait, and so many do: ask again later")
+        self._num_starting += number
         try:
-            found = await self.in_thread(prompts)
-            self._check(found)
-            generation = Generation(
-                self.engine,
-                self.tokenizer,
-                found,
-                body,
-                lambda length: self._arguments(body, length),
-                wakeups,
-                self.settings.request_timeout,
-            )
-            self.requests.add(path, body.model or self.model_name, body.stream, generation)
-            try:
-                if self._adapters is None:
-                    await self._submit(generation)
-                else:
-                    await self._submit_in_turn(generation, self._adapters, body.model)
-            except BaseException:
-                generation.close()
-                raise
-            return generation
+            async with asyncio.timeout(self.settings.request_timeout):
+                return await self._start(path, body, prompts)
+        except TimeoutError:
+            raise too_long(self.settings.request_timeout) from None
         finally:
-            self._num_starting -= 1
+            self._num_starting -= number
+
+    async def _start(self, path: str, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
+        found = await self.in_thread(prompts, size=body.num_characters)
+        self._check(found)
+        grammar = await self._formats.of(body)
+        generation = Generation(
+            self.engine,
+            self.tokenizer,
+            found,
+            body,
+            lambda length: self._arguments(body, length) | {"grammar": grammar},
+            self._wakeups_here(),
+            self.settings.request_timeout,
+        )
+        self.requests.add(path, body.model or self.model_name, body.stream, generation)
+        try:
+            if self._adapters is None:
+                await self._submit(generation)
+            else:
+                await self._submit_in_turn(generation, self._adapters, body.model)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
 
     def _wakeups_here(self) -> Wakeups:
         """Those of the event loop that this runs in."""
@@ -174,11 +199,8 @@ class Serving:
             raise
 
     async def _submit_in_turn(self, generation: Generation, adapters: Adapters, model: str | None) -> None:
-        name, timeout = model if model in adapters.names else None, self.settings.request_timeout
-        try:
-            await asyncio.wait_for(adapters.turns.enter(name), timeout)
-        except TimeoutError:
-            raise too_long(timeout) from None
+        name = model if model in adapters.names else None
+        await adapters.turns.enter(name)
         try:
             await self.in_thread(adapters.switch, name)
             await self._submit(generation)
@@ -190,14 +212,12 @@ class Serving:
         if most is not None and longest > most:
             message = f"the prompt has {longest} tokens, and this server takes {most}"
             raise ApiError(400, message, code="context_length_exceeded")
-        if len(prompts) > self.settings.max_waiting:
-            raise bad_field("prompt", f"{len(prompts)} are more than the {self.settings.max_waiting} that may wait")
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int) -> dict[str, Any]:
         arguments = submit_arguments(body, num_prompt_tokens, self.max_model_len, self._eos, self._pad, self.vocab_size)
         own = self._model.generation_config
         neutral = {name: value for name, value in NEUTRAL.items() if getattr(own, name, None) not in (None, value)}
-        return neutral | arguments | {"grammar": self._formats.of(body)}
+        return neutral | arguments
 
     async def finished(self, request: Request, generation: Generation) -> None:
         """Waits for all texts.
@@ -248,7 +268,9 @@ class Serving:
         """Takes no more work."""
         self.is_draining = True
         self._end_listening()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._formats.close()
+        for threads in (self._quick, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _flush(self) -> None:
         """On the engine's thread."""

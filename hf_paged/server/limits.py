@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from typing import TypeVar
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import Request
@@ -16,7 +17,10 @@ from hf_paged.server.schemas import Body
 from hf_paged.server.settings import ServerSettings
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 NUM_DISCARDED = 64 << 20  # bytes of a body that is too large which are still read: its sender hears the answer then
+SMALL = 1 << 16  # bytes of a body that is read at once
+REST = 3.0  # times as long as a piece of work took, the event loop is left to others
 MAX_DEPTH = 64  # lists and objects inside each other: what reads or writes them may recurse
 PER_OBJECT, PER_FIELD = 16, 4  # plain values, as which they count: what they cost validation
 QUOTE, BACKSLASH = b'"', b"\\"
@@ -83,24 +87,48 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-async def read_body(request: Request, kind: type[B], settings: ServerSettings) -> B:
-    """A request's body.
+class Pace:
+    """Has long pieces of the event loop's work follow each other at a distance, in which it serves everything else."""
+
+    def __init__(self) -> None:
+        self._next = 0.0  # of `time.monotonic`
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work` returns, once its turn has come."""
+        while (left := self._next - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        start = time.monotonic()
+        try:
+            return work(*arguments)
+        finally:
+            end = time.monotonic()
+            self._next = end + REST * (end - start)
+
+
+async def read_body(request: Request, kind: type[B], settings: ServerSettings, pace: Pace) -> B:
+    """A request's body; large ones at a pace.
 
     Raises:
         ApiError: It is too large or holds too much (413), too slow (408), or not what it should be (400).
     """
     try:
         async with asyncio.timeout(settings.body_timeout):
-            data = await _read(request, settings)
+            data = await _read(request, settings, pace)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {settings.body_timeout} s") from None
+    if len(data) <= SMALL:
+        return _parsed(kind, data)
+    return await pace.run(_parsed, kind, data)
+
+
+def _parsed(kind: type[B], data: bytes) -> B:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         raise invalid_body(error, data) from None
 
 
-async def _read(request: Request, settings: ServerSettings) -> bytes:
+async def _read(request: Request, settings: ServerSettings, pace: Pace) -> bytes:
     """All of a body, which is counted as it comes; what is too much is read on, and thrown away."""
     most, error = settings.max_body_bytes, None
     parts: list[bytes] = []
@@ -114,7 +142,10 @@ async def _read(request: Request, settings: ServerSettings) -> bytes:
         if size > most:
             error = _too_large(f"{most} bytes are the limit")
         else:
-            count.feed(part)
+            if size <= SMALL:
+                count.feed(part)
+            else:
+                await pace.run(count.feed, part)
             error = count.error(settings.max_body_values)
             parts.append(part)
     if error is not None:

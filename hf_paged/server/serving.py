@@ -20,7 +20,7 @@ from hf_paged.server.adapters import Adapters
 from hf_paged.server.errors import ApiError, bad_field, queue_full, too_long
 from hf_paged.server.formats import Formats
 from hf_paged.server.generation import Generation, submit_arguments
-from hf_paged.server.limits import B, check_key, read_body
+from hf_paged.server.limits import B, Pace, check_key, read_body
 from hf_paged.server.logprobs import TokenNames
 from hf_paged.server.metrics import Metrics
 from hf_paged.server.prompts import Prompt, Prompts
@@ -84,6 +84,7 @@ class Serving:
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="hf_paged_server_slow")
         self._num_starting = 0
+        self._pace = Pace()
         self._end_listening = self.engine.on_step(self._flush)
         eos = getattr(model.generation_config, "eos_token_id", None)
         self._eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
@@ -106,7 +107,7 @@ class Serving:
         check_key(request, self.settings.api_keys)
         if self.is_draining:
             raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
-        body = await read_body(request, kind, self.settings)
+        body = await read_body(request, kind, self.settings, self._pace)
         model = getattr(body, "model", None)
         if model not in (None, *self.model_names):
             message = f"there is no model {model!r:.200}: this server has {', '.join(map(repr, self.model_names))}"

@@ -1,4 +1,4 @@
-"""Bodies that would hold the server: refused by their size before they are worked on, in the lane of their own length."""
+"""Bodies that would hold the server: refused by their size before they are worked on, or worked on apart."""
 
 from __future__ import annotations
 

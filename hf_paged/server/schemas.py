@@ -361,11 +361,11 @@ class Message(Body):
 
     @property
     def num_characters(self) -> int:
-        """Of what is said and shown."""
+        """Of what is said and shown; a template's work counts as some."""
         parts = self.content if isinstance(self.content, list) else []
         said = len(self.content) if isinstance(self.content, str) else 0
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return said + calls + sum(len(part.picture or part.text or "") for part in parts)
+        return 64 + said + calls + sum(len(part.picture or part.text or "") for part in parts)
 
     @model_validator(mode="after")
     def _check(self) -> Message:

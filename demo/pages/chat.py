@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ class Message:
 
 Conversation = list[Message]
 
+# In the browser, which alone knows what the box holds now: what was sent leaves it, what was typed since then stays.
+TAKE_SENT = "(typed, sent) => (sent && typed.startsWith(sent[1]) ? typed.slice(sent[1].length) : typed)"
+
 
 def chat_page(hub: Hub) -> None:
     """Builds the tab."""
@@ -69,21 +73,19 @@ def chat_page(hub: Hub) -> None:
         settings = sampling_controls(hub)
 
     conversation = gr.State([])  # what the view shows; Gradio changes white space in what it is given
+    sent = gr.JSON(visible="hidden")  # a number, and the message that was accepted
+    sent.change(None, [message, sent], message, js=TAKE_SENT, **quietly(queue=False))
     page = _ChatHandlers(hub)
-    begin = quietly(
-        trigger_mode="once",
-        concurrency_limit=hub.limits.requests,
-        concurrency_id="chat-page",
-        outputs=[chatbot, conversation, message, send, stop],
-    )
+    begin = quietly(trigger_mode="once", concurrency_limit=hub.limits.requests, concurrency_id="chat-page")
+    shown = [chatbot, conversation, send, stop]
     replies = [
-        gr.on([message.submit, send.click], page.send, [message, conversation, *settings], **begin),
-        chatbot.example_select(page.example, settings, **begin),
-        chatbot.retry(page.retry, [conversation, *settings], **begin),
+        gr.on([message.submit, send.click], page.send, [message, conversation, *settings], [*shown, sent], **begin),
+        chatbot.example_select(page.example, settings, shown, **begin),
+        chatbot.retry(page.retry, [conversation, *settings], shown, **begin),
     ]
     for reply_event in replies:
         reply_event.then(at_rest, None, [send, stop], **quietly(queue=False))  # whatever became of it
-    chatbot.undo(page.undo, conversation, [chatbot, conversation, message], **quietly())
+    chatbot.undo(page.undo, [conversation, message], [chatbot, conversation, message], **quietly())
     chatbot.clear(page.clear, None, conversation, **quietly(queue=False))
     stop.click(page.stop, None, None, **quietly(queue=False))
 
@@ -131,6 +133,7 @@ class _ChatHandlers:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._unwanted: set[str] = set()  # replies to a conversation that was cleared meanwhile
+        self._sends = itertools.count()  # the same message sent twice is two values
         self.send = told(self._send)
         self.example = told(self._example)
         self.retry = told(self._retry)
@@ -139,8 +142,10 @@ class _ChatHandlers:
     async def _send(
         self, request: gr.Request, message: str, before: Conversation, *settings: Any
     ) -> AsyncIterator[list[Any]]:
+        sent: Any = [next(self._sends), message]
         async for update in self._stream(request, before, message, settings):
-            yield update
+            yield [*update, sent]
+            sent = gr.skip()
 
     async def _example(self, request: gr.Request, event: gr.SelectData, *settings: Any) -> AsyncIterator[list[Any]]:
         async for update in self._stream(request, [], event.value["text"], settings):
@@ -151,9 +156,9 @@ class _ChatHandlers:
         async for update in self._stream(request, before, message, settings):
             yield update
 
-    def _undo(self, conversation: Conversation) -> list[Any]:
+    def _undo(self, conversation: Conversation, typed: str) -> list[Any]:
         before, message = before_last_question(conversation)
-        return [as_shown(before), before, message]
+        return [as_shown(before), before, gr.skip() if typed.strip() else message]
 
     def stop(self, request: gr.Request) -> None:
         self._hub.cancel(owner=_owner(request), kind="chat")
@@ -177,7 +182,7 @@ class _ChatHandlers:
             async with aclosing(reply(hub, owner, _as_messages(asked), sampling)) as replies:
                 async for current in replies:
                     if current.label in self._unwanted:
-                        yield [[], [], gr.skip(), *at_rest()]
+                        yield [[], [], *at_rest()]
                         return
                     line = describe(current, hub.pacer.steps_per_second > 0)
                     is_running = current.finish_reason is None
@@ -194,7 +199,7 @@ class _ChatHandlers:
 
     @staticmethod
     def _update(conversation: Conversation) -> list[Any]:
-        return [as_shown(conversation), conversation, "", gr.Button(interactive=False), gr.Button(interactive=True)]
+        return [as_shown(conversation), conversation, gr.Button(interactive=False), gr.Button(interactive=True)]
 
 
 def as_shown(conversation: Conversation) -> list[dict[str, Any]]:

@@ -102,6 +102,49 @@ def test_two_people_chat_at_once(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     expect(other.locator("#chat .user")).to_have_count(2)
 
 
+def test_what_is_typed_while_a_reply_streams_stays(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    """Would break: an update of the reply, or its end, that empties the box; a box that keeps what was sent."""
+    hub.pacer.set_speed(SLOW)
+    page = open_tab(app.url)
+    box, bot, send = page.locator("#chat-message textarea"), page.locator("#chat .bot"), page.locator("#chat-send")
+
+    def streams(text: str) -> None:
+        """After the next pieces of the reply the box has this text, and the keyboard."""
+        for _ in range(2):
+            before = bot.all_inner_texts()
+            wait_until(lambda: bot.all_inner_texts() != before, "the reply grows", page)  # noqa: B023
+        expect(box).to_have_value(text)
+        expect(box).to_be_focused()
+
+    box.press_sequentially("Nobody had seen the letter")
+    box.press("Enter")
+    expect(box).to_have_value("")
+    box.press_sequentially("And then")
+    streams("And then")
+    box.press("Enter")  # one reply at a time: it is not sent, and not lost
+    streams("And then")
+    page.locator("#chat-stop").click()
+    expect(send).to_be_enabled()
+    expect(box).to_have_value("And then")
+    page.get_by_role("button", name="Retry").click()  # what is typed is not the question
+    expect(send).to_be_disabled()
+    page.locator("#chat-stop").click()
+    expect(send).to_be_enabled()
+    expect(box).to_have_value("And then")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator("#chat .user")).to_have_count(0)
+    expect(box).to_have_value("And then")
+    for count in (1, 2):  # the same text twice
+        say(page, "And then")
+        expect(page.locator("#chat .user")).to_have_count(count)
+        expect(box).to_have_value("")
+        page.locator("#chat-stop").click()
+        expect(send).to_be_enabled()
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator("#chat .user")).to_have_count(1)
+    expect(box).to_have_value("And then")
+
+
 def test_a_burst_with_preemption(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     page = open_tab(app.url)
     open_page_tab(page, "Pressure")

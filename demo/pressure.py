@@ -14,7 +14,7 @@ from demo.limits import RefusedError
 from demo.prompts import choose_prompts, embedded_prompts, encode
 from demo.run_record import RunRecord
 from demo.streams import decode_reply, in_thread
-from hf_paged import RequestOutput
+from hf_paged import Request, RequestOutput
 
 WATCH_SECONDS = 0.04  # between two snapshots
 SHOW_SECONDS = 0.25  # between two updates of the page
@@ -135,9 +135,9 @@ async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncI
     loop = asyncio.get_running_loop()
     started = shown = loop.time()
     record = RunRecord.begin(hub, tickets, sampling.max_new_tokens)
-    watch = BurstWatch([BurstRow(ticket.label, len(ticket.request.prompt_token_ids)) for ticket in tickets])
+    watch = BurstWatch(tickets, hub.loaded.tokenizer)
     look = Watch(hub).look
-    results = asyncio.gather(*(_result(ticket) for ticket in tickets))
+    results = asyncio.gather(*(ticket.request for ticket in tickets), return_exceptions=True)
     try:
         while True:
             is_over = results.done()  # then the next snapshot has their last events
@@ -153,36 +153,22 @@ async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncI
                 await asyncio.wait_for(asyncio.shield(results), WATCH_SECONDS)
     finally:
         results.cancel()
-    outputs = results.result()
-    seconds = loop.time() - started
-    state = Burst(watch.rows, seconds, is_done=True)
-    for row, output in zip(watch.rows, outputs, strict=True):
-        if isinstance(output, RequestOutput):
-            row.new_tokens = len(output.token_ids)
-            row.reply = decode_reply(hub.loaded.tokenizer, output.prompt_token_ids, output.token_ids)
-            row.state = "done" if output.finish_reason != "cancelled" else "cancelled"
-        else:
-            row.state = f"failed: {output}"
+    state = Burst(watch.rows, loop.time() - started, is_done=True)
     if state.completed == len(tickets):
-        record.end([output for output in outputs if isinstance(output, RequestOutput)])
+        record.end([output for output in results.result() if isinstance(output, RequestOutput)])
         state.record = record
     yield state
 
 
-async def _result(ticket: Ticket) -> RequestOutput | Exception:
-    try:
-        return await ticket.request
-    except Exception as error:
-        return error
-
-
 class BurstWatch:
-    """Keeps the rows of a burst up to date from snapshots and their events."""
+    """Keeps the rows of a burst up to date: by snapshots and their events, and by the requests themselves."""
 
-    def __init__(self, rows: list[BurstRow]) -> None:
+    def __init__(self, tickets: Sequence[Ticket], tokenizer: Any) -> None:
         """For requests that were just submitted."""
-        self.rows = rows
-        self._by_label = {row.label: row for row in rows}
+        self.rows = [BurstRow(ticket.label, len(ticket.request.prompt_token_ids)) for ticket in tickets]
+        self._by_label = {row.label: row for row in self.rows}
+        self._running = {ticket.label: ticket.request for ticket in tickets}
+        self._tokenizer = tokenizer
 
     def see(self, snapshot: dict[str, Any]) -> None:
         """Takes the next snapshot, with the events since the last one."""
@@ -191,11 +177,21 @@ class BurstWatch:
             if row is not None and event["kind"] == "preempted":
                 row.swapped += event["num_sequences"] * (event["how"] == "swap")
                 row.recomputed += event["num_sequences"] * (event["how"] != "swap")
-        for row in self.rows:
-            group = find_group(snapshot, row.label)
-            if group is not None and group["sequences"]:
-                sequence = group["sequences"][0]
+        for label, request in list(self._running.items()):
+            row, group = self._by_label[label], find_group(snapshot, label)
+            if group is not None:
                 row.state = group["status"]
-                row.new_tokens = max(0, sequence["num_tokens"] - sequence["num_prompt_tokens"])
-            elif row.new_tokens:
-                row.state = "done"
+            row.new_tokens = len(request.events_since())
+            if request.is_done:
+                del self._running[label]
+                self._end(row, request)
+
+    def _end(self, row: BurstRow, request: Request) -> None:
+        try:
+            output = request.result()
+        except Exception as error:
+            row.state = f"failed: {error}"
+            return
+        row.new_tokens = len(output.token_ids)
+        row.reply = decode_reply(self._tokenizer, output.prompt_token_ids, output.token_ids)
+        row.state = "done" if output.finish_reason != "cancelled" else "cancelled"

@@ -10,7 +10,7 @@ from typing import Any
 
 from demo.beams import BeamRecorder
 from demo.generation import Sampling
-from demo.hub import Hub, Ticket, Watch, cancel, find_group
+from demo.hub import Hub, Ticket, Watch, cancel
 from demo.limits import RefusedError
 from demo.prompts import encode
 from demo.run_record import RunRecord
@@ -27,7 +27,7 @@ class Branch:
 
     Attributes:
         title: What to call it.
-        text: What was generated; of a running one as much of it as is known.
+        text: What was generated so far.
         note: What else there is to say.
     """
 
@@ -105,7 +105,7 @@ async def _run(
     prompt_ids = await asyncio.to_thread(encode, hub.loaded, prompt)
     ticket = await in_thread(lambda: hub.submit(kind, owner, prompt_ids, seed=sampling.seed, **arguments), cancel)
     meter, record = SharingMeter(ticket.label), RunRecord.begin(hub, [ticket], sampling.max_new_tokens)
-    view = _View(hub, ticket, recorder, meter)
+    view = _View(hub, ticket, arguments["num_return_sequences"], recorder, meter)
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     ticket.request.on_done(lambda: _tell(loop, done))
     try:
@@ -114,7 +114,6 @@ async def _run(
             snapshot = look()
             meter.see(snapshot)
             record.see(snapshot)
-            view.see(snapshot)
             if loop.time() - shown >= SHOW_SECONDS:
                 shown = loop.time()
                 yield view.running()
@@ -136,20 +135,15 @@ def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 class _View:
     """A request with several sequences as `Branches`."""
 
-    def __init__(self, hub: Hub, ticket: Ticket, recorder: BeamRecorder | None, meter: SharingMeter) -> None:
+    def __init__(
+        self, hub: Hub, ticket: Ticket, count: int, recorder: BeamRecorder | None, meter: SharingMeter
+    ) -> None:
         self._hub = hub
         self._ticket = ticket
+        self._count = count
         self._recorder = recorder
         self._meter = meter
-        self._tails: dict[int, Tail] = {}  # by sequence
         self._bytes_per_block = hub.engine.bytes_per_block
-
-    def see(self, snapshot: dict[str, Any]) -> None:
-        """Takes the next snapshot."""
-        group = find_group(snapshot, self._ticket.label)
-        for sequence in group["sequences"] if group is not None else ():
-            tail = self._tails.setdefault(sequence["id"], Tail(sequence["num_prompt_tokens"]))
-            tail.see(sequence["num_tokens"], sequence["tail"])
 
     def running(self) -> Branches:
         """As far as it is."""
@@ -159,9 +153,12 @@ class _View:
                 for rank, (tokens, score) in enumerate(self._recorder.beams(), start=1)
             ]
         else:
+            samples: list[list[int]] = [[] for _ in range(self._count)]
+            for event in self._ticket.request.events_since():
+                samples[event.sequence].append(event.token_id)
             branches = [
-                Branch(f"sample {number}", tail.text(self._text), f"{tail.num_new} tokens")
-                for number, tail in enumerate(self._tails.values(), start=1)
+                Branch(f"sample {number}", self._text(tokens), f"{len(tokens)} tokens")
+                for number, tokens in enumerate(samples, start=1)
             ]
         return Branches(self._ticket.label, branches, self._sharing(), self._nodes())
 
@@ -198,29 +195,3 @@ class _View:
             "bytes_saved": peak.saved * self._bytes_per_block,
             "blocks_copied_on_write": self._meter.num_copies,
         }
-
-
-class Tail:
-    """The tokens of a running sequence, put together from the last few that each snapshot shows."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        """Begins with a sequence of so many prompt tokens."""
-        self._prompt_tokens = prompt_tokens
-        self.num_new = 0
-        self.tokens: list[int] = []  # without a gap up to the last one
-        self.has_gap = False  # something before them was missed
-
-    def see(self, num_tokens: int, tail: list[int]) -> None:
-        """Takes what the next snapshot shows."""
-        num_new = max(0, num_tokens - self._prompt_tokens)
-        added = num_new - self.num_new
-        new = tail[-num_new:] if num_new else []
-        if added < 0 or added > len(new):
-            self.tokens, self.has_gap = list(new), num_new > len(new)
-        elif added:
-            self.tokens += new[-added:]
-        self.num_new = num_new
-
-    def text(self, decode: Any) -> str:
-        """As far as it is known."""
-        return "… " * self.has_gap + str(decode(self.tokens))

@@ -32,10 +32,10 @@ from demo.loading import LoadError, load
 from demo.pages.chat import Message, as_shown, before_last_question
 from demo.pages.plots import plot_data
 from demo.pages.replay import PLOTS, frames, last_point
+from demo.pressure import BurstWatch
 from demo.prompts import check_messages, choose_prompts, conversation_text, render
 from demo.replays import OURS, Replay
 from demo.run_record import Row, RunRecord, held_rows
-from demo.samples import Tail
 from demo.sharing import SharingMeter, group_sharing
 from demo.streams import TextStream, in_batches, in_thread
 from demo.told import raised, told
@@ -172,17 +172,6 @@ def test_bytes_that_are_no_character_do_not_hold_up_the_rest(loaded: Any) -> Non
     stream = TextStream(loaded.tokenizer)
     text = "".join(stream.push([token]) for token in broken * 6 + after) + stream.push([], is_last=True)
     assert text.endswith("the door") and "\ufffd" in text
-
-
-def test_what_the_tail_misses_is_said() -> None:
-    tail = Tail(prompt_tokens=3)
-    tail.see(4, [1, 2, 3, 10])
-    tail.see(6, [2, 3, 10, 11, 12])
-    assert tail.text(str) == "[10, 11, 12]" and tail.num_new == 3
-    tail.see(20, [20, 21, 22])
-    assert tail.text(str) == "… [20, 21, 22]"
-    tail.see(21, [21, 22, 23])
-    assert tail.text(str) == "… [20, 21, 22, 23]"
 
 
 def test_a_conversation_is_a_text() -> None:
@@ -366,6 +355,35 @@ def test_dropping_the_batches_cancels_the_request(loaded: Any) -> None:
         assert request.result(5).finish_reason == "cancelled"
     finally:
         hf_paged.unpatch(model)
+
+
+def test_rows_of_a_burst_say_what_the_requests_do(loaded: Any) -> None:
+    """Would break: a request that no snapshot showed, or whose last token none did."""
+    hub = Hub(loaded, {"num_blocks": 64, "block_size": 16, "preemption": "auto"}, Limits())
+    try:
+        hub.pacer.pause()
+        tickets = [
+            hub.submit("burst", "me", [1, 5, 6], **Sampling(max_new_tokens=count).arguments(loaded))
+            for count in (1, 2, 9, 9)
+        ]
+        watch = BurstWatch(tickets, loaded.tokenizer)
+
+        def rows() -> list[tuple[str, int, bool]]:
+            watch.see(hub.snapshot())
+            return [(row.state, row.new_tokens, bool(row.reply)) for row in watch.rows]
+
+        assert rows() == 4 * [("waiting", 0, False)]
+        hub.step()
+        assert rows() == [("done", 1, True), *3 * [("running", 1, False)]]
+        hub.step()
+        assert rows() == [("done", 1, True), ("done", 2, True), *2 * [("running", 2, False)]]
+        tickets[3].request.cancel()
+        hub.pacer.resume()
+        for ticket in tickets:
+            ticket.request.result(30)
+        assert rows() == [("done", 1, True), ("done", 2, True), ("done", 9, True), ("cancelled", 2, True)]
+    finally:
+        hub.close()
 
 
 def test_what_is_made_for_a_caller_who_is_gone_is_undone() -> None:

@@ -620,10 +620,11 @@ def table(name: str, result: dict[str, Any]) -> str:
 
 def plot(results: dict[str, Any], path: Path, title: str) -> None:
     """Bars of tokens per second."""
-    import matplotlib
+    with hf_paged.needs("hf-paged[bench]"):
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
 
     names = [name for name in results if "engines" in results[name]]
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 2.6), squeeze=False, layout="constrained")

@@ -52,6 +52,7 @@ from workload import QUANTILES, TRACE_BLOCK, Request, draw_requests, load_trace,
 
 from hf_paged.core.batch import Batch
 from hf_paged.core.block_manager import BlockManager
+from hf_paged.core.errors import needs
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, SequenceGroup
 
@@ -323,11 +324,12 @@ def peak_memory_mib() -> int:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """One figure of four panels; needs matplotlib."""
-    import matplotlib
+    with needs("hf-paged[bench]"):
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from PIL import Image
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+        from PIL import Image
 
     results, settings, series = report["results"], report["settings"], report["results"]["series"]
     hours = series["time"][-1] > 7200
@@ -511,7 +513,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         plot(report, path.with_suffix(".png"))
     except ModuleNotFoundError as error:
-        print(f"no plot: {error} (pip install 'hf-paged[bench]')")
+        print(f"no plot: {error}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import uvicorn
 from common import versions
 from threads import make_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -47,6 +46,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import hf_paged
 from hf_paged.server.run import make_server
 from hf_paged.server.settings import ServerSettings
+
+with hf_paged.needs("hf-paged[server]"):
+    import uvicorn
 
 NAME, HOST = "model", "127.0.0.1"
 Figures = dict[str, Any]

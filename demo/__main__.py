@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from demo.app import build_app, launch
 from demo.hub import Hub
 from demo.limits import Limits
 from demo.loading import load
 from demo.pacing import FULL_SPEED
+from hf_paged import needs
 
 SLOW_MOTION = 20.0  # steps a second: the embedded model would be done before there was anything to see
 DEFAULT_BLOCKS = 512
@@ -78,6 +78,10 @@ def run(
     transformers_logging.set_verbosity_error()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
+        with needs("hf-paged[demo]"):
+            from demo.app import build_app, launch
+        if server:
+            from demo.serving import address, make_server
         loaded = load(model or None, dtype, device)
         if threads or loaded.is_tiny:
             torch.set_num_threads(threads or 1)  # the small model's threads would only wait for each other
@@ -86,7 +90,7 @@ def run(
             raise ValueError("--share is of the demo alone: not with --server")
         pool = {"num_blocks": num_blocks, "block_size": block_size, "preemption": preemption}
         hub = Hub(loaded, pool, limits, is_fixed=server)
-    except ValueError as error:  # a `LoadError`; or hf_paged's, of the model or of a setting
+    except (ValueError, ModuleNotFoundError) as error:  # of the model, of a setting, or of an extra
         _fail(error)
     except RuntimeError as error:  # no memory for the pool
         _fail(f"cannot run {loaded.name}: {str(error).splitlines()[0]}")
@@ -96,23 +100,16 @@ def run(
         f"{loaded.name}: {num_blocks:,} blocks of {block_size} tokens, {_describe(pace)}", highlight=False, markup=False
     )
     try:
-        if server:
-            serve(hub, host, port, welcome)
+        if server:  # both, until Ctrl-C
+            running, listening = make_server(hub, host, port, welcome)
+            console.print(f"the demo: {address(listening)}   the interface: {address(listening)}/v1", highlight=False)
+            running.run(sockets=[listening])
         else:
             launch(build_app(hub, welcome), host, port, share)
     except OSError as error:
         _fail(f"port {port} is not free: {error}" if port is not None else error)
     finally:
         hub.close()
-
-
-def serve(hub: Hub, host: str, port: int | None, welcome: bool) -> None:
-    """The demo and a server, until Ctrl-C."""
-    from demo.serving import address, make_server  # with what the extra installs
-
-    running, listening = make_server(hub, host, port, welcome)
-    console.print(f"the demo: {address(listening)}   the interface: {address(listening)}/v1", highlight=False)
-    running.run(sockets=[listening])
 
 
 def _describe(pace: float) -> str:

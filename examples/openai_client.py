@@ -11,11 +11,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import uvicorn
-from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+
+with hf_paged.needs("hf-paged[server]"):
+    import uvicorn
+    from openai import OpenAI
 
 TINY_MODEL = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
 PERSON = {

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
 from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import hf_paged
+
+with hf_paged.needs("pillow"):
+    from PIL import Image, ImageDraw
 
 TOKENIZER = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
 SIDE, PATCH = 64, 8

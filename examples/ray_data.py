@@ -12,10 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+
+with hf_paged.needs("hf-paged[ray]"):
+    import ray
 
 ASSETS = Path(hf_paged.__file__).parent / "assets"
 

@@ -18,13 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from ray import serve
-from ray.serve.config import RequestRouterConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+
+with hf_paged.needs("hf-paged[ray]"):
+    import ray
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
 
 TINY_MODEL = str(Path(hf_paged.__file__).parent / "assets" / "tiny_lm")
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"

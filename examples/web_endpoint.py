@@ -3,7 +3,7 @@
     python examples/web_endpoint.py            # serves eight clients of its own, and ends
     python examples/web_endpoint.py --serve    # curl -N "http://127.0.0.1:8000/generate?prompt=The+door"
 
-Needs fastapi and uvicorn (they come with gradio: pip install "hf-paged[demo]").
+Needs fastapi and uvicorn: pip install "hf-paged[server]"
 """
 
 import argparse
@@ -14,12 +14,14 @@ import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import StreamingResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
+
+with hf_paged.needs("hf-paged[server]"):
+    import uvicorn
+    from fastapi import FastAPI, HTTPException
+    from fastapi.responses import StreamingResponse
 
 TINY_MODEL = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
 WORDS = ["door", "house", "sea", "king", "girl", "night", "letter", "captain"]  # a client each

@@ -8,7 +8,7 @@ from hf_paged.api.patching import patch, patched, unpatch
 from hf_paged.api.support import SupportReport, is_supported
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
-from hf_paged.core.errors import OutOfBlocksError, QueueFullError, UnsupportedCallError, UnsupportedModelError
+from hf_paged.core.errors import OutOfBlocksError, QueueFullError, UnsupportedCallError, UnsupportedModelError, needs
 from hf_paged.core.metrics import EngineStats
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestMetrics, RequestOutput, TokenEvent
@@ -45,6 +45,7 @@ __all__ = [
     "WarmUp",
     "__version__",
     "is_supported",
+    "needs",
     "packed_hook",
     "patch",
     "patched",

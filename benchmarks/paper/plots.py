@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from PIL import Image
-
+from hf_paged.core.errors import needs
 from paper.policies import FIRST_FIT, SHORTEST, SYSTEMS
 from paper.sweeps import CEILING, OURS, SWEEPS
+
+with needs("hf-paged[bench]"):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from PIL import Image
 
 COLORS = {system.name: system.color for system in (*SYSTEMS, FIRST_FIT, SHORTEST)}
 PARTS = {"stored": "tokens", "future": "reserved, to come", "internal": "never used", "external": "between runs"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -41,3 +43,16 @@ class UnsupportedCallError(ValueError):
 
 class QueueFullError(RuntimeError):
     """`submit()` found `max_waiting` requests in the queue."""
+
+
+@contextmanager
+def needs(requirement: str) -> Iterator[None]:
+    """Within it, an import of a package that isn't there says what to install.
+
+    Args:
+        requirement: As pip takes it, such as `hf-paged[server]`.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'{error}: pip install "{requirement}"', name=error.name) from None

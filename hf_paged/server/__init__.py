@@ -1,7 +1,10 @@
 """An OpenAI-style HTTP interface over the public API: `hf_paged.server.create_app(model, tokenizer)`."""
 
-from hf_paged.server.app import create_app
-from hf_paged.server.requests import RequestTable, ServedRequest
-from hf_paged.server.settings import ServerSettings
+from hf_paged.core.errors import needs
+
+with needs("hf-paged[server]"):
+    from hf_paged.server.app import create_app
+    from hf_paged.server.requests import RequestTable, ServedRequest
+    from hf_paged.server.settings import ServerSettings
 
 __all__ = ["RequestTable", "ServedRequest", "ServerSettings", "create_app"]

@@ -6,11 +6,13 @@ import gc
 import logging
 from typing import Any
 
-import uvicorn
-
+from hf_paged.core.errors import needs
 from hf_paged.server.app import create_app
 from hf_paged.server.serving import Serving
 from hf_paged.server.settings import ServerSettings
+
+with needs("hf-paged[server]"):
+    import uvicorn
 
 
 class DrainingServer(uvicorn.Server):

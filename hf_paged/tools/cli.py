@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from hf_paged.api.patching import patch, unpatch
+from hf_paged.core.errors import needs
 from hf_paged.core.replay import replay
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.tools.families import families, families_table, family_names
@@ -393,17 +394,15 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over OpenAI's HTTP interface, until Ctrl-C. Needs the extra [server]."""
-    try:
-        from hf_paged.server.run import run_server  # with its extra
-        from hf_paged.server.settings import ServerSettings
-    except ImportError as error:
-        _fail(ImportError(f'{error}: hf-paged serve needs the extra, pip install "hf-paged[server]"'))
     transformers_logging.disable_progress_bar()
     is_embedded = model == str(TINY_MODEL)
     if threads or is_embedded:
         torch.set_num_threads(threads or 1)
     given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
     try:
+        from hf_paged.server.run import run_server  # with its extra
+        from hf_paged.server.settings import ServerSettings
+
         adapters = _adapters(adapter or [])
         settings = ServerSettings(
             adapters=tuple(adapters),
@@ -491,10 +490,8 @@ def _with_adapters(model: Any, adapters: dict[str, str]) -> Any:
     """A model with adapters of PEFT's, if there are any."""
     if not adapters:
         return model
-    try:
+    with needs("peft"):
         from peft import PeftModel
-    except ImportError:
-        raise ValueError("--adapter needs PEFT: pip install peft") from None
     (first, *others) = adapters.items()
     model = PeftModel.from_pretrained(model, first[1], adapter_name=first[0])
     for name, path in others:

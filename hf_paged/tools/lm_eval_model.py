@@ -15,16 +15,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.models.utils_hf import stop_sequences_criteria
 from tqdm.auto import tqdm
 
 from hf_paged.api.patching import patch
 from hf_paged.core.config import PagedConfig
+from hf_paged.core.errors import needs
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request
+
+with needs("lm_eval[hf]"):
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils_hf import stop_sequences_criteria
 
 _SETTINGS = {setting.name for setting in fields(PagedConfig)}
 

@@ -15,7 +15,8 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from typer.testing import CliRunner
 
-from demo import __main__ as command
+from demo import serving
+from demo.__main__ import command
 from demo.hub import Hub
 from demo.limits import Limits
 from demo.loading import load
@@ -80,8 +81,13 @@ def test_a_port() -> None:
 def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: an option that serves the page alone."""
     served: list[Any] = []
-    monkeypatch.setattr(command, "serve", lambda hub, *given: served.append((hub.is_fixed, *given)))
-    result = CliRunner().invoke(command.command, ["--server", "--num-blocks", "32", "--port", "7999", "--no-welcome"])
+
+    def make(hub: Hub, *given: Any) -> Any:
+        served.append((hub.is_fixed, *given))
+        return SimpleNamespace(run=lambda sockets: sockets[0].close()), listen("127.0.0.1", [0])
+
+    monkeypatch.setattr(serving, "make_server", make)
+    result = CliRunner().invoke(command, ["--server", "--num-blocks", "32", "--port", "7999", "--no-welcome"])
     assert result.exit_code == 0 and served == [(True, "127.0.0.1", 7999, False)]
-    result = CliRunner().invoke(command.command, ["--server", "--share"])
+    result = CliRunner().invoke(command, ["--server", "--share"])
     assert result.exit_code == 2 and len(served) == 1

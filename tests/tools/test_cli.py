@@ -4,11 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from hf_paged.tools.cli import app, read_prompts
+
+ROOT = Path(__file__).parents[2]
 
 
 def invoke(*args):
@@ -170,3 +173,42 @@ def test_a_binary_file_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(ValueError, match="not a UTF-8 text file"):
         read_prompts(path)
+
+
+NEEDED = {
+    "examples/pictures.py": "pillow",
+    "examples/web_endpoint.py": "hf-paged[server]",
+    "examples/openai_client.py": "hf-paged[server]",
+    "examples/ray_data.py": "hf-paged[ray]",
+    "examples/ray_serve.py": "hf-paged[ray]",
+    "benchmarks/serve.py": "hf-paged[server]",
+    "benchmarks/paper/plots.py": "hf-paged[bench]",
+    "hf_paged.server": "hf-paged[server]",
+    "hf_paged serve": "hf-paged[server]",
+    "hf_paged.tools.lm_eval_model": "lm_eval[hf]",
+    "demo": "hf-paged[demo]",
+}
+WITHOUT_EXTRAS = """
+import runpy, sys
+
+for package in "PIL fastapi gradio lm_eval matplotlib openai pandas ray starlette uvicorn".split():
+    sys.modules[package] = None
+sys.path += [".", "benchmarks"]
+for what in sys.argv[1:]:
+    run = runpy.run_path if what.endswith(".py") else runpy.run_module
+    name, *sys.argv[1:] = what.split()
+    print("=", what, file=sys.stderr)
+    try:
+        run(name, run_name="__main__")
+    except (ModuleNotFoundError, SystemExit) as error:
+        print(error, file=sys.stderr)
+"""
+
+
+def test_what_is_not_installed_is_named():
+    """Would break: an example or a command that ends with the name of a module, and not with what to install."""
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *NEEDED], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    said = dict(re.findall(r'^= (.*)\n.*: pip install "(.*)"$', result.stderr, re.MULTILINE))
+    assert said == NEEDED, result.stderr

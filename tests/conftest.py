@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,6 +52,7 @@ TRIALS.kept = None  # what a machine busy with tests measures is nothing to keep
 Make = Callable[[Any], dict[str, Any]]
 
 ROOT = Path(__file__).parents[1]
+NOT_FOR_THE_DEMO = [name for name in ("gradio", "gradio_client", "pandas", "playwright") if find_spec(name) is None]
 PATIENCE = 40.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
 
 
@@ -68,6 +70,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     # What the imports left (transformers: a million objects) never dies; unfrozen, every gc.collect() walks over it.
     gc.collect()
     gc.freeze()
+
+
+class Skipped(pytest.Module):
+    """A file of tests that need what isn't installed."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip(f'{", ".join(NOT_FOR_THE_DEMO)} not installed: pip install -e ".[test,dev]"')
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    is_skipped = NOT_FOR_THE_DEMO and module_path.parent.name == "demo" and "CI" not in os.environ
+    return Skipped.from_parent(parent, path=module_path) if is_skipped else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -40,7 +40,21 @@ class Message:
 Conversation = list[Message]
 
 # In the browser, which alone knows what the box holds now: what was sent leaves it, what was typed since then stays.
-TAKE_SENT = "(typed, sent) => (sent && typed.startsWith(sent[1]) ? typed.slice(sent[1].length) : typed)"
+TAKE_SENT = """(typed, sent) => {
+  document.querySelector("#chat [role=log]").isAway = false
+  return sent && typed.startsWith(sent[1]) ? typed.slice(sent[1].length) : typed
+}"""
+# The view stays at the end of a growing reply until it is scrolled up. Gradio's own autoscroll comes 300 ms after each
+# piece, wherever the view was scrolled to meanwhile.
+FOLLOW = """() => requestAnimationFrame(() => {
+  const log = document.querySelector("#chat [role=log]")
+  log.onscroll ??= () => {
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 30
+    log.isAway = !isAtEnd && (log.isAway || log.scrollTop < log.before)
+    log.before = log.scrollTop
+  }
+  if (!log.isAway) log.scrollTop = log.scrollHeight
+})"""
 
 
 def chat_page(hub: Hub) -> None:
@@ -54,6 +68,7 @@ def chat_page(hub: Hub) -> None:
         buttons=[],  # copying would copy the escaped text
         feedback_options=None,
         layout="bubble",
+        autoscroll=False,  # see `FOLLOW`
         placeholder="Choose an opening, or write one. Each reply is a request in the batch that all visitors share.",
         examples=[{"text": text} for text in openings(loaded)],
         # What people and models write is shown as what it is, text. Gradio renders HTML even without Markdown: all
@@ -73,6 +88,7 @@ def chat_page(hub: Hub) -> None:
         settings = sampling_controls(hub)
 
     conversation = gr.State([])  # what the view shows; Gradio changes white space in what it is given
+    chatbot.change(None, js=FOLLOW, **quietly(queue=False))
     sent = gr.JSON(visible="hidden")  # a number, and the message that was accepted
     sent.change(None, [message, sent], message, js=TAKE_SENT, **quietly(queue=False))
     page = _ChatHandlers(hub)

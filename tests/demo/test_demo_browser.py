@@ -145,6 +145,37 @@ def test_what_is_typed_while_a_reply_streams_stays(app: Any, hub: Hub, open_tab:
     expect(box).to_have_value("And then")
 
 
+def test_a_view_that_was_scrolled_up_stays_there(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    """Would break: each piece of a reply takes the reader back to the end."""
+    page = open_tab(app.url, viewport={"width": 700, "height": 600})
+    log, bot = page.locator("#chat [role=log]"), page.locator("#chat .bot")
+
+    def gap() -> float:
+        return log.evaluate("log => log.scrollHeight - log.scrollTop - log.clientHeight")
+
+    def grow() -> None:
+        before = log.evaluate("log => log.scrollHeight")
+        wait_until(lambda: log.evaluate("log => log.scrollHeight") > before, "the reply grows by a line", page)
+
+    say(page, "Nobody had seen the letter before,")
+    expect(bot.last).to_contain_text("ended by")
+    wait_until(lambda: gap() < 2, "the view has followed a reply to its end", page)
+    hub.pacer.set_speed(SLOW)
+    say(page, "Nobody had seen the letter before,")
+    grow()
+    wait_until(lambda: gap() < 2, "the view follows the next reply", page)
+    log.hover()
+    page.mouse.wheel(0, -200)
+    wait_until(lambda: gap() > 150, "the view is scrolled up", page)
+    top = log.evaluate("log => log.scrollTop")
+    grow()
+    page.wait_for_timeout(400)  # Gradio's own scrolling comes that late
+    assert log.evaluate("log => log.scrollTop") == top
+    page.mouse.wheel(0, 9999)
+    grow()
+    wait_until(lambda: gap() < 2, "at the end it follows again", page)
+
+
 def test_a_burst_with_preemption(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     page = open_tab(app.url)
     open_page_tab(page, "Pressure")

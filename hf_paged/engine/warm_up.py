@@ -15,6 +15,7 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.step_loop import StepLoop, without_modes
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.cuda_graph import DecodeGraphs
 from hf_paged.model.runner import ModelRunner
 
 Lens = tuple[int, int]  # of a sequence: its new tokens, and its tokens in all
@@ -60,25 +61,22 @@ def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop
         Exception: What the model raises.
     """
     started = time.perf_counter()
-    num_kernels, num_graphs, graph_bytes = 0, 0, 0
-    no_graphs: str | None = "the model's own attention runs, over gathered keys and values"
+    graphs: DecodeGraphs | str = "calls of the model as it is now run by themselves, in their own shape"
     with loop.exclusive(), without_modes():
         attention = pool.attention
         kv_cache, device = attention.kv_cache, attention.kv_cache.device
         with among_steps(device), torch.autocast(device.type, enabled=False):
-            if runs_packed:
-                with _counting(attention) as kernels, kv_cache.lent_null_block():
+            with _counting(attention) as kernels, kv_cache.lent_null_block():
+                if runs_packed:
                     _run(pool, model, runner, attention)
+                if runs_packed or model.why_unrecorded is not None:
                     graphs = runner.graphs.record(attention)
-                num_kernels = len(kernels)
-                if isinstance(graphs, str):
-                    no_graphs = graphs
-                else:
-                    num_graphs, graph_bytes, no_graphs = len(graphs.sizes), graphs.num_bytes, None
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-    seconds = time.perf_counter() - started
-    return WarmUp(seconds, attention.backend.name, num_kernels, num_graphs, graph_bytes, no_graphs)
+    seconds, backend = time.perf_counter() - started, attention.backend.name
+    if isinstance(graphs, str):
+        return WarmUp(seconds, backend, len(kernels), 0, 0, graphs)
+    return WarmUp(seconds, backend, len(kernels), len(graphs.sizes), graphs.num_bytes, None)
 
 
 def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAttention) -> None:

@@ -85,6 +85,7 @@ class StateCache:
     def __init__(self, layout: StateLayout, pool: Tensor) -> None:
         """Over a pool's pages, `[pages, ...]`, contiguous."""
         self._layout = layout
+        self.num_pages = layout.num_pages  # of a sequence
         self._pages = pool.view(torch.uint8).view(pool.shape[0], -1).view(torch.int64)
 
     def empty(self, layer: int, num_sequences: int) -> LayerStates:

@@ -125,6 +125,19 @@ class BoundModel:
         return self._placement.layers(self.traits.num_layers)
 
     @property
+    def why_unrecorded(self) -> str | None:
+        """What CUDA graphs of its steps would need, wherever it runs; `None`: nothing that it lacks."""
+        if self.is_offloaded:
+            return "need weights that stay where they are, accelerate offloads some of this model's"
+        if self.layer_devices is not None:
+            return "need one device, this model is spread over several"
+        if not self.traits.runs_packed:
+            return "need attention over the pool, this model's own attention runs over gathered keys and values"
+        if self.traits.states:
+            return "need layers that keep nothing but keys and values, some of this model's keep a state"
+        return None
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing but torch's and transformers' own code runs in forwards now."""
         return self._is_plain()

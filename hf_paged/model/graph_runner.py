@@ -61,11 +61,11 @@ class GraphRunner:
             ValueError: `cuda_graphs=True` or `compile_decode=True`, and there can be none here.
         """
         kv_cache = attention.kv_cache
-        if not self._model.runs_known_code:
-            return "code of a user's own runs in the model"
         graphs = self._graphs(attention)
         if isinstance(graphs, str):
             return graphs
+        if not self._model.runs_known_code:
+            return "code of a user's own runs in the model"
         if not graphs.sizes and graphs.reason is None:
             # Rows that write to one slot must write the same: they are equal, context and all.
             max_context = self._model.max_context
@@ -89,7 +89,7 @@ class GraphRunner:
         num_moves = self._num_moves()
         if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != num_moves:
             self.held = None  # before the next ones are recorded: two sets need not fit
-            record = self._why_none() or cuda_graph.recorder(attention)
+            record = self._model.why_unrecorded or cuda_graph.recorder(attention)
             if isinstance(record, str):
                 if self._config.cuda_graphs:
                     raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
@@ -98,14 +98,6 @@ class GraphRunner:
                 return f"CUDA graphs {record}"
             self.held, self._moves_before = self._make(attention, record), num_moves
         return self.held
-
-    def _why_none(self) -> str | None:
-        """Why steps of this model can't be recorded, wherever it runs."""
-        if self._model.is_offloaded:
-            return "need weights that stay where they are, accelerate offloads some of this model's"
-        if self._model.layer_devices is not None:
-            return "need one device, this model is spread over several"
-        return None
 
     def _make(self, attention: PoolAttention, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:
         kv_cache = attention.kv_cache

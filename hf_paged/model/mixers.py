@@ -49,58 +49,41 @@ class _Part:
     is_fresh: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MixerWay:
-    """How a model's mixers are called.
-
-    Attributes:
-        specs: What is kept in each layer that has one.
-        carries: Whether they take a state along into several tokens; if not, only into single ones.
-        forms_differ: Whether they compute several tokens otherwise than single ones: then tokens that came one by one
-            are so computed again.
-    """
-
-    specs: dict[int, StateSpec]
-    carries: bool
-    forms_differ: bool
-
-
 class StateStep:
     """The states of one step's rows."""
 
     def __init__(
         self,
-        cache: StateCache,
-        way: MixerWay,
+        kv_cache: KVCache,
+        traits: ModelTraits,
         pages: np.ndarray,
         starts: np.ndarray,
         query_lens: np.ndarray,
         nums_at_once: np.ndarray,
-        device: torch.device,
     ) -> None:
         """Lays out a step.
 
         Args:
-            cache: Where states are.
-            way: How mixers are called.
+            kv_cache: Where states are.
+            traits: What mixers keep, and how they are called.
             pages: `[S, pages]` int64, of each row.
             starts: `[S]` int64, tokens of each row before the step; without any it has no state.
             query_lens: `[S]` int64, its tokens in the step.
             nums_at_once: `[S]` int64, index behind the last of its tokens that came together with others.
-            device: Where the model runs.
         """
-        self._cache = cache
-        self._specs = way.specs
+        assert kv_cache.states is not None
+        self._cache = kv_cache.states
+        self._specs = traits.states
         self._parts: list[_Part] = []
         self._layer = -1  # that of the last mixer, and what it made of the rows' states, by their first row
         self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
-        own = to_device(pages, device)
+        own = to_device(pages, kv_cache.device)
         # Of each row how many tokens are computed at once; the rest one by one.
         at_once = query_lens.copy()
         if query_lens.max() > 1:
-            if way.forms_differ:
+            if traits.forms_differ:  # tokens that came one by one are so computed again
                 at_once = np.clip(nums_at_once - starts, np.where(starts > 0, 0, 1), query_lens)
-            if not way.carries:
+            if not traits.carries_state:
                 at_once[starts > 0] = 0
         at_once[query_lens == 1] = 1
         first_tokens = np.concatenate(([0], np.cumsum(query_lens)))
@@ -126,14 +109,22 @@ class StateStep:
         """The states of a batch's rows, or of these rows of it; `None`: the model keeps none."""
         if not traits.states:
             return None
-        assert kv_cache.states is not None
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
         numbers = batch.starts, batch.query_lens, batch.nums_at_once
         starts, query_lens, nums_at_once = (np.frombuffer(a, np.int64) for a in numbers)
         if rows is not None:
             pages, starts, query_lens, nums_at_once = (a[rows] for a in (pages, starts, query_lens, nums_at_once))
-        way = MixerWay(traits.states, traits.carries_state, traits.forms_differ)
-        return cls(kv_cache.states, way, pages, starts, query_lens, nums_at_once, kv_cache.device)
+        return cls(kv_cache, traits, pages, starts, query_lens, nums_at_once)
+
+    @classmethod
+    def in_null_block(
+        cls, traits: ModelTraits, kv_cache: KVCache, starts: np.ndarray, query_lens: np.ndarray
+    ) -> Self | None:
+        """The states of rows that have no sequence, which are written to the null block."""
+        if kv_cache.states is None:
+            return None
+        pages = np.full((len(starts), kv_cache.states.num_pages), kv_cache.null_block)
+        return cls(kv_cache, traits, pages, starts, query_lens, starts + query_lens)
 
     def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.

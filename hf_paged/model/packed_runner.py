@@ -75,6 +75,7 @@ class PackedRunner:
             `[K, vocab_size]`.
         """
         model, traits = self._model, self._model.traits
+        assert states is not None or not traits.states, "mixers would go on without their states"
         step = attention.step(metadata)
         if rows is None and None in traits.layers:
             # Told by a number (none: 0), some cut off tokens, and the mask, before layers that attend to others' keys.
@@ -127,6 +128,7 @@ class PackedRunner:
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._model.vocab_size, device), to_device(positions, device))
         rows = rows_of(np.cumsum(query_lens) - 1, attention)
-        others = (metadata.with_tables(metadata.host_tables) for _ in kv_cache.groups.windows[1:])
+        groups = [metadata, *(metadata.with_tables(metadata.host_tables) for _ in kv_cache.groups.windows[1:])]
+        states = StateStep.in_null_block(self._model.traits, kv_cache, seq_lens - query_lens, query_lens)
         with self._model.mode():
-            self.run(tokens, [metadata, *others], attention, rows)
+            self.run(tokens, groups, attention, rows, states)

@@ -61,8 +61,7 @@ class ModelRunner:
             `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
         """
         model = self._model
-        may_infer = model.may_infer
-        if may_infer and batch.is_decode and model.traits.runs_packed:
+        if model.may_infer and batch.is_decode:
             logits = self.graphs.replay(batch, attention, chosen)
             if logits is not None:
                 return logits

@@ -43,7 +43,7 @@ class StepMemory:
         rows = self._config.max_num_seqs
         logits = bound.vocab_size, dtype.itemsize
         num_bytes = self.activation_bytes(num_tokens) + sampler_bytes(min(rows, num_tokens), *logits)
-        uses_graphs = self._config.cuda_graphs is not False
+        uses_graphs = self._config.cuda_graphs is not False and bound.why_unrecorded is None
         if uses_graphs:
             max_blocks = -(-bound.max_context // block_size)
             activations = self.activation_bytes(min(rows, num_tokens))

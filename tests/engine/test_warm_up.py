@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from models import MODELS, build, random_ids
+from state_models import build_state_model
 
 import hf_paged
 from hf_paged.engine.warm_up import rehearsals
@@ -38,6 +41,22 @@ def test_all_models(name: str) -> None:
     assert not model.paged.core.kv_cache.tensor.any()
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "lfm2", "zamba", "kimi_linear", "inkling"])
+def test_models_with_states(name: str) -> None:
+    """What rehearsals make of states is nobody's; there are no graphs of such a model, wherever it runs."""
+    stock = build_state_model(name)
+    model = hf_paged.patch(copy.deepcopy(stock), warm_up=True, **SMALL)
+    done = model.paged.warm_up()
+    assert "keep a state" in str(done.no_graphs) or name == "inkling" and "own attention" in str(done.no_graphs)
+    assert not model.paged.core.kv_cache.tensor.view(torch.uint8).any()
+    ids = random_ids(2, 9)
+    expected = stock.generate(ids, max_new_tokens=5)
+    assert torch.equal(model.generate(ids, max_new_tokens=5), expected)
+    model.paged.release()
+    model.paged.warm_up()
+    assert torch.equal(model.generate(ids, max_new_tokens=5), expected)
+
+
 def test_a_model_that_raises() -> None:
     """`patch()` leaves it as it was."""
     model = build("llama")
@@ -52,9 +71,23 @@ def test_a_model_that_raises() -> None:
     assert not hasattr(model, "paged") and model.forward == forward
 
 
-def test_graphs_that_there_cannot_be() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs=True: CUDA graphs need a CUDA device"):
-        hf_paged.patch(build("llama"), cuda_graphs=True, warm_up=True, **SMALL)
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: build("llama"), "need a CUDA device, the model is on cpu"),
+        (lambda: build("bloom"), "need attention over the pool, this model's own"),
+        (lambda: build_state_model("mamba"), "need layers that keep nothing but keys and values, some of this model's"),
+    ],
+)
+def test_graphs_that_there_cannot_be(model: Callable[[], Any], reason: str) -> None:
+    """In `patch()`, or else at the first decode step."""
+    with pytest.raises(ValueError, match=f"cuda_graphs=True: CUDA graphs {reason}"):
+        hf_paged.patch(model(), cuda_graphs=True, warm_up=True, **SMALL)
+    patched = hf_paged.patch(model(), cuda_graphs=True, **SMALL)
+    with pytest.raises(ValueError, match=f"cuda_graphs=True: CUDA graphs {reason}"):
+        patched.generate(random_ids(1, 5), max_new_tokens=3, eos_token_id=None)
+    with pytest.raises(ValueError, match=f"cuda_graphs=True: CUDA graphs {reason}"):
+        patched.paged.warm_up()
 
 
 def test_inside_a_step() -> None:

@@ -99,6 +99,10 @@ class PagedGenerationMixin(PagedBatchMixin):
             if generation_config.cache_implementation is not None:
                 raise ValueError("give either cache_implementation or a PagedCache as past_key_values, not both")
             reason = None if generation_config.use_cache else "use_cache=False"
+            length = getattr(generation_config, "_mask_length", None)
+            if name != "past_key_values" and length is not None and given.sequences:
+                # transformers has dropped a mask of ones, by which `ForwardCall.behind` knows what was given again.
+                model_kwargs["attention_mask"] = torch.ones(len(given.sequences), length, dtype=torch.int64)
         else:
             reason = why_stock(self, generation_config, given) or why_not_stateful(engine, model_kwargs)
         if reason is not None:

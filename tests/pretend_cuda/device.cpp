@@ -739,6 +739,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("record_stream", [](Tensor&, c10::Stream stream) { tell("record_stream", "", stream.id()); });
-  for (const char* name : {"copy_", "scaled_dot_product_attention", "_grouped_mm"})
+  for (const char* name : {"copy_", "scaled_dot_product_attention", "_grouped_mm", "convolution"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }

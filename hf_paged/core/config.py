@@ -70,7 +70,8 @@ class PagedConfig:
             `"int8"`, all but the head's in 8-bit integers, a scale for each output and for each row of an input. Tokens
             then differ from stock `generate()`; the model's weights, and forwards that are not the engine's, do not.
         cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
-            on a CUDA device and its backend can be recorded (Triton's can), `True`: the same, and raise elsewhere.
+            on a CUDA device, its backend can be recorded (Triton's can) and it keeps no states, `True`: the same, and
+            raise elsewhere.
         compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
             CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step.
         use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules

@@ -47,7 +47,7 @@ def test_models_with_states(name: str) -> None:
     stock = build_state_model(name)
     model = hf_paged.patch(copy.deepcopy(stock), warm_up=True, **SMALL)
     done = model.paged.warm_up()
-    assert "keep a state" in str(done.no_graphs) or name == "inkling" and "own attention" in str(done.no_graphs)
+    assert "keep a state" in str(done.no_graphs) or (name == "inkling" and "own attention" in str(done.no_graphs))
     assert not model.paged.core.kv_cache.tensor.view(torch.uint8).any()
     ids = random_ids(2, 9)
     expected = stock.generate(ids, max_new_tokens=5)

@@ -259,7 +259,7 @@ class Request:
         Raises:
             ValueError: No token of that sequence has come.
         """
-        if index is not None and not any(event.sequence == index for event in self.events_since()):
+        if index is not None and not any(event.sequence == index for event in self._state.events):
             raise ValueError(f"no token of sequence {index!r} of request {self.request_id!r} has come yet")
         if not self.is_done:
             self._cancel(index)

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import Request
 
 from hf_paged.server.generation import Delta, Generation, Text
-from hf_paged.server.replies import DONE, EventStream, TextEvents, event
+from hf_paged.server.replies import DONE, TextEvents, event, event_stream, joined
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.serving import Serving
-from hf_paged.server.tools import Parser, has_schema, message_of, parser_of
+from hf_paged.server.tools import Parser, has_schema, message_of, parser_of, read
 
 PATH = "/v1/chat/completions"
 
@@ -30,11 +30,9 @@ async def create(serving: Serving, request: Request) -> Any:
     )
     answer = _Answer(serving, body, generation)
     if body.stream:
-        return EventStream(answer.events(), generation.close)
+        return event_stream(answer.events(), generation.close)
     await serving.finished(request, generation)
     serving.note_end(PATH, body, generation)
-    if body.wanted_of_prompt is not None:  # thousands of tokens' texts
-        return await serving.in_thread(answer.whole)
     return answer.whole()
 
 
@@ -68,7 +66,7 @@ class _Answer:
 
     def whole(self) -> dict[str, Any]:
         """All at once."""
-        choices = [self._choice(text) for text in self._generation.texts]
+        choices = (self._choice(text) for text in self._generation.texts)
         whole = self._head | {"choices": choices, "usage": self._generation.usage}
         wanted = self._body.prompt_logprobs
         if wanted is not None:
@@ -77,7 +75,7 @@ class _Answer:
 
     def _choice(self, text: Text) -> dict[str, Any]:
         parser = self._parser()
-        message = message_of(parser.feed(text.text) + parser.end())
+        message = message_of(read(parser, text.text))
         assert text.finish_reason is not None
         return {
             "index": text.index,
@@ -90,10 +88,12 @@ class _Answer:
         """Piece by piece."""
         body, generation = self._body, self._generation
         parsers = [_Reading(self._parser()) for _ in generation.texts]
-        for text in generation.texts:
-            yield self._event(text.index, {"role": "assistant", "content": ""}, None, None)
+        first = {"role": "assistant", "content": ""}
+        async for piece in joined(self._event(text.index, first, None, None) for text in generation.texts):
+            yield piece
         async for deltas in generation.updates():
-            yield b"".join([chunk for delta in deltas for chunk in self._chunks(delta, parsers[delta.index])])
+            async for piece in joined(chunk for delta in deltas for chunk in self._chunks(delta, parsers[delta.index])):
+                yield piece
         self._serving.note_end(PATH, body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})

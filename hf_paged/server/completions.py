@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from itertools import chain
 from typing import Any
 
 from fastapi import Request
 
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.generation import Delta, Generation, Text
-from hf_paged.server.replies import DONE, EventStream, TextEvents, event
+from hf_paged.server.replies import DONE, TextEvents, event, event_pieces, event_stream, joined
 from hf_paged.server.schemas import CompletionRequest
 from hf_paged.server.serving import Serving
 
@@ -24,11 +25,9 @@ async def create(serving: Serving, request: Request) -> Any:
     generation = await serving.start(PATH, body, lambda: serving.prompts.of_completion(body))
     answer = _Answer(serving, body, generation)
     if body.stream:
-        return EventStream(answer.events(), generation.close)
+        return event_stream(answer.events(), generation.close)
     await serving.finished(request, generation)
     serving.note_end(PATH, body, generation)
-    if body.wanted_of_prompt is not None:  # thousands of tokens' texts
-        return await serving.in_thread(answer.whole)
     return answer.whole()
 
 
@@ -49,23 +48,23 @@ class _Answer:
 
     def whole(self) -> dict[str, Any]:
         """All at once."""
-        choices = []
-        for index, text in enumerate(self._best()):
-            echo, said = self._echo(index), self._said_of_prompt(index)
-            own = self._said(text.logprobs, len(echo))
-            if said is not None and own is not None:
-                own = {name: said[name] + own[name] for name in own}
-            choices.append(
-                self._choice(index, echo + text.text, own, text.finish_reason) | self._prompt_logprobs(index)
-            )
+        choices = (self._whole_choice(index, text) for index, text in enumerate(self._best()))
         return self._head | {"choices": choices, "usage": self._generation.usage}
+
+    def _whole_choice(self, index: int, text: Text) -> dict[str, Any]:
+        echo, said = self._echo(index), self._said_of_prompt(index)
+        own = self._said(text.logprobs, len(echo))
+        if said is not None and own is not None:
+            own = {name: chain(said[name], own[name]) for name in own}
+        return self._choice(index, echo + text.text, own, text.finish_reason) | self._prompt_logprobs(index)
 
     async def events(self) -> AsyncIterator[bytes]:
         """Piece by piece."""
         body, generation = self._body, self._generation
         lengths: dict[int, int] = {}  # of each text that has begun
         async for deltas in generation.updates():
-            yield b"".join([chunk for delta in deltas for chunk in self._chunks(delta, lengths)])
+            async for piece in joined(chunk for delta in deltas for chunk in self._chunks(delta, lengths)):
+                yield piece
         self._serving.note_end(PATH, body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})
@@ -77,7 +76,7 @@ class _Answer:
             echo = self._echo(index)
             lengths[index] = len(echo)
             if self._body.echo:
-                yield self._event(index, echo, self._said_of_prompt(index), None)
+                yield from event_pieces(self._data(index, echo, self._said_of_prompt(index), None) | self._usage())
         said = self._said(delta.logprobs, lengths[index])
         lengths[index] += len(delta.text)
         yield self._event(index, delta.text, said, delta.finish_reason)
@@ -85,8 +84,11 @@ class _Answer:
     def _event(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> bytes:
         if said is None and reason is None and not self._body.counts_on:
             return self._plain.event(index, text)
-        usage = {"usage": self._generation.usage} if self._body.counts_on else {}
-        return event(self._data(index, text, said, reason) | usage)
+        return event(self._data(index, text, said, reason) | self._usage())
+
+    def _usage(self) -> dict[str, Any]:
+        """Of an event."""
+        return {"usage": self._generation.usage} if self._body.counts_on else {}
 
     def _data(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return self._head | {"choices": [self._choice(index, text, said, reason)]}

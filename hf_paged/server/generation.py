@@ -6,21 +6,24 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from hf_paged.core.errors import QueueFullError
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.request import Request, RequestOutput
+from hf_paged.engine.request import Request, RequestOutput, TokenEvent
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, too_long
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
-from hf_paged.server.wakeups import News, Wakeups
+from hf_paged.server.wakeups import News, Wakeups, in_pieces
 
+PIECE = 256  # tokens that are read without a turn of the event loop in between
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -52,6 +55,7 @@ class Text:
         min_tokens: Tokens in whose text they are not looked for.
         parts: What is there.
         logprobs: Of its tokens.
+        sum_logprobs: Of its tokens.
         num_tokens: Generated.
         finish_reason: Why it ended.
     """
@@ -62,6 +66,7 @@ class Text:
     min_tokens: int = 0
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sum_logprobs: float = 0.0
     num_tokens: int = 0
     finish_reason: str | None = None
 
@@ -73,7 +78,7 @@ class Text:
     @property
     def mean_logprob(self) -> float:
         """Mean log-probability of its tokens."""
-        return sum(each.logprob for each in self.logprobs) / max(len(self.logprobs), 1)
+        return self.sum_logprobs / max(len(self.logprobs), 1)
 
     def feed(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta | None:
         """Takes new tokens, and their log-probabilities or none."""
@@ -104,24 +109,27 @@ class Text:
             rest, is_stop = self.stops.feed(rest)
             if is_stop:
                 self.finish_reason = "stop"
-            rest += self.stops.flush()
+            else:
+                rest += self.stops.flush()
         return self._delta(rest, [])
 
     def _delta(self, new: str, logprobs: list[TokenLogprobs]) -> Delta | None:
         if new:
             self.parts.append(new)
         self.logprobs += logprobs
+        self.sum_logprobs += sum(each.logprob for each in logprobs)
         if not new and not logprobs and self.finish_reason is None:
             return None
         return Delta(self.index, new, logprobs, self.finish_reason)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Part:
-    """One prompt: its request, how many of its tokens were read, and the texts of each of its sequences."""
+    """One prompt: its request, the texts of each of its sequences, how many go on, and how many tokens were read."""
 
     request: Request
     texts: list[list[Text]]
+    num_open: int
     num_read: int = 0
     is_over: bool = False
 
@@ -132,6 +140,8 @@ class Generation:
     Attributes:
         prompts: What it follows.
         texts: In order of prompts, and of a prompt's samples.
+        num_prompt_tokens: Tokens of all prompts.
+        num_tokens: Tokens of all texts.
         arrival_time: Of `time.monotonic`.
         first_token_time: When the first text came.
         label: What it is called in the engine; with several prompts, beside each one's number.
@@ -168,6 +178,8 @@ class Generation:
         self._timeout = timeout
         self._may_stop = bool(body.stops)  # before the engine's end
         self._news = News()
+        self._fresh: deque[_Part] = deque()  # those with news
+        self._num_running = 0
         self._parts: list[_Part] = []
         self._unlisten: list[Callable[[], None]] = []
         self.is_closed = False
@@ -175,19 +187,11 @@ class Generation:
         self.on_close: Callable[[Generation], None] | None = None
         self._is_late = False
         self.prompts = prompts
+        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.num_tokens = 0
         self.texts: list[Text] = []
         self.arrival_time = time.monotonic()
         self.first_token_time: float | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all texts."""
-        return sum(text.num_tokens for text in self.texts)
 
     def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
         """What was asked for about the tokens of one of the prompts; known when its first text begins."""
@@ -240,7 +244,8 @@ class Generation:
             text = Text(len(self.texts), detokenizer, stops, body.min_tokens)
             self.texts.append(text)
             texts[number % num_sequences].append(text)
-        self._parts.append(_Part(request, texts))
+        prompt.inputs.clear()  # the model has seen its pictures
+        self._parts.append(_Part(request, texts, body.num_samples))
 
     def _name(self) -> str | None:
         number = len(self._parts)
@@ -253,24 +258,28 @@ class Generation:
             ApiError: It takes too long, or a request failed.
         """
         for part in self._parts:
-            self._unlisten.append(part.request.listen(partial(self._wakeups.wake, self._news)))
+            self._unlisten.append(part.request.listen(partial(self._tell, part)))
         if self._timeout is not None:
             left = self.arrival_time + self._timeout - time.monotonic()
             self._unlisten.append(asyncio.get_running_loop().call_later(max(left, 0), self._expire).cancel)
         try:
-            running = self._parts
-            while running:
+            self._num_running = len(self._parts)
+            while self._num_running:
                 await self._news.wait()
-                if self._is_late:
-                    raise too_long(self._timeout)
-                deltas = [delta for part in running for delta in self._read(part)]
-                running = [part for part in running if not part.is_over]
-                if deltas:
-                    if self.first_token_time is None:
-                        self.first_token_time = time.monotonic()
-                    yield deltas
+                async for piece in in_pieces(self._read_fresh(), itemgetter(0), PIECE):
+                    if self._is_late:
+                        raise too_long(self._timeout)
+                    deltas = [delta for _, delta in piece if delta is not None]
+                    if deltas:
+                        if self.first_token_time is None:
+                            self.first_token_time = time.monotonic()
+                        yield deltas
         finally:
             self.close()
+
+    def _tell(self, part: _Part) -> None:
+        self._fresh.append(part)  # before the wake-up
+        self._wakeups.wake(self._news)
 
     def _expire(self) -> None:
         self._is_late = True
@@ -300,36 +309,49 @@ class Generation:
         for part in list(self._parts):
             part.request.cancel()
 
-    def _read(self, part: _Part) -> list[Delta]:
-        request, deltas = part.request, []
+    def _read_fresh(self) -> Iterator[tuple[int, Delta | None]]:
+        """For each text with new tokens, or an end: how much there was to read, and what is new."""
+        if self._is_late:
+            raise too_long(self._timeout)
+        fresh = dict.fromkeys(self._fresh.popleft() for _ in range(len(self._fresh)))
+        for part in fresh:
+            if not part.is_over:
+                yield from self._read(part)
+                self._num_running -= part.is_over
+
+    def _read(self, part: _Part) -> Iterator[tuple[int, Delta | None]]:
+        request = part.request
         is_done = request.is_done  # before the look at what has come
         new = request.events_since(part.num_read)
         part.num_read += len(new)
-        by_sequence: dict[int, tuple[list[int], list[TokenLogprobs]]] = {}
-        for sequence, token_id, said in new:
-            token_ids, logprobs = by_sequence.setdefault(sequence, ([], []))
-            token_ids.append(token_id)
-            if said is not None:
-                logprobs.append(said)
         output = self._outcome(request) if is_done else None
-        if output is not None and part.num_read == 0:  # beams, which come at the end
-            said_of = output.logprobs or [[] for _ in output.sequences]
-            by_sequence = dict(enumerate(zip(output.sequences, said_of, strict=True)))
-        for sequence, (token_ids, logprobs) in by_sequence.items():
-            deltas += [text.feed(token_ids, logprobs) for text in part.texts[sequence]]
-            if self._may_stop and output is None and all(text.finish_reason for text in part.texts[sequence]):
-                request.cancel(sequence)
-        if output is not None:
-            part.is_over = True
-        elif self._may_stop:
-            part.is_over = all(text.finish_reason for texts in part.texts for text in texts)
+        events = iter(new) if output is None or part.num_read else _events_of(output)
+        while chunk := list(itertools.islice(events, PIECE)):
+            by_sequence: dict[int, tuple[list[int], list[TokenLogprobs]]] = {}
+            for sequence, token_id, said in chunk:
+                token_ids, logprobs = by_sequence.setdefault(sequence, ([], []))
+                token_ids.append(token_id)
+                if said is not None:
+                    logprobs.append(said)
+            for sequence, (token_ids, logprobs) in by_sequence.items():
+                for text in part.texts[sequence]:
+                    yield len(token_ids), self._fed(part, text, token_ids, logprobs)
+                if self._may_stop and output is None and all(text.finish_reason for text in part.texts[sequence]):
+                    request.cancel(sequence)
         if output is not None:
             for texts, reason in zip(part.texts, output.finish_reasons, strict=True):
                 for text in texts:
                     if text.finish_reason is None and reason not in FINISH_REASONS:
                         raise ApiError(503, "the request was cancelled: the server ends", code="cancelled")
-                    deltas.append(text.end(reason))
-        return [delta for delta in deltas if delta is not None]
+                    yield 1, text.end(reason)
+        part.is_over = output is not None or not part.num_open
+
+    def _fed(self, part: _Part, text: Text, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta | None:
+        before = text.num_tokens
+        delta = text.feed(token_ids, logprobs)
+        self.num_tokens += text.num_tokens - before
+        part.num_open -= delta is not None and delta.finish_reason is not None
+        return delta
 
     def _outcome(self, request: Request) -> RequestOutput:
         try:
@@ -339,6 +361,14 @@ class Generation:
         except Exception as error:
             logger.exception("a request failed in the engine")
             raise ApiError(500, f"the engine failed: {type(error).__name__}", code="engine_error") from error
+
+
+def _events_of(output: RequestOutput) -> Iterator[TokenEvent]:
+    """Of beams, which come at the end."""
+    for sequence, token_ids in enumerate(output.sequences):
+        said = itertools.repeat(None) if output.logprobs is None else output.logprobs[sequence]
+        for token_id, each in zip(token_ids, said, strict=False):
+            yield TokenEvent(sequence, token_id, each)
 
 
 def submit_arguments(

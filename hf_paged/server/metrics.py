@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -50,8 +51,8 @@ class Metrics:
                 self.between.labels(name).observe((now - first) / (longest - 1))
         self.prompt_tokens.labels(name).inc(generation.num_prompt_tokens)
         self.new_tokens.labels(name).inc(generation.num_tokens)
-        for text in generation.texts:
-            self.succeeded.labels(name, text.finish_reason).inc()
+        for reason, count in collections.Counter(text.finish_reason for text in generation.texts).items():
+            self.succeeded.labels(name, reason).inc(count)
 
     def note_answer(self, path: str, status: int) -> None:
         """Books an answer."""

@@ -1,11 +1,11 @@
-"""Answers to clients that may go away: a stream of server-sent events, or one result."""
+"""Answers to clients that may go away: a stream of server-sent events, or one result. Both are made in pieces."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,11 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hf_paged.server.errors import ApiError, logger
+from hf_paged.server.wakeups import in_pieces
 
 T = TypeVar("T")
+JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
-TEXT = f"text-{secrets.token_hex(16)}"  # in the place of a text that is yet to come
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+TEXT = f"text-{secrets.token_hex(16)}"  # in the place of a text, or of an array, that is yet to come
+PIECE = 1 << 16  # bytes that are made and sent at once
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=list).encode
 
 
 class ClientGoneError(Exception):
@@ -53,10 +56,70 @@ async def _end(tasks: list[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def json_pieces(data: Any) -> Iterator[bytes]:
+    """JSON. An iterator in the data is an array; each item is taken when the JSON before it has been."""
+    later: list[Iterator[Any]] = []
+
+    def hold(items: Iterable[Any]) -> str:
+        later.append(iter(items))
+        return TEXT
+
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=hold).encode
+
+    def pieces(data: Any) -> Iterator[bytes]:
+        text = encode(data)
+        if not later:
+            yield text.encode()
+            return
+        arrays = later.copy()
+        later.clear()
+        before, *behind = text.split(f'"{TEXT}"')
+        yield before.encode()
+        for items, after in zip(arrays, behind, strict=True):
+            yield b"["
+            for number, item in enumerate(items):
+                if number:
+                    yield b","
+                yield from pieces(item)
+            yield f"]{after}".encode()
+
+    return pieces(data)
+
+
+async def joined(chunks: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes in fewer pieces, between which the event loop has its turn."""
+    async for piece in in_pieces(chunks, len, PIECE):
+        yield b"".join(piece)
+
+
+async def json_answer(data: Any) -> Response:
+    """An answer of one result; see `json_pieces`."""
+    pieces = joined(json_pieces(data))
+    first = await anext(pieces)
+    second = await anext(pieces, None)
+    if second is None:
+        return Response(first, media_type=JSON)
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield first
+        yield second
+        async for piece in pieces:
+            yield piece
+
+    return Streamed(whole(), JSON)
+
+
 def event(data: Any, name: str | None = None) -> bytes:
     """A server-sent event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {_to_json(data)}\n\n".encode()
+
+
+def event_pieces(data: Any) -> Iterator[bytes]:
+    """A server-sent event that may be large; see `json_pieces`."""
+    yield b"data: "
+    yield from json_pieces(data)
+    yield b"\n\n"
 
 
 class TextEvents:
@@ -76,23 +139,30 @@ class TextEvents:
         return around[0] + _to_json(text).encode() + around[1]
 
 
-class EventStream(Response):
-    """Server-sent events as they are made. Ends when the client goes away."""
+class Streamed(Response):
+    """An answer that is sent as it is made. Ends when the client goes away."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        media_type: str,
+        close: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """An answer.
 
         Args:
-            events: What is sent. An `ApiError` it raises is the last event.
+            pieces: What is sent.
+            media_type: Of it.
             close: Called at the end, whatever that is.
+            headers: Of the answer.
         """
-        self._events = events
+        self._pieces = pieces
         self._close = close
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -103,15 +173,24 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for chunk in self._events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except ApiError as error:
-            await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
-        except OSError:
-            raise
-        except Exception:
-            logger.exception("a stream failed")
-            failed = event(ApiError(500, "the request failed: see the server's log").body)
-            await send({"type": "http.response.body", "body": failed, "more_body": True})
+        async for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def event_stream(events: AsyncIterator[bytes], close: Callable[[], None]) -> Streamed:
+    """Server-sent events as they are made; an error is the last one. `close` is called at the end."""
+    return Streamed(
+        _with_error(events), "text/event-stream", close, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    )
+
+
+async def _with_error(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for each in events:
+            yield each
+    except ApiError as error:
+        yield event(error.body)
+    except Exception:
+        logger.exception("a stream failed")
+        yield event(ApiError(500, "the request failed: see the server's log").body)

@@ -6,7 +6,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_paged.server.generation import Generation
@@ -70,11 +69,8 @@ class RequestTable:
     def rows(self) -> list[ServedRequest]:
         """What runs, and what has ended; the newest first of each."""
         with self._lock:
-            return [*self._of_running(), *reversed(self._ended)]
-
-    def _of_running(self) -> Iterator[ServedRequest]:
-        for found in reversed(self._running.values()):
-            yield _row(*found)
+            running, ended = list(self._running.values()), list(self._ended)
+        return [*(_row(*found) for found in reversed(running)), *reversed(ended)]
 
     def _end(self, generation: Generation) -> None:
         with self._lock:

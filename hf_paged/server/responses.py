@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from hf_paged.server.errors import ApiError
 from hf_paged.server.generation import Generation
-from hf_paged.server.replies import EventStream, event
+from hf_paged.server.replies import event, event_stream
 from hf_paged.server.schemas import MAX_MESSAGES, Body, ChatRequest, ContentPart, Many, Some, Temperature, not_many
 from hf_paged.server.serving import Serving
 
@@ -108,7 +108,7 @@ async def create(serving: Serving, request: Request) -> Any:
         raise _in_own_names(error, body) from None
     answer = _Answer(serving, body, chat, generation)
     if body.stream:
-        return EventStream(answer.events(), generation.close)
+        return event_stream(answer.events(), generation.close)
     await serving.finished(request, generation)
     serving.note_end(PATH, chat, generation)
     return answer.whole()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from hf_paged.engine.engine import Engine
 from hf_paged.server.adapters import Adapters
@@ -24,7 +24,7 @@ from hf_paged.server.limits import B, Pace, check_key, read_body
 from hf_paged.server.logprobs import TokenNames
 from hf_paged.server.metrics import Metrics
 from hf_paged.server.prompts import Prompt, Prompts
-from hf_paged.server.replies import ClientGoneError, unless_gone
+from hf_paged.server.replies import ClientGoneError, json_answer, unless_gone
 from hf_paged.server.requests import RequestTable
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.settings import ServerSettings
@@ -254,7 +254,7 @@ class Serving:
         status = 499
         try:
             result = await handle(request)
-            response = result if isinstance(result, Response) else JSONResponse(result)
+            response = result if isinstance(result, Response) else await json_answer(result)
             status = response.status_code
         except (ClientGoneError, ClientDisconnect):  # waiting for the answer, or in the midst of the body
             response = Response(status_code=499)

@@ -12,6 +12,9 @@ UNKNOWN = "\ufffd"  # what bytes that aren't UTF-8 (yet) decode to
 CONTEXT = 6  # tokens before the first one that decide on a space between
 KEPT = 12  # tokens that are decoded again with the next one; the fewer, the oftener is the beginning cut off
 
+MAX_OPEN = 3  # bytes of a character without its last one
+MAX_WAITS = 8  # tokens with bytes of one character, and some that have none
+
 
 def decoder_of(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
     """What a tokenizer decodes ids with, spaces as they are.
@@ -36,18 +39,31 @@ class Detokenizer:
         if self._text.endswith(UNKNOWN):
             self._ids, self._text = [], ""
         self._num_certain = len(self._ids)  # the characters of these are whole
+        self._num_waits = 0  # for the rest of a character, in a row
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is certain with these tokens."""
         self._ids += token_ids
         text = self._decode()
         if text.endswith(UNKNOWN):
-            return ""  # the rest of a character may come
+            self._num_waits += 1
+            return self._of_no_character(text) if self._num_waits > MAX_WAITS else ""  # the rest of one may come
+        self._num_waits = 0
         new, self._text = text[len(self._text) :], text
         if len(self._ids) > KEPT:
             del self._ids[: self._num_certain]  # what comes next is decoded behind the rest: whole characters
             self._text = self._decode()
         self._num_certain = len(self._ids)
+        return new
+
+    def _of_no_character(self, text: str) -> str:
+        """The certain part of a text whose last bytes aren't UTF-8, but for those that a character may begin with."""
+        num_open = min(len(text) - len(text.rstrip(UNKNOWN)), MAX_OPEN)
+        new = text[len(self._text) : len(text) - num_open]
+        del self._ids[:-KEPT]
+        text = self._decode()
+        self._text = text[: max(len(text) - num_open, 0)]
+        self._num_certain = 0
         return new
 
     def flush(self) -> str:
@@ -67,18 +83,19 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What may be shown now, and whether a stop string has come."""
+        """What may be shown now, and whether a stop string has come; what is behind it is held."""
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self._held = ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            self._held = text[end:]
+            return text[:start], True
         num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """What was held, at an end without a stop string."""
+        """What is held."""
         held, self._held = self._held, ""
         return held
 

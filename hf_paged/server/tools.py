@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from hf_paged.sampling.grammar import COMPACT
@@ -13,6 +14,7 @@ from hf_paged.server.text import StopStrings
 
 Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
 
+PIECE = 4096  # characters
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\s*\}?\s*[\[,]?\s*\{"name": "([^"]*)", "arguments":\s*')
 
@@ -77,6 +79,13 @@ class _Content:
         return []
 
 
+def read(parser: Parser, text: str) -> Iterator[Piece]:
+    """What all of a message says. Parsers copy what is left of a text behind each thing that they find in it."""
+    for start in range(0, len(text), PIECE):
+        yield from parser.feed(text[start : start + PIECE])
+    yield from parser.end()
+
+
 class _ForcedCalls:
     """The text of `grammar_of`, whose arguments come as they are generated."""
 
@@ -135,48 +144,54 @@ class _TaggedCalls:
     is_cut = False  # such a call is content
 
     def __init__(self) -> None:
-        self._before: StopStrings | None = StopStrings([OPEN])
-        self._calls = ""
+        self._tag = StopStrings([OPEN])
+        self._inner: list[str] | None = None  # what is there of it; None: before the first one
         self._index = -1
 
     def feed(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
-        for character in text:  # the tag may be anywhere
-            if self._before is None:
-                self._calls += character
-                continue
-            content, is_open = self._before.feed(character)
-            if content:
-                pieces.append({"content": content})
-            if is_open:
-                self._before = None
-        if self._before is None:
-            pieces += self._finished()
+        new, is_there = self._tag.feed(text)
+        if self._inner is None:
+            if new:
+                pieces.append({"content": new})
+            if not is_there:
+                return pieces
+            self._inner = []
+            new, is_there = self._next_tag()
+        while is_there:
+            pieces += self._finished("".join([*self._inner, new]))
+            self._inner = []
+            new, is_there = self._next_tag()
+        self._inner.append(new)
         return _joined(pieces)
 
-    def end(self) -> list[Piece]:
-        rest = self._before.flush() if self._before is not None else self._calls.strip()
-        return [{"content": rest}] if rest else []  # a call that was cut is shown as it is
+    def _next_tag(self) -> tuple[str, bool]:
+        """The text up to the end of a call, and whether that is there: behind a tag."""
+        rest = self._tag.flush()
+        self._tag = StopStrings([CLOSE])
+        return self._tag.feed(rest)
 
-    def _finished(self) -> list[Piece]:
+    def end(self) -> list[Piece]:
+        rest = self._tag.flush()
+        if self._inner is not None:  # it was cut: it is shown as it is
+            rest = "".join([*self._inner, rest]).strip()
+        return [{"content": rest}] if rest else []
+
+    def _finished(self, inner: str) -> list[Piece]:
         pieces: list[Piece] = []
-        while CLOSE in self._calls:
-            inner, _, self._calls = self._calls.partition(CLOSE)
-            between, is_behind_another, call = inner.partition(OPEN)
-            if is_behind_another:
-                inner = call
-                if between.strip():
-                    pieces.append({"content": between})
-            inner = inner.strip()
-            try:
-                call = json.loads(inner)
-                name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
-            except (ValueError, TypeError, KeyError):
-                pieces.append({"content": inner})
-            else:
-                self._index += 1
-                pieces.append(_call(self._index, str(name), arguments))
-        return pieces
+        between, is_behind_another, call = inner.partition(OPEN)
+        if is_behind_another:
+            inner = call
+            if between.strip():
+                pieces.append({"content": between})
+        inner = inner.strip()
+        try:
+            call = json.loads(inner)
+            name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return [*pieces, {"content": inner}]
+        self._index += 1
+        return [*pieces, _call(self._index, str(name), arguments)]
 
 
 class _FirstCall:
@@ -206,22 +221,23 @@ class _ByTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._text = ""
+        self._parts: list[str] = []
 
     def feed(self, text: str) -> list[Piece]:
-        self._text += text
+        self._parts.append(text)
         return []
 
     def end(self) -> list[Piece]:
+        text = "".join(self._parts)
         try:
-            message = self._tokenizer.parse_response(self._text)
+            message = self._tokenizer.parse_response(text)
             calls = [each["function"] for each in message.get("tool_calls") or ()]
             found = [
                 _call(number, each["name"], json.dumps(each["arguments"], ensure_ascii=False))
                 for number, each in enumerate(calls)
             ]
         except Exception:  # a text that isn't what the schema expects
-            return [{"content": self._text}]
+            return [{"content": text}]
         content = message.get("content")
         return ([{"content": content}] if content else []) + found
 
@@ -236,15 +252,20 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     return joined
 
 
-def message_of(pieces: list[Piece]) -> dict[str, Any]:
+def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
     """A whole message of its pieces."""
-    content = "".join(piece.get("content", "") for piece in pieces)
+    parts: list[str] = []
     calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []  # of each call
     for piece in pieces:
+        parts.append(piece.get("content", ""))
         for call in piece.get("tool_calls", ()):
             if call["index"] == len(calls):
                 calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
-            else:
-                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                arguments.append([])
+            arguments[call["index"]].append(call["function"]["arguments"])
+    for call, own in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(own)
+    content = "".join(parts)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     return message | {"content": content or None, "tool_calls": calls} if calls else message

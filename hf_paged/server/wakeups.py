@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class News:
@@ -27,6 +30,21 @@ class News:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._is_set = False
+
+
+async def in_pieces(items: Iterable[T], size_of: Callable[[T], int], most: int) -> AsyncIterator[list[T]]:
+    """Lists of items whose sizes reach `most`. The event loop has its turn before the items behind a list are made."""
+    piece: list[T] = []
+    size = 0
+    for item in items:
+        piece.append(item)
+        size += size_of(item)
+        if size >= most:
+            yield piece
+            piece, size = [], 0
+            await asyncio.sleep(0)
+    if piece:
+        yield piece
 
 
 class Wakeups:

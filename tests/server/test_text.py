@@ -66,7 +66,7 @@ def test_bytes_of_parts_of_characters(make: Any) -> None:
     if make is tiny_tokenizer:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     names = TokenNames(tokenizer)
-    said = names.chat([TokenLogprobs(token_id, -1.0) for token_id in ids])["content"]
+    said = list(names.chat([TokenLogprobs(token_id, -1.0) for token_id in ids])["content"])
     assert bytes(byte for each in said for byte in each["bytes"]).decode() == text
     assert UNKNOWN in "".join(each["token"] for each in said), "the tokens are whole characters"
 

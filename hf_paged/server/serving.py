@@ -28,6 +28,7 @@ from hf_paged.server.replies import ClientGoneError, json_answer, unless_gone
 from hf_paged.server.requests import RequestTable
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.settings import ServerSettings
+from hf_paged.server.sizes import most_tokens
 from hf_paged.server.wakeups import Wakeups
 
 T = TypeVar("T")
@@ -161,14 +162,14 @@ class Serving:
 
     async def _start(self, path: str, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         found = await self.in_thread(prompts, size=body.num_characters)
-        self._check(found)
+        most = self._check(found, body)
         grammar = await self._formats.of(body)
         generation = Generation(
             self.engine,
             self.tokenizer,
             found,
             body,
-            lambda length: self._arguments(body, length) | {"grammar": grammar},
+            lambda length: self._arguments(body, length, most) | {"grammar": grammar},
             self._wakeups_here(),
             self.settings.request_timeout,
         )
@@ -208,14 +209,17 @@ class Serving:
         finally:
             generation.on_done(adapters.turns.leave)
 
-    def _check(self, prompts: list[Prompt]) -> None:
+    def _check(self, prompts: list[Prompt], body: SamplingBody) -> int:
+        """Tokens that each text may have."""
         most, longest = self.settings.max_prompt_tokens, max(len(prompt.token_ids) for prompt in prompts)
         if most is not None and longest > most:
             message = f"the prompt has {longest} tokens, and this server takes {most}"
             raise ApiError(400, message, code="context_length_exceeded")
+        return most_tokens(body, prompts, self.settings.max_answer_bytes)
 
-    def _arguments(self, body: SamplingBody, num_prompt_tokens: int) -> dict[str, Any]:
-        arguments = submit_arguments(body, num_prompt_tokens, self.max_model_len, self._eos, self._pad, self.vocab_size)
+    def _arguments(self, body: SamplingBody, num_prompt_tokens: int, most: int) -> dict[str, Any]:
+        room = min(self.max_model_len, num_prompt_tokens + most)
+        arguments = submit_arguments(body, num_prompt_tokens, room, self._eos, self._pad, self.vocab_size)
         own = self._model.generation_config
         neutral = {name: value for name, value in NEUTRAL.items() if getattr(own, name, None) not in (None, value)}
         return neutral | arguments

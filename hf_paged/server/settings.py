@@ -18,6 +18,8 @@ class ServerSettings:
         max_grammar_bytes: The longest grammar, schema, regular expression or list of choices.
         grammar_timeout: Seconds that compiling one may take.
         max_prompt_tokens: The longest prompt; `None`: as long as the model and its pool take.
+        max_answer_bytes: The largest answer, as it is estimated at the call: 100 bytes for each log-probability, 8 for
+            each token, 4096 for each choice, and echoes. A text without a limit of its own ends there.
         max_waiting: Requests that may wait for room in the pool; beyond them the answer is 429.
         request_timeout: Seconds after which a request is given up; `None`: never.
         body_timeout: Seconds that a request's body may take to arrive.
@@ -34,6 +36,7 @@ class ServerSettings:
     max_grammar_bytes: int = 1 << 16
     grammar_timeout: float = 2.0
     max_prompt_tokens: int | None = None
+    max_answer_bytes: int = 64 << 20
     max_waiting: int = 1024
     request_timeout: float | None = 600.0
     body_timeout: float = 30.0

@@ -273,9 +273,14 @@ class Generation:
                     if deltas:
                         if self.first_token_time is None:
                             self.first_token_time = time.monotonic()
+                            self._release_pixels()
                         yield deltas
         finally:
             self.close()
+
+    def _release_pixels(self) -> None:
+        for prompt in self.prompts:
+            prompt.pixels.count = 0
 
     def _tell(self, part: _Part) -> None:
         self._fresh.append(part)  # before the wake-up
@@ -301,6 +306,7 @@ class Generation:
     def close(self) -> None:
         """Ends what still runs. Calling it again changes nothing."""
         is_first, self.is_closed = not self.is_closed, True
+        self._release_pixels()
         if is_first and self.on_close is not None:
             self.on_close(self)
         for unlisten in self._unlisten:

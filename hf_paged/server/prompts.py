@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_paged.server.errors import ApiError, bad_field
-from hf_paged.server.pictures import Pictures
+from hf_paged.server.pictures import Pictures, Pixels
 from hf_paged.server.schemas import CompletionRequest, ContentPart, Message
+from hf_paged.server.settings import ServerSettings
 
 # For models without a template of their own: what was said, line by line.
 PLAIN_TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}
@@ -24,10 +25,12 @@ class Prompt:
     Attributes:
         token_ids: Its tokens.
         inputs: What `submit` takes beside them, of pictures.
+        pixels: Of its pictures; they count until the model has begun with the text.
     """
 
     token_ids: list[int]
     inputs: dict[str, Any] = field(default_factory=dict)
+    pixels: Pixels = field(default_factory=lambda: Pixels(0))
 
 
 class Prompts:
@@ -37,7 +40,7 @@ class Prompts:
         self,
         tokenizer: Any,
         vocab_size: int,
-        chat_template: str | None,
+        settings: ServerSettings,
         processor: Any,
         model: Any,
         max_characters: Callable[[], int],
@@ -47,7 +50,7 @@ class Prompts:
         Args:
             tokenizer: Its tokenizer.
             vocab_size: Its token ids are below it.
-            chat_template: In place of the tokenizer's or processor's own.
+            settings: Of the server; its chat template is in place of the tokenizer's or processor's own.
             processor: What prepares pictures for the model, if it takes any.
             model: The model, where it takes pictures.
             max_characters: Says how long a text may be.
@@ -55,9 +58,10 @@ class Prompts:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_characters = max_characters
+        chat_template = settings.chat_template
         own = getattr(processor, "chat_template", None)
         sees = processor is not None and (chat_template is not None or own is not None)
-        self._pictures = Pictures(processor, model) if sees else None
+        self._pictures = Pictures(processor, model, settings) if sees else None
         own = own if sees else getattr(tokenizer, "chat_template", None)
         self.has_template = chat_template is not None or own is not None
         self._template = chat_template or (None if own is not None else PLAIN_TEMPLATE)
@@ -93,12 +97,22 @@ class Prompts:
         self, messages: list[Message], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
     ) -> Prompt:
         """A chat's tokens, through the template, and its pictures."""
+        if self._pictures is not None:
+            self._pictures.check_number(
+                [
+                    f"messages.{number}.content.{place}.image_url"
+                    for number, message in enumerate(messages)
+                    if isinstance(message.content, list)
+                    for place, part in enumerate(message.content)
+                    if part.picture is not None
+                ]
+            )
         chat = [self._plain(message, f"messages.{number}") for number, message in enumerate(messages)]
         given = {"tools": tools, "chat_template": self._template, "add_generation_prompt": add_generation_prompt}
         try:
             if self._pictures is not None:
-                token_ids, inputs = self._pictures.chat(chat, **given)
-                return Prompt(self._checked(token_ids, "messages"), inputs)
+                token_ids, inputs, pixels = self._pictures.chat(chat, **given)
+                return Prompt(self._checked(token_ids, "messages"), inputs, pixels)
             text = self._tokenizer.apply_chat_template(chat, tokenize=False, **given)
         except ApiError:
             raise
@@ -132,7 +146,7 @@ class Prompts:
             return {"type": "text", "text": part.text}
         if self._pictures is None:
             raise bad_field(f"{field}.image_url", "this server has no processor of pictures with a chat template")
-        return {"type": "image", "image": self._pictures.read(part.picture, f"{field}.image_url")}
+        return {"type": "image", "image": self._pictures.open(part.picture, f"{field}.image_url")}
 
     def _checked(self, token_ids: list[int], field: str, may_be_empty: bool = False) -> list[int]:
         if not token_ids and not may_be_empty:

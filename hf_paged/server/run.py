@@ -61,5 +61,5 @@ def run_server(
     where = f"http://{host}:{port}" if port else f"{host}, a free port"
     logging.getLogger("hf_paged.server").info("serving %s on %s", settings.model_name, where)
     gc.collect()
-    gc.freeze()  # else a body of many values has it look at all that the libraries hold, for a tenth of a second
+    gc.freeze()  # the model and its libraries are here to stay: collections needn't look at them
     server.run()

@@ -72,9 +72,7 @@ class Serving:
         self.model_name = settings.model_name or getattr(model.config, "name_or_path", "") or type(model).__name__
         self.created = int(time.time())
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.prompts = Prompts(
-            tokenizer, self.vocab_size, settings.chat_template, processor, model, self._max_characters
-        )
+        self.prompts = Prompts(tokenizer, self.vocab_size, settings, processor, model, self._max_characters)
         self.names = TokenNames(tokenizer)
         self._adapters = Adapters(model, self.engine, settings.adapters) if settings.adapters else None
         self.metrics = Metrics(self.engine, self.model_name)

@@ -21,6 +21,10 @@ class ServerSettings:
         max_answer_bytes: The largest answer, as it is estimated at the call: 100 bytes for each log-probability, 8 for
             each token, 4096 for each choice, and echoes. A text without a limit of its own ends there.
         max_waiting: Requests that may wait for room in the pool; beyond them the answer is 429.
+        max_pictures: Pictures that a request may have.
+        max_pixels: Pixels that a request's pictures may have together; one whose shorter side is below 512 counts as
+            scaled up to that.
+        max_pixels_at_work: Pixels of all requests before their first token; beyond them the answer is 429.
         request_timeout: Seconds after which a request is given up; `None`: never.
         body_timeout: Seconds that a request's body may take to arrive.
         chat_template: A Jinja template in place of the tokenizer's own.
@@ -38,6 +42,9 @@ class ServerSettings:
     max_prompt_tokens: int | None = None
     max_answer_bytes: int = 64 << 20
     max_waiting: int = 1024
+    max_pictures: int = 10
+    max_pixels: int = 33_500_000
+    max_pixels_at_work: int = 134_000_000
     request_timeout: float | None = 600.0
     body_timeout: float = 30.0
     chat_template: str | None = None
@@ -50,16 +57,10 @@ class ServerSettings:
         names = [self.model_name, *self.adapters]
         if isinstance(self.adapters, str) or not all(self.adapters) or len(set(names)) < len(names):
             raise ValueError(f"adapters must be a list of names other than the model's, got {self.adapters!r}")
-        for name in (
-            "max_body_bytes",
-            "max_body_values",
-            "max_grammar_bytes",
-            "grammar_timeout",
-            "max_prompt_tokens",
-            "max_waiting",
-            "request_timeout",
-            "body_timeout",
-        ):
+        timeouts = "request_timeout", "body_timeout", "grammar_timeout"
+        for name in (*timeouts, *(name for name in vars(self) if name.startswith("max_"))):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value!r}")
+        if self.max_pixels > self.max_pixels_at_work:
+            raise ValueError(f"max_pixels_at_work must be at least max_pixels, {self.max_pixels}")

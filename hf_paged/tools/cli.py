@@ -381,6 +381,16 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond them: 429.")] = 1024,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="The longest prompt.")] = None,
     max_body_mib: Annotated[float, typer.Option(min=0.001, help="The largest body of a request.")] = 4.0,
+    max_answer_mib: Annotated[
+        float, typer.Option(min=0.01, help="The largest answer, as estimated from a request's fields.")
+    ] = 64.0,
+    max_pictures: Annotated[int, typer.Option(min=1, help="Pictures that a request may have.")] = 10,
+    max_megapixels: Annotated[
+        float, typer.Option(min=0.27, help="Millions of pixels that a request's pictures may have together.")
+    ] = 33.5,
+    max_megapixels_at_work: Annotated[
+        float, typer.Option(min=0.27, help="Of all requests before their first token; beyond them: 429.")
+    ] = 134.0,
     request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Seconds that running requests have at the end.")] = 30,
     chat_template: Annotated[
@@ -411,6 +421,10 @@ def serve(
             max_body_bytes=int(max_body_mib * (1 << 20)),
             max_prompt_tokens=max_prompt_tokens,
             max_waiting=max_waiting,
+            max_answer_bytes=int(max_answer_mib * (1 << 20)),
+            max_pictures=max_pictures,
+            max_pixels=int(max_megapixels * 1e6),
+            max_pixels_at_work=int(max_megapixels_at_work * 1e6),
             request_timeout=request_timeout,
             chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
             cors_origins=tuple(cors_origin or ()),

@@ -14,9 +14,10 @@ import torch
 import transformers as hf
 from models import tiny_tokenizer
 from PIL import Image
-from serving import Served, serving
+from serving import Served, eventually, serving
 from wrappers import SIZE, WRAPPERS
 
+from hf_paged.server.pictures import Opened
 from hf_paged.server.settings import ServerSettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -156,3 +157,102 @@ def test_marks_without_pictures(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "<image><image>"}, part_of(0)]}]}
     reply = served.post(CHAT, body | {"max_tokens": 2})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages", reply.text
+
+
+def frames_of(kind: str) -> str:
+    """An animated picture."""
+    buffer = io.BytesIO()
+    picture(0).save(buffer, kind, save_all=True, append_images=[picture(1)])
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def parts_of(*urls: str) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+
+
+SMALL = url_of(Image.new("1", (512, 512)))
+CUT = url_of(Image.effect_noise((500, 500), 50), "JPEG")[: 23 + 48_000]  # its head is whole
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Served]:
+    """Takes three small pictures at once."""
+    settings = ServerSettings(model_name="tiny", max_pictures=4, max_pixels=800_000, max_pixels_at_work=800_000)
+    with serving(settings, copy.deepcopy(stock()), processor().tokenizer, processor()) as running:
+        yield running
+        running.settle()
+
+
+@pytest.mark.parametrize(
+    ("urls", "place", "what"),
+    [
+        ([SMALL] * 4, 3, "512 x 512 pixels make 1048576 "),
+        ([url_of(Image.new("1", (1, 1)))] * 4, 3, "make 1048576 "),
+        ([SMALL, url_of(Image.new("1", (3, 40_000)))], 1, "3 x 40000"),
+        ([SMALL] * 5, 4, "5 pictures"),
+        ([SMALL, url_of(Image.new("1", (20_000, 20_000)))], 1, "more than"),
+        ([SMALL, frames_of("GIF")], 1, "animated"),
+        ([frames_of("WEBP")], 0, "animated"),
+        ([frames_of("PNG")], 0, "animated"),
+        ([SMALL, CUT], 1, "no picture that can be read"),
+    ],
+)  # fmt: skip
+def test_limits(limited: Served, monkeypatch: pytest.MonkeyPatch, urls: list[str], place: int, what: str) -> None:
+    """Would break: gigabytes for a few kilobytes; pixels of refused pictures that count for ever."""
+    decoded: list[Opened] = []
+    decode = Opened.decode
+
+    def note(opened: Opened) -> Any:
+        decoded.append(opened)
+        return decode(opened)
+
+    monkeypatch.setattr(Opened, "decode", note)
+    for _ in range(3):
+        reply = limited.post(CHAT, {"messages": [{"role": "user", "content": parts_of(*urls)}]})
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and what in error["message"], error
+        assert error["param"] == f"messages.0.content.{place}.image_url"
+    assert CUT in urls or not decoded, "one was decoded before all heads were read"
+    assert len(ask(limited, parts_of(SMALL, SMALL, SMALL))) == 1
+
+
+def test_pixels_at_work(limited: Served) -> None:
+    """Would break: a share of them for each request that is sent; a share that is kept by one that has ended."""
+    table = limited.server.config.app.state.requests  # type: ignore[union-attr]
+    body = {"messages": [{"role": "user", "content": parts_of(SMALL, SMALL)}], "max_tokens": 5, "stream": True}
+    for is_left in (False, True):
+        limited.engine.pause()
+        with limited.http.stream("POST", CHAT, json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)  # of its role: it is queued
+            assert reply.status_code == 200 and table.rows()[0].state == "waiting"
+            for path, other in ((CHAT, body), ("/tokenize", {"messages": body["messages"]})):
+                full = limited.post(path, other)
+                assert full.status_code == 429 and full.headers["Retry-After"] == "1", full.text
+                assert full.json()["error"]["code"] == "queue_full"
+            if not is_left:
+                limited.engine.resume()
+                list(lines)
+        limited.engine.resume()
+        eventually(limited.is_free, "it is held")
+        assert limited.post("/tokenize", {"messages": body["messages"]}).status_code == 200
+        assert len(ask(limited, parts_of(SMALL, SMALL, SMALL))) == 1
+
+
+def test_pictures_of_other_kinds(served: Served) -> None:
+    """Would break: a picture on its side, warnings for transparency, photos of which a phone stores a second one."""
+    turned, plain = io.BytesIO(), picture(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain.save(turned, "PNG", exif=exif)
+    url = f"data:image/png;base64,{base64.b64encode(turned.getvalue()).decode()}"
+    upright = ask(served, parts_of(url_of(plain.transpose(Image.Transpose.ROTATE_270))))
+    assert ask(served, parts_of(url)) == upright != ask(served, parts_of(url_of(plain)))
+    palette = plain.quantize(16)
+    expected = ask(served, parts_of(url_of(palette)))
+    palette.info["transparency"] = bytes(range(16))
+    assert ask(served, parts_of(url_of(palette))) == expected
+    photo = io.BytesIO()
+    plain.save(photo, "MPO", save_all=True, append_images=[picture(1)])
+    url = f"data:image/jpeg;base64,{base64.b64encode(photo.getvalue()).decode()}"
+    assert ask(served, parts_of(url)) == ask(served, parts_of(url_of(plain, "JPEG")))

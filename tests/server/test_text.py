@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_paged.sampling.logprobs import TokenLogprobs
-from hf_paged.server.logprobs import TokenNames
-from hf_paged.server.replies import TextEvents, event
+from hf_paged.server.logprobs import LEAST, TokenNames
+from hf_paged.server.replies import TextEvents, event, event_pieces, joined, json_pieces
 from hf_paged.server.text import UNKNOWN, Detokenizer, StopStrings, decoder_of
 from hf_paged.server.wakeups import News
 
@@ -153,3 +153,78 @@ def test_news_wakes_what_waits() -> None:
         await asyncio.wait_for(news.wait(), 5)
 
     asyncio.run(run())
+
+
+def lazily(data: Any) -> Any:
+    """The same with iterators for lists."""
+    if isinstance(data, dict):
+        return {name: lazily(value) for name, value in data.items()}
+    return map(lazily, data) if isinstance(data, list) else data
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=JSON)
+def test_json_in_pieces(data: Any) -> None:
+    """Would break: arrays in each other's places, a comma too many."""
+    written = b"".join(json_pieces(lazily(data)))
+    assert json.loads(written) == data and written == b"".join(json_pieces(data))
+    assert event(lazily(data)) == event(data) == b"".join(event_pieces(lazily(data)))
+
+
+def test_json_is_written_as_it_is_made() -> None:
+    """Would break: an answer of which all is held, and made in one turn of the event loop."""
+    taken: list[int] = []
+
+    def items() -> Iterator[dict[str, Any]]:
+        for number in range(1000):
+            taken.append(number)
+            yield {"text": "a" * 1000, "parts": iter([number])}
+
+    async def read() -> list[tuple[int, bytes]]:
+        return [(len(taken), piece) async for piece in joined(json_pieces({"items": items()}))]
+
+    pieces = asyncio.run(read())
+    assert [number for number, _ in pieces[:3]] == [64, 128, 192] and len(pieces) == 16
+    assert len(json.loads(b"".join(piece for _, piece in pieces))["items"]) == 1000
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.num_decoded = tokenizer, 0
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        self.num_decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, **options)
+
+
+@pytest.mark.parametrize("make", [bytewise, tiny_tokenizer])
+def test_bytes_of_no_character_are_linear(make: Any) -> None:
+    """Would break: a text of them that is decoded from its beginning with each one."""
+    tokenizer = make()
+    last = tokenizer.convert_tokens_to_ids("<0xE6>") if make is bytewise else tokenizer("日", add_special_tokens=False)["input_ids"][0]
+    for ids in ([last] * 3000, [*[last] * 50, *tokenizer("日 the", add_special_tokens=False)["input_ids"]]):
+        counting = Counting(tokenizer)
+        detokenizer = Detokenizer(counting)
+        pieces = [detokenizer.feed([token_id]) for token_id in ids]
+        assert "".join(pieces) and "".join([*pieces, detokenizer.flush()]) == tokenizer.decode(ids)
+        assert counting.num_decoded < 40 * len(ids)
+
+
+def test_tokens_are_named_once() -> None:
+    """Would break: a call of the tokenizer for each of a million log-probabilities."""
+    counting = Counting(tiny_tokenizer())
+    names = TokenNames(counting)
+    said = [TokenLogprobs(5, -1.0, [(6, -2.0), (7, float("nan"))])] * 100
+    whole = {"chat": names.chat(said), "completion": names.completion(said, 0), "echoed": names.echoed([5], said[:1], 2)}
+    found = json.loads(b"".join(json_pieces(whole)))
+    assert counting.num_decoded <= 6 and len(found["chat"]["content"]) == 100
+    assert found["chat"]["content"][0]["top_logprobs"][1]["logprob"] == LEAST

@@ -12,7 +12,8 @@ from serving import Served, serving
 
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.settings import ServerSettings
-from hf_paged.server.tools import _ForcedCalls, message_of, parser_of
+from hf_paged.server.text import StopStrings
+from hf_paged.server.tools import _ForcedCalls, message_of, parser_of, read
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -189,3 +190,24 @@ def test_responses(served: Served) -> None:
     for field in ({"store": True}, {"previous_response_id": "a"}, {"tools": TOOLS}, {"input": []}, {"text": long}):
         refused = served.post("/v1/responses", {"input": "a"} | field)
         assert refused.status_code == 400 and next(iter(field)) in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["<tool_call>" + "a" * 20_000, "<" * 20_000, (CALL + " ") * 300], ids=len)
+def test_tags_are_found_in_linear_time(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Would break: a message that is searched from its beginning, or copied, with each character."""
+    sizes: list[int] = []
+    feed = StopStrings.feed
+
+    def note(self: StopStrings, new: str) -> tuple[str, bool]:
+        found = feed(self, new)
+        sizes.append(len(new) + len(found[0]) + len(self._held))
+        return found
+
+    monkeypatch.setattr(StopStrings, "feed", note)
+    body = ChatRequest.model_validate(AUTO)
+    parser = parser_of(body, None)
+    streamed = message_of([piece for character in text for piece in parser.feed(character)] + parser.end())
+    assert sum(sizes) < 30 * len(text)
+    whole = message_of(read(parser_of(body, None), text))
+    assert (whole["content"] or "").strip() == (streamed["content"] or "").strip()
+    assert len(whole.get("tool_calls", ())) == len(streamed.get("tool_calls", ())) == text.count(CALL)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 from conftest import join
-from serving import serving
+from serving import Served, serving
 
+from hf_paged.engine.request import Request
+from hf_paged.server import generation, logprobs, replies
+from hf_paged.server.generation import Delta, Text
 from hf_paged.server.settings import ServerSettings
 
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/nothing"]
@@ -109,6 +114,119 @@ class User:
                 with suppress(TimeoutError):
                     connection.recv(10)
         self.statuses["hung up"] += 1
+
+
+class Turns:
+    """Counts what is done between two turns of a server's event loop."""
+
+    def __init__(self, served: Served) -> None:
+        """Begins at once."""
+        self.most, self._count, self._is_over = 0, 0, False
+        (loop,) = served.server.config.app.state.serving._wakeups  # type: ignore[union-attr]
+        loop.call_soon_threadsafe(self._turn, loop)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._count = 0
+        if not self._is_over:
+            loop.call_soon(self._turn, loop)
+
+    def note(self, count: int = 1) -> None:
+        self._count += count
+        self.most = max(self.most, self._count)
+
+    def end(self) -> int:
+        self._is_over = True
+        return self.most
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Served]:
+    with serving(ServerSettings(model_name="tiny"), num_blocks=2048, max_num_seqs=512) as running:
+        running.complete(max_tokens=1)
+        yield running
+        running.settle()
+
+
+MANY = {"prompt": ["The door", "The sea", "The king"], "n": 128, "max_tokens": 6, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("given", [{}, {"stream": True}, {"temperature": 0}, {"num_beams": 8, "n": 8}], ids=str)
+def test_texts_are_read_in_pieces(roomy: Served, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """Would break: an event loop that others wait for until all texts of a step are read."""
+    turns, feed, end = Turns(roomy), Text.feed, Text.end
+    texts: Counter[int] = Counter()
+
+    def note_feed(text: Text, token_ids: list[int], logprobs: list[Any]) -> Delta | None:
+        turns.note(len(token_ids))
+        texts[text.index] += len(token_ids)
+        return feed(text, token_ids, logprobs)
+
+    def note_end(text: Text, reason: str) -> Delta | None:
+        turns.note()
+        return end(text, reason)
+
+    monkeypatch.setattr(Text, "feed", note_feed)
+    monkeypatch.setattr(Text, "end", note_end)
+    assert roomy.post("/v1/completions", MANY | given).status_code == 200
+    assert turns.end() < 2 * generation.PIECE
+    assert set(texts.values()) == {6}, "a text has had a token twice"
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_log_probabilities_are_written_in_pieces(
+    roomy: Served, monkeypatch: pytest.MonkeyPatch, path: str, is_streamed: bool
+) -> None:
+    """Would break: an event loop that others wait for until an answer of megabytes is written."""
+    turns, shown = Turns(roomy), logprobs._shown
+
+    def note(logprob: float) -> float:
+        turns.note()
+        return shown(logprob)
+
+    monkeypatch.setattr(logprobs, "_shown", note)
+    body: dict[str, Any] = {"max_tokens": 20, "stream": is_streamed, "n": 16}
+    if path == PATHS[0]:
+        body |= {"prompt": "The door " * 100, "logprobs": 20, "echo": True}
+    else:
+        body |= {"messages": [{"role": "user", "content": "The door"}], "logprobs": True, "top_logprobs": 20}
+    reply = roomy.post(path, body)
+    assert reply.status_code == 200 and len(reply.content) > 4 * replies.PIECE
+    assert turns.end() < replies.PIECE // 10  # two pieces of the shortest there are
+    assert is_streamed or len(reply.json()["choices"]) == 16
+    assert "content-length" not in reply.headers
+    assert "content-length" in roomy.post(PATHS[0], {"prompt": "a", "max_tokens": 2}).headers
+
+
+def test_a_prompt_is_read_when_it_has_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a look at each prompt of a request for each token of any."""
+    looks: Counter[str] = Counter()
+    look = Request.events_since
+
+    def note(request: Request, position: int = 0) -> list[Any]:
+        looks[request.request_id] += 1
+        return look(request, position)
+
+    with serving(ServerSettings(model_name="tiny"), max_num_seqs=1) as served:
+        monkeypatch.setattr(Request, "events_since", note)
+        served.complete(prompt=[f"The door {number}" for number in range(30)], max_tokens=4, ignore_eos=True)
+    assert len(looks) == 30 and max(looks.values()) <= 4 + 4
+
+
+def test_who_leaves_in_a_large_answer(roomy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: an answer that is made to its end for no one."""
+    named: list[float] = []
+    shown = logprobs._shown
+    monkeypatch.setattr(logprobs, "_shown", lambda logprob: named.append(logprob) or shown(logprob))
+    body = {"prompt": "The door " * 400, "logprobs": 20, "echo": True, "n": 64, "max_tokens": 1}
+    with roomy.http.stream("POST", "/v1/completions", json=body) as reply:
+        next(reply.iter_raw())
+    roomy.settle()
+    count = -1
+    while count != len(named):  # the rest of a piece
+        count = len(named)
+        roomy.complete(max_tokens=1)
+    assert len(named) < 64 * 800 * 21 // 2
 
 
 def hard_use(num_users: int, count: int) -> None:

@@ -42,6 +42,13 @@ def served() -> Iterator[Served]:
         running.settle()
 
 
+@pytest.fixture(scope="module")
+def small() -> Iterator[Served]:
+    with serving(ServerSettings(model_name="tiny", max_answer_bytes=1 << 20)) as running:
+        yield running
+        running.settle()
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"suffix": "end"}, "suffix"),
     (COMPLETION, {"nonsense": 1}, "nonsense"),
@@ -125,6 +132,41 @@ def test_a_field_is_refused_by_name(served: Served, path: str, fields: dict[str,
     assert reply.status_code == 400 and error["type"] == "invalid_request_error", reply.text
     assert error["param"] == name and error["message"].startswith(name), error
     assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name", "what"),
+    [
+        (COMPLETION, {"n": 128, "logprobs": 20}, "max_tokens", "n=128, logprobs=20 are an answer of about 4.6 MiB"),
+        (COMPLETION, {"n": 128, "logprobs": 20, "stream": True}, "max_tokens", "at most 1 tokens would do"),
+        (COMPLETION, {"prompt": ["a"] * 9, "n": 64}, "n", "576 choices of 16 tokens"),
+        (COMPLETION, {"best_of": 64, "prompt": ["a"] * 9}, "best_of", "fewer prompts"),
+        (COMPLETION, {"prompt": ["a"] * 600}, "prompt", "fewer prompts"),
+        (COMPLETION, {"prompt": "The door" * 99, "echo": True, "n": 5, "logprobs": 20}, "n", "limit is 1.0 MiB"),
+        (COMPLETION, {"prompt": "The door" * 99, "n": 5, "prompt_logprobs": 20}, "n", "prompt_logprobs=20"),
+        (COMPLETION, {"prompt": "a " * 999, "echo": True, "n": 128, "max_tokens": 1}, "n", "echo=True"),
+        (CHAT, {"n": 20, "logprobs": True, "top_logprobs": 20, "max_completion_tokens": 200}, "max_completion_tokens",
+         "20 choices of 200 tokens with n=20, logprobs=True, top_logprobs=20"),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 900}], "prompt_logprobs": 20}, "prompt_logprobs", ""),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_too_large(path: str, fields: dict[str, Any], name: str, what: str, small: Served) -> None:
+    error = small.post(path, BODIES[path] | fields).json()["error"]
+    assert error["param"] == name and error["message"].startswith(name) and what in error["message"], error
+    assert error["code"] == "answer_too_large"
+    assert small.is_free()
+
+
+def test_an_answer_as_large_as_it_may_be(small: Served) -> None:
+    """Would break: a limit for those who don't say how much they want, below or above that of others."""
+    asked: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 5}
+    reply = small.post(CHAT, asked).json()
+    most = reply["usage"]["completion_tokens"] // 5
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["length"] * 5
+    assert len(json.dumps(reply)) < 2 << 20
+    assert small.post(CHAT, asked | {"max_tokens": most, "stream": True}).status_code == 200
+    error = small.post(CHAT, asked | {"max_tokens": most + 1}).json()["error"]
+    assert f"at most {most} tokens would do" in error["message"]
 
 
 PLACES: list[tuple[dict[str, Any], str]] = [
@@ -325,7 +367,8 @@ def test_mounted_in_another_app() -> None:
     hf_paged.unpatch(model)
 
 
-@pytest.mark.parametrize("arguments", [{"api_keys": "a"}, {"api_keys": [""]}, {"max_waiting": 0}], ids=str)
+@pytest.mark.parametrize("arguments", [{"api_keys": "a"}, {"api_keys": [""]}, {"max_waiting": 0}, {"max_answer_bytes": 0},
+                                       {"max_pixels_at_work": 5}], ids=str)  # fmt: skip
 def test_settings(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ServerSettings(**arguments)

@@ -18,6 +18,7 @@ from hf_paged.server import chat, completions, responses
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.limits import check_key
 from hf_paged.server.metrics import CONTENT_TYPE
+from hf_paged.server.pictures import limits_of
 from hf_paged.server.schemas import DetokenizeRequest, TokenizeRequest
 from hf_paged.server.serving import Serving
 from hf_paged.server.settings import ServerSettings
@@ -85,7 +86,9 @@ def _add(app: FastAPI, serving: Serving, method: str, path: str, handle: Handler
     async def route(request: Request) -> Response:
         return await serving.answer(path, request, lambda request: handle(serving, request))
 
-    app.add_api_route(path, route, methods=[method], name=path, summary=(handle.__doc__ or "").split("\n")[0])
+    limits = limits_of(serving.settings) if path in (chat.PATH, responses.PATH) else ""
+    summary = (handle.__doc__ or "").split("\n")[0]
+    app.add_api_route(path, route, methods=[method], name=path, summary=summary, description=limits)
 
 
 async def _models(serving: Serving, request: Request) -> Any:

@@ -20,6 +20,16 @@ LEAST_SIDE = 512  # to which processors may scale up the shorter side of a pictu
 OF_TEXT = ("input_ids", "attention_mask")
 
 
+def limits_of(settings: ServerSettings) -> str:
+    """What clients are told of the limits of pictures."""
+    return (
+        f"Pictures are data URLs of {', '.join(FORMATS)}, not animated: at most {settings.max_pictures} in a request, "
+        f"with {settings.max_pixels:,} pixels together; one whose shorter side is below {LEAST_SIDE} counts as scaled up "
+        f"to that. While all requests before their first token have {settings.max_pixels_at_work:,} pixels, the answer "
+        "is 429."
+    )
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Pixels:
     """Pixels that count as being at work until this is dropped, or `count` is 0."""
@@ -104,7 +114,7 @@ class Pictures:
             picture = Image.open(io.BytesIO(data), formats=FORMATS)
             is_animated = getattr(picture, "is_animated", False) and picture.format != "MPO"  # whose first is the photo
         except Image.DecompressionBombError as error:
-            raise bad_field(field, f"it has far more than the {self._settings.max_pixels} pixels of a request") from error
+            raise bad_field(field, f"it has far more than the limit of {self._settings.max_pixels} pixels") from error
         except Exception as error:  # whatever a decoder says of bytes that it can't read
             raise _unreadable(field) from error
         if is_animated:
@@ -135,9 +145,7 @@ class Pictures:
             self._at_work.add(pixels)
         return pixels
 
-    def chat(
-        self, messages: list[dict[str, Any]], **arguments: Any
-    ) -> tuple[list[int], dict[str, Any], Pixels]:
+    def chat(self, messages: list[dict[str, Any]], **arguments: Any) -> tuple[list[int], dict[str, Any], Pixels]:
         """A chat with pictures in it: its token ids, the other inputs of the prompt, and what counts as being at work.
 
         Args:

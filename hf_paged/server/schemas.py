@@ -11,6 +11,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 2048
 MAX_PROMPTS = 4096
 Text = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]  # each is looked for with every token
 TokenId = Annotated[int, Field(ge=0)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # any number of them: one that is wrong is enough
@@ -134,7 +135,7 @@ class SamplingBody(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Text | Annotated[Many[Text], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(not_many)] | None = None

@@ -210,7 +210,7 @@ class Counting:
 def test_bytes_of_no_character_are_linear(make: Any) -> None:
     """Would break: a text of them that is decoded from its beginning with each one."""
     tokenizer = make()
-    last = tokenizer.convert_tokens_to_ids("<0xE6>") if make is bytewise else tokenizer("日", add_special_tokens=False)["input_ids"][0]
+    (last, *_) = tokenizer("日", add_special_tokens=False)["input_ids"]
     for ids in ([last] * 3000, [*[last] * 50, *tokenizer("日 the", add_special_tokens=False)["input_ids"]]):
         counting = Counting(tokenizer)
         detokenizer = Detokenizer(counting)
@@ -224,7 +224,11 @@ def test_tokens_are_named_once() -> None:
     counting = Counting(tiny_tokenizer())
     names = TokenNames(counting)
     said = [TokenLogprobs(5, -1.0, [(6, -2.0), (7, float("nan"))])] * 100
-    whole = {"chat": names.chat(said), "completion": names.completion(said, 0), "echoed": names.echoed([5], said[:1], 2)}
+    whole = {
+        "chat": names.chat(said),
+        "completion": names.completion(said, 0),
+        "echoed": names.echoed([5], said[:1], 2),
+    }
     found = json.loads(b"".join(json_pieces(whole)))
     assert counting.num_decoded <= 6 and len(found["chat"]["content"]) == 100
     assert found["chat"]["content"][0]["top_logprobs"][1]["logprob"] == LEAST

@@ -77,6 +77,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"seed": 2**63}, "seed"),
     (COMPLETION, {"stop": ""}, "stop"),
     (COMPLETION, {"stop": ["a"] * 17}, "stop"),
+    (COMPLETION, {"stop": ["a", "a" * 257]}, "stop.1"),
     (COMPLETION, {"stop_token_ids": [10**6]}, "stop_token_ids"),
     (COMPLETION, {"min_tokens": 50}, "min_tokens"),
     (COMPLETION, {"logit_bias": {"x": 1}}, "logit_bias"),
@@ -367,8 +368,17 @@ def test_mounted_in_another_app() -> None:
     hf_paged.unpatch(model)
 
 
-@pytest.mark.parametrize("arguments", [{"api_keys": "a"}, {"api_keys": [""]}, {"max_waiting": 0}, {"max_answer_bytes": 0},
-                                       {"max_pixels_at_work": 5}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"api_keys": "a"},
+        {"api_keys": [""]},
+        {"max_waiting": 0},
+        {"max_answer_bytes": 0},
+        {"max_pixels_at_work": 5},
+    ],
+    ids=str,
+)
 def test_settings(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ServerSettings(**arguments)

@@ -24,9 +24,9 @@ def limits_of(settings: ServerSettings) -> str:
     """What clients are told of the limits of pictures."""
     return (
         f"Pictures are data URLs of {', '.join(FORMATS)}, not animated: at most {settings.max_pictures} in a request, "
-        f"with {settings.max_pixels:,} pixels together; one whose shorter side is below {LEAST_SIDE} counts as scaled up "
-        f"to that. While all requests before their first token have {settings.max_pixels_at_work:,} pixels, the answer "
-        "is 429."
+        f"with {settings.max_pixels:,} pixels together; one whose shorter side is below {LEAST_SIDE} counts as scaled "
+        f"up to that. While all requests before their first token have {settings.max_pixels_at_work:,} pixels, the "
+        "answer is 429."
     )
 
 

@@ -239,6 +239,24 @@ def test_pixels_at_work(limited: Served) -> None:
         assert len(ask(limited, parts_of(SMALL, SMALL, SMALL))) == 1
 
 
+@pytest.mark.parametrize("fields", [{"max_tokens": 10**6}, {"n": 128, "top_logprobs": 20, "max_tokens": 250}], ids=str)
+def test_pixels_of_what_is_refused_later(limited: Served, fields: dict[str, Any]) -> None:
+    """Would break: pixels that count for ever, of a request that the engine has never seen."""
+    body = {"messages": [{"role": "user", "content": parts_of(SMALL, SMALL)}], "logprobs": True} | fields
+    for _ in range(3):
+        reply = limited.post(CHAT, body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "max_tokens", reply.text
+
+
+def test_limits_are_told(limited: Served) -> None:
+    paths = limited.http.get("/openapi.json").json()["paths"]
+    for path in (CHAT, "/v1/responses"):
+        assert "at most 4 in a request, with 800,000 pixels" in paths[path]["post"]["description"]
+    part = {"type": "input_image", "image_url": frames_of("GIF")}
+    body = {"input": [{"role": "user", "content": [part]}], "instructions": "Be brief."}
+    assert limited.post("/v1/responses", body).json()["error"]["param"] == "input.0.content.0.image_url"
+
+
 def test_pictures_of_other_kinds(served: Served) -> None:
     """Would break: a picture on its side, warnings for transparency, photos of which a phone stores a second one."""
     turned, plain = io.BytesIO(), picture(0)

@@ -4,7 +4,8 @@
 
 Each attack is repeated without a pause by a process of its own, at the full size that the server's defaults let
 through or beyond it. Meanwhile `/health` is asked every 10 ms and another user sends requests of one token. Their own
-time is measured beside a process that does nothing but keep a core busy. Run it alone on a quiet machine.
+time is measured beside a process that does nothing but keep a core busy; for attacks by what is generated, beside the
+same rows without what the attack asks for. Run it alone on a quiet machine.
 
 A row holds if `/health` waits 0.5 s at most, the median of the other user's requests is at most twice its own, and the
 server's memory (its processes together) is back within 100 MiB after it. The exit status is 1 if one doesn't.
@@ -34,20 +35,27 @@ import psutil
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MOST_HEALTH, MOST_RATIO, MOST_MIB, NUM_REQUESTS = 0.5, 2.0, 100, 20
 SAID = {"role": "user", "content": "a"}
-PICTURES = {"pictures"}  # attacks on a model that sees
+PICTURES = {"pictures", "pictures within"}  # attacks on a model that sees
+# What makes of an attack the same rows in the engine, whose steps everybody shares, without the work on their answer.
+PLAIN = {
+    "usage": {"stream": None, "stream_options": None},
+    "logprobs": {"logprobs": None, "top_logprobs": None},
+    "echo": {"echo": None, "logprobs": None},
+}
 
 
 def fields(count: int, value: Any) -> dict[str, Any]:
     return {f"field{number}": value for number in range(count)}
 
 
-def picture(side: int) -> str:
-    """A data URL of some kilobytes, for a picture of `side` x `side` pixels."""
+def seen(count: int, side: int) -> list[dict[str, Any]]:
+    """A message with so many pictures, of `side` x `side` pixels in some kilobytes."""
     from PIL import Image
 
     file = io.BytesIO()
-    Image.new("RGB", (side, side)).save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    Image.new("1", (side, side)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}] * count}]
 
 
 def grammar(length: int) -> str:
@@ -67,17 +75,20 @@ BODIES: dict[str, Body] = {
     "token ids": lambda: (COMPLETION, {"prompt": [5] * 260_000, "max_tokens": 1}),
     "nested": lambda: (COMPLETION, b'{"prompt": "a", "logit_bias": ' + b"[" * 4_000_000),
     "4 MiB of text": lambda: (COMPLETION, {"prompt": "word, " * 650_000, "max_tokens": 1}),
-    "pictures": lambda: (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture(5000)}}] * 12}]},
-    ),
+    "pictures": lambda: (CHAT, {"messages": seen(12, 5787)}),
+    "pictures within": lambda: (CHAT, {"messages": seen(10, 1800), "max_tokens": 1}),
     "usage": lambda: (
         COMPLETION,
-        {"prompt": ["a"] * 64, "n": 128, "max_tokens": 4, "stream": True,
-         "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"prompt": [f"The door {n}" for n in range(64)], "n": 128, "max_tokens": 4, "ignore_eos": True, "stream": True,
+         "stream_options": {"continuous_usage_stats": True}},
     ),
-    "logprobs": lambda: (COMPLETION, {"prompt": "a", "n": 128, "max_tokens": 200, "logprobs": 20}),
-    "echo": lambda: (COMPLETION, {"prompt": "word " * 1500, "n": 128, "max_tokens": 1, "echo": True, "logprobs": 20}),
+    "logprobs": lambda: (
+        CHAT, {"messages": [SAID], "n": 128, "max_tokens": 230, "logprobs": True, "top_logprobs": 20,
+               "ignore_eos": True},
+    ),
+    "echo": lambda: (
+        COMPLETION, {"prompt": "The door is open and " * 300, "n": 16, "max_tokens": 1, "echo": True, "logprobs": 20},
+    ),
     "prompt": lambda: (COMPLETION, {"prompt": "word " * 12_000, "max_tokens": 1}),
     "prompts": lambda: (COMPLETION, {"prompt": ["word " * 500] * 512, "max_tokens": 1}),
     "prompts beyond": lambda: (COMPLETION, {"prompt": ["word " * 100] * 4000, "max_tokens": 1}),
@@ -153,7 +164,9 @@ def attack(name: str, port: int) -> None:
     if name in HEADS:
         work = HEADS[name](port)
     else:
-        path, body = BODIES[name]()
+        path, body = BODIES[name.removeprefix("plain ")]()
+        if name.startswith("plain "):
+            body |= PLAIN[name.removeprefix("plain ")]  # type: ignore[operator]
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         work = send_bodies(port, path, data)
     for status in work:
@@ -165,16 +178,40 @@ def attack(name: str, port: int) -> None:
 
 def serve_pictures(port: int) -> None:
     """Serves a tiny model that sees."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     import torch
-    from picture_models import seeing
+    from transformers import (
+        AutoTokenizer,
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )  # fmt: skip
 
+    import hf_paged
     from hf_paged.server.run import run_server
     from hf_paged.server.settings import ServerSettings
 
     torch.set_num_threads(1)
-    model, processor = seeing()
-    run_server(model, processor.tokenizer, ServerSettings(model_name="seeing"), "127.0.0.1", port, 0, processor)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(Path(hf_paged.__file__).parent / "assets" / "tiny_lm")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+        tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template="{% for m in messages %}{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' else "
+        "p['text'] }}{% endfor %}{% endfor %}",
+    )  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=32, patch_size=8, projection_dim=64),
+        text_config=LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=2048),
+        image_token_index=processor.image_token_id, vision_feature_layer=-1,
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration(config).eval()
+    settings = ServerSettings(model_name="seeing")
+    run_server(model, tokenizer, settings, "127.0.0.1", port, 0, processor)
 
 
 class Server:
@@ -248,8 +285,7 @@ def measure(server: Server, name: str, seconds: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--attack", name, "--port", str(server.port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as attacker, server.watched() as waits:
         assert attacker.stdout is not None
-        if name != "nothing":
-            time.sleep(1.0)
+        time.sleep(1.0)  # it has begun
         start = time.perf_counter()
         took = server.one_token()
         while time.perf_counter() - start < seconds:
@@ -280,7 +316,8 @@ def run(names: list[str], seconds: float) -> list[dict[str, Any]]:
         server = Server(name in PICTURES)
         try:
             server.one_token()
-            own = measure(server, "nothing", seconds / 2)["one_token_median_s"]
+            beside = f"plain {name}" if name in PLAIN else "nothing"
+            own = measure(server, beside, seconds / 2)["one_token_median_s"]
             before = server.memory()
             row = {"attack": name, **measure(server, name, seconds), "own_median_s": own}
             row["ratio"] = row["one_token_median_s"] / own

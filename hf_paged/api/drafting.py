@@ -133,7 +133,7 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
     )
 
 
-def can_do_without_drafts(model: Any, call: LoopCall) -> bool:
+def can_do_without_drafts(call: LoopCall) -> bool:
     """Makes a call of several prompts one without drafts, if it can be: its tokens are the same. Says that it does.
 
     Raises:
@@ -145,15 +145,13 @@ def can_do_without_drafts(model: Any, call: LoopCall) -> bool:
             f"assisted generate is only supported for batch_size = 1 (got {len(call.input_ids)}), or with a patched "
             "model for the drafts: assistant_model=hf_paged.patch(assistant)"
         )
-    if call.cache is None:
-        return False
-    if config.prompt_lookup_num_tokens is None and (assistant is None or model.paged.traits.states):
+    if call.cache is None or (config.prompt_lookup_num_tokens is None and assistant is None):
         return False
     name = "assistant_model" if config.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
     logger.warning_once(
-        f"hf_paged: {name} is left out of this call: with several prompts it is for plain rows, "
-        "without outputs of each step, processors and criteria of your own, hooks on inner modules, or penalties over "
-        "padded prompts"
+        f"hf_paged: {name} is left out of this call: with several prompts it is for plain rows of models whose layers "
+        "keep no state, without outputs of each step, processors and criteria of your own, hooks on inner modules, or "
+        "penalties over padded prompts"
     )
     call.is_assisted = False
     for name in ASSISTED_ARGUMENTS:

@@ -23,6 +23,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation import GenerationMode
 
 from hf_paged.api.batch_methods import PagedBatchMixin
 from hf_paged.api.drafting import can_do_without_drafts
@@ -78,17 +79,27 @@ class PagedGenerationMixin(PagedBatchMixin):
         return prepared, others
 
     def _prepare_cache_for_generation(
-        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self: Any,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         """Makes the call's cache a `PagedCache`, unless the call needs another kind."""
-        result = self._choose_cache(generation_config, model_kwargs, *args, **kwargs)
+        result = self._choose_cache(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         call = CALL.get()
         if call is not None:  # what comes next is a look at whether model and inputs are on the same device
             call.hides_device = call.host is not None
         return result
 
     def _choose_cache(
-        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self: Any,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         engine: Engine = self.paged
         name = engine.core.bound.cache_argument
@@ -104,7 +115,9 @@ class PagedGenerationMixin(PagedBatchMixin):
                 # transformers has dropped a mask of ones, by which `ForwardCall.behind` knows what was given again.
                 model_kwargs["attention_mask"] = torch.ones(len(given.sequences), length, dtype=torch.int64)
         else:
-            reason = why_stock(self, generation_config, given) or why_not_stateful(engine, model_kwargs)
+            verifies_drafts = generation_mode is GenerationMode.ASSISTED_GENERATION and batch_size == 1
+            reason = why_stock(self, generation_config, given, verifies_drafts)
+            reason = reason or why_not_stateful(engine, model_kwargs)
         if reason is not None:
             fall_back(engine.config, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -123,7 +136,7 @@ class PagedGenerationMixin(PagedBatchMixin):
                 cache.activate_past_recording()
             return None
         stock = super()._prepare_cache_for_generation  # type: ignore[misc]
-        return stock(generation_config, model_kwargs, *args, **kwargs)
+        return stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
     def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         call = CALL.get()
@@ -290,7 +303,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         result = self._run_rows(call, *preparation)
         if result is not None:
             return result
-        if len(call.input_ids) > 1 and can_do_without_drafts(self, call):
+        if len(call.input_ids) > 1 and can_do_without_drafts(call):
             return self._run_sample(call, preparation, super()._sample)  # type: ignore[misc]
         # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
         return run_loop(self, preparation, loop, call, spare_tokens=2)

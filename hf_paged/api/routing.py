@@ -37,9 +37,12 @@ logger = logging.get_logger(__name__)
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
 
 
-def why_stock(model: Any, generation_config: GenerationConfig, cache: Any) -> str | None:
-    """Why a call must run stock `generate()` with its own cache, or `None`."""
-    if generation_config.is_assistant and model.paged.traits.states:
+def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verifies_drafts: bool) -> str | None:
+    """Why a call must run stock `generate()` with its own cache, or `None`.
+
+    `verifies_drafts`: it is the assisted decoding of one prompt.
+    """
+    if (generation_config.is_assistant or verifies_drafts) and model.paged.traits.states:
         return "drafts of a model whose layers keep a state are taken back"
     if cache is not None:
         return f"past_key_values is a {type(cache).__name__}"

@@ -79,7 +79,7 @@ class StateBlockManager(BlockManager):
     # Going back
 
     def keeps_windows(self, query: int, num_tokens: int) -> bool:
-        return num_tokens in (0, query)
+        return num_tokens == 0 or num_tokens >= query  # within a recorded past a sequence is computed again
 
     def reads(self, table: BlockTable, num_tokens: int) -> bool:
         return num_tokens == table.num_tokens and super().reads(table, num_tokens)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, join
+from conftest import Pair, assert_same, join
 from models import build, name_of, ragged_batch, random_ids
 from state_models import STATE_MODELS, build_state_model
 from torch import Tensor, nn
@@ -242,6 +242,54 @@ def test_a_patched_assistant_drafts_as_stock(make: MakePair, name: str) -> None:
         ids = random_ids(1, 12, seed)
         expected = main.generate(ids, assistant_model=helper, **given)
         assert torch.equal(main.generate(ids, assistant_model=pair.paged, **given), expected)
+    pair.assert_all_free()
+
+
+def drafts(kind: str, model: Any) -> dict[str, Any]:
+    """Arguments of `model.generate()` that give it drafts, by prompt lookup or by a model."""
+    if kind == "lookup":
+        return {"prompt_lookup_num_tokens": 3}
+    is_patched = kind == "patched assistant" and hasattr(model, "paged")
+    assistant = build("llama")
+    return {"assistant_model": hf_paged.patch(assistant, num_blocks=64) if is_patched else assistant}
+
+
+@pytest.mark.parametrize("kind", ["lookup", "assistant", "patched assistant"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "inkling"])
+def test_drafts_of_a_prompt(make: MakePair, name: str, kind: str) -> None:
+    """Would break: drafts for families whose states stock takes back; in a cache of the caller's, over two turns."""
+    pair = make(name)
+    settings = {"max_new_tokens": 8, "eos_token_id": None}
+    for do_sample in (False, True):
+        given = {"input_ids": random_ids(1, 12, seed=1), "do_sample": do_sample} | settings
+        pair.generate(make=lambda model: drafts(kind, model), **given, falls_back=True)
+
+        texts = []
+        for model, cache in (
+            (pair.stock, DynamicCache(config=pair.stock.config)),
+            (pair.paged, hf_paged.PagedCache(pair.paged)),
+        ):
+            own = drafts(kind, model) | {"past_key_values": cache}
+            torch.manual_seed(1)
+            first = model.generate(**given, **own)
+            given_next = given | {"input_ids": torch.cat([first, random_ids(1, 3)], dim=1)}
+            texts.append((model.generate(**given_next, **own), torch.get_rng_state()))
+        del cache, own
+        assert_same(*texts)
+        pair.assert_all_free()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", ["lookup", "patched assistant"])
+def test_drafts_of_a_batch_are_left_out(make: MakePair, kind: str, do_sample: bool) -> None:
+    """Would break: a batch with drafts, which stock refuses, on a model whose states are not taken back."""
+    pair = make("lfm2")
+
+    def call(model: Any) -> Any:
+        own = drafts(kind, model) if hasattr(model, "paged") else {}
+        return model.generate(**ragged_batch(), max_new_tokens=8, eos_token_id=None, do_sample=do_sample, **own)
+
+    pair.both(call, falls_back=True)
     pair.assert_all_free()
 
 

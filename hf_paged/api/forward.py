@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_paged.api.given_call import forward_call
+from hf_paged.api.own_forward import TriedCall
 from hf_paged.api.routing import ENGINE
 from hf_paged.api.shared_calls import run_in_turn, share_forward
 from hf_paged.attention.cache import PagedCache
@@ -27,6 +28,8 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         given = dict(bound.arguments)
         cache = given.get(name)
+        if type(cache) is TriedCall:
+            return TriedCall.arrive(cache, self, _by_name(signature, given))
         # What wraps a forward (accelerate) may call it when the model is not patched any more.
         engine = None if torch.compiler.is_compiling() else self.__dict__.get(ENGINE)
         if engine is not None:
@@ -45,14 +48,19 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, given: dict[str, Any]) -> Any:
     """A forward over a `PagedCache`, by the engine; `given`: the arguments as bound to the original's signature."""
-    del given[next(iter(given))]  # self
-    for parameter in signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(parameter.name, {})
+    given = _by_name(signature, given)
     return_dict = given.pop("return_dict", None)
     output = share_forward(self.paged, cache, given, functools.partial(_run_paged, self, cache, dict(given)))
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
+
+
+def _by_name(signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
+    """Bound arguments but for the first, `self`, with those of `**kwargs` among them."""
+    _, *names = given
+    variable = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    named = {name: given[name] for name in names if name not in variable}
+    return named | {name: value for table in variable for name, value in given.get(table, {}).items()}
 
 
 def _run_paged(self: Any, cache: PagedCache, given: dict[str, Any]) -> Any:

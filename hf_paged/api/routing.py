@@ -12,6 +12,7 @@ from transformers.utils import logging
 from hf_paged.api.drafting import ASSISTED_ARGUMENTS, draft_model_of, lookup_settings
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
 from hf_paged.api.loop_call import LoopCall
+from hf_paged.api.own_forward import hands_on
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
@@ -259,7 +260,7 @@ def _is_plain(model: Any) -> bool:
     return (
         not model._forward_hooks
         and not model._forward_pre_hooks
-        and ("forward" not in own or is_wrapped(model))
+        and ("forward" not in own or is_wrapped(model) or hands_on(model))
         and not any(name in own for name in names)
         and all(method is None or method.__module__.startswith("transformers.") for method in methods)
     )

@@ -168,8 +168,12 @@ class WeightsVersion:
             self._class_forwards = {kind: kind.forward for kind in kinds}
             # Weak: a closure usually leads to the model. By reference: a new one may lie where an old one was.
             self._forwards = [None if forward is None else _reference(forward) for forward in forwards]
-            # Within accelerate's hooks, which move and fetch, it is the class's forward that computes.
-            self._is_library = all(is_library_code(m) or (is_wrapped(m) and is_of_library(type(m))) for m in modules)
+            # Within accelerate's hooks, which move and fetch, it is the class's forward that computes; in steps, within
+            # whatever a user has put on the model itself.
+            model = modules[0]
+            self._is_library = all(
+                is_library_code(m) or ((m is model or is_wrapped(m)) and is_of_library(type(m))) for m in modules
+            )
             self._fetched = {index: hooks for index, module in enumerate(modules) if (hooks := offloading(module))}
             self._tuners = [index for index, module in enumerate(modules) if is_tuner(module)]
             self._sizes = []

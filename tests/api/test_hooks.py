@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from torch.nn.utils import parametrize
 from transformers import LogitsProcessor
 
 import hf_paged
+from hf_paged.api import generation
+from hf_paged.api.loops import run_loop
 from hf_paged.model.hooks import HookWatch, all_modules
 
 MakePair = Callable[..., Pair]
@@ -370,6 +374,156 @@ def test_activated_lora(make_pair: MakePair, arguments: dict[str, Any]) -> None:
 
 
 # The watch itself
+
+
+# Forwards put on the model itself
+
+
+def with_a_head(model: Any) -> None:
+    """As TRL's trainers do: another result where training asks for it."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        if not fused:
+            if labels is not None:
+                kwargs["labels"] = labels
+            return original(*args, **kwargs)
+        return self.base_model(*args, **kwargs).last_hidden_state[labels != -100]
+
+    model.forward = MethodType(forward, model)
+
+
+def wrapped_twice(model: Any) -> None:
+    """A plain function around one with a head."""
+    with_a_head(model)
+    original = model.forward
+    model.forward = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
+
+
+def partial(model: Any) -> None:
+    """No function."""
+    model.forward = functools.partial(model.forward)
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Gets an item for each call of a patched model that runs a loop of transformers'."""
+    found: list[Any] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        found.append(args)
+        return run_loop(*args, **kwargs)
+
+    monkeypatch.setattr(generation, "run_loop", note)
+    return found
+
+
+@pytest.mark.parametrize("add", [with_a_head, wrapped_twice, partial], ids=lambda add: add.__name__)
+def test_forwards_that_hand_on_their_call(make_pair: MakePair, loops: list[Any], add: Callable[[Any], None]) -> None:
+    """Would break: the engine's own rows and beams under a wrapper that does nothing in generation."""
+    pair = make_pair()
+    for model in (pair.stock, pair.paged):
+        add(model)
+    for call in ("greedy", "samples", "beams"):
+        pair.generate(**ragged_batch(), **CALLS[call], **NEW)
+    ids = random_ids(1, 9)
+    handle = pair.engine.submit(ids, **NEW)
+    assert handle.result().token_ids == pair.stock.generate(ids, **NEW)[0, 9:].tolist()
+    model = hf_paged.patch(build("llama"), num_blocks=64)  # without the hook that a pair counts tokens with
+    add(model)
+    model.generate(ids, **NEW)
+    assert not loops and model.paged.core.bound.is_plain
+
+
+def rolled_ids(original: Any, self: Any, *args: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+    """Changes an input."""
+    return original(*args, input_ids=input_ids + 1, **kwargs)
+
+
+def rolled_logits(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Changes the result, in the last column of the batch."""
+    output = original(*args, **kwargs)
+    output.logits[:, -1] = output.logits[:, -1].roll(1, dims=-1)
+    return output
+
+
+def longer_than_one(original: Any, self: Any, *args: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+    """Looks at a shape, and swallows what goes wrong there."""
+    by = 0
+    with contextlib.suppress(Exception):
+        by = int(input_ids.shape[1] > 1)
+    output = original(*args, input_ids=input_ids, **kwargs)
+    output.logits = output.logits.roll(by, dims=-1)
+    return output
+
+
+def computed_in_bfloat16(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Changes what is around the call."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return original(*args, **kwargs)
+
+
+def numbered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Counts its calls, and goes by their number."""
+    self.num_calls = vars(self).get("num_calls", 0) + 1
+    output = original(*args, **kwargs)
+    output.logits = output.logits.roll(int(self.num_calls == 3), dims=-1)
+    return output
+
+
+def noted(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Collects something in what it finds on the model."""
+    self.notes.append(len(self.notes))
+    return original(*args, **kwargs)
+
+
+def switched(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Changes the result or not, by the model's config."""
+    output = original(*args, **kwargs)
+    if self.config.is_switched:
+        output["logits"] = output.logits.roll(1, dims=-1)
+    return output
+
+
+def put_on(model: Any, function: Callable[..., Any]) -> None:
+    """Makes the function the model's forward."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    model.forward = MethodType(forward, model)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [rolled_ids, rolled_logits, longer_than_one, computed_in_bfloat16, numbered, noted],
+    ids=lambda function: function.__name__,
+)
+def test_forwards_that_do_more(make_pair: MakePair, loops: list[Any], function: Callable[..., Any]) -> None:
+    """Would break: forwards of a user's that the engine doesn't call; a call too many, of those that count."""
+    pair = make_pair()
+    for model in (pair.stock, pair.paged):
+        model.notes = []
+        put_on(model, function)
+    pair.generate(**ragged_batch(), **NEW)
+    assert len(loops) == 1
+    assert pair.stock.notes == pair.paged.notes
+    assert vars(pair.stock).get("num_calls") == vars(pair.paged).get("num_calls")
+
+
+def test_a_forward_whose_effect_depends(make_pair: MakePair, loops: list[Any]) -> None:
+    """Would break: what was found out in an earlier call, taken for what the forward does now."""
+    pair = make_pair()
+    for model in (pair.stock, pair.paged):
+        put_on(model, switched)
+    for is_switched in (False, True, False):
+        pair.stock.config.is_switched = pair.paged.config.is_switched = is_switched
+        loops.clear()
+        pair.generate(**ragged_batch(), **NEW)
+        assert len(loops) == is_switched
 
 
 def test_all_modules_are_those_of_torch() -> None:

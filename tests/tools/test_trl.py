@@ -1,4 +1,4 @@
-"""TRL's trainers, unmodified, on a patched model: rollouts through transformers' batch API."""
+"""TRL's trainers, unmodified, on a patched model: rollouts by `generate()`, and through transformers' batch API."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from models import TINY_LM, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import hf_paged
+from hf_paged.api import generation
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -29,7 +30,7 @@ class ChangeWeights(TrainerCallback):
                 layer.mlp.down_proj.weight.mul_(-0.5 if index % 2 else 1.5)
 
 
-def rollouts(kind: str, is_paged: bool, folder: Path) -> tuple[list[list[str]], Any]:
+def rollouts(kind: str, is_paged: bool, uses_batch_api: bool, folder: Path) -> tuple[list[list[str]], Any]:
     """Completions of two training steps, and the model."""
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -44,7 +45,7 @@ def rollouts(kind: str, is_paged: bool, folder: Path) -> tuple[list[list[str]], 
 
     settings = getattr(trl, f"{kind}Config")(
         output_dir=str(folder),
-        use_transformers_continuous_batching=is_paged,
+        use_transformers_continuous_batching=uses_batch_api,
         per_device_train_batch_size=4,
         num_generations=2,
         max_completion_length=10,
@@ -70,11 +71,12 @@ def rollouts(kind: str, is_paged: bool, folder: Path) -> tuple[list[list[str]], 
     return seen, model
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_rollouts(kind: str, tmp_path: Path) -> None:
-    """Would break: rollouts that are not of the weights of their step, one row a step, or not ours."""
-    expected, _ = rollouts(kind, False, tmp_path)
-    found, model = rollouts(kind, True, tmp_path)
+@pytest.mark.parametrize(("kind", "uses_batch_api"), [("GRPO", False), ("GRPO", True), ("RLOO", True)])
+def test_rollouts(kind: str, uses_batch_api: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: rollouts that are not of the weights of their step, one row a step, by transformers' loop."""
+    expected, _ = rollouts(kind, False, False, tmp_path)
+    monkeypatch.setattr(generation, "run_loop", None)
+    found, model = rollouts(kind, True, uses_batch_api, tmp_path)
     assert found == expected and found[0] != found[1]
     stats = model.paged.stats()
     assert stats.num_generated_tokens == 2 * 4 * 10 and stats.num_steps < stats.num_generated_tokens / 2

@@ -132,6 +132,9 @@ class _PrivateDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+KEPT_ON_CPU = 4  # tokens whose noise is kept there: a draw costs more than the memory, which elsewhere is reserved
+
+
 class SamplingNoise:
     """The noise of a sampling call, by token and row, whenever a row gets there.
 
@@ -161,6 +164,7 @@ class SamplingNoise:
         noise = self._noise(token_index, like)
         for passed in [kept for kept in self._states if kept < oldest_index]:
             del self._states[passed]
+            self._kept.pop(passed, None)
         is_whole = rows == list(range(self._num_rows))
         return noise if is_whole else noise[to_device(rows, noise.device)]
 
@@ -194,7 +198,7 @@ class SamplingNoise:
             self._num_drawn = token_index + 1
         noise = probs.new_empty(self._num_rows, probs.shape[-1]).exponential_(1, generator=generator)
         if self._num_kept:
-            if len(self._kept) == self._num_kept:
+            if len(self._kept) >= (max(self._num_kept, KEPT_ON_CPU) if noise.is_cpu else self._num_kept):
                 del self._kept[next(iter(self._kept))]
             self._kept[token_index] = noise
         return noise

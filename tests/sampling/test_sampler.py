@@ -19,6 +19,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from models import VOCAB, build, random_ids
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
@@ -505,6 +506,30 @@ def test_greedy_takes_a_nan_as_torch_does() -> None:
 
 
 # SamplingNoise
+
+
+class DrawCount(TorchFunctionMode):
+    """Within it, draws are counted."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is Tensor.exponential_
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_that_lag_behind_share_draws() -> None:
+    """Would break: the whole batch's noise drawn again in each step for each row that began later."""
+    like, lags = torch.empty(1, 20), [0, 1, 3]
+    plain, noise = (SamplingNoise(torch.Generator().manual_seed(3), len(lags)) for _ in range(2))
+    expected = [plain.rows(index, [0, 1, 2], like, index) for index in range(9)]
+    with DrawCount() as draws:
+        for step in range(9):
+            for row, lag in enumerate(lags):
+                if step >= lag:
+                    found = noise.rows(step - lag, [row], like, max(step - 3, 0))
+                    assert torch.equal(found[0], expected[step - lag][row])
+    assert draws.count == 9
 
 
 # Whole models

@@ -21,6 +21,7 @@ from command import embedded_model, parser, quiet, save, show
 from datasets import Dataset
 from rich.table import Table
 from tqdm import tqdm
+from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_paged
@@ -74,9 +75,11 @@ def train(way: str, model: Any, tokenizer: Any, given: Any, folder: str) -> tupl
         seed=1,
     )
     texts = Dataset.from_dict({"prompt": prompts(tokenizer, 8 * given.batch)})
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model=model, reward_funcs=reward, args=settings, train_dataset=texts, processing_class=tokenizer
-    ).train()
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     return seconds, seen
 
 
@@ -84,9 +87,9 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--reps", type=int, default=5, help="repetitions, a trainer each way")
     arguments.add_argument("--steps", type=int, default=3, help="training steps of each")
-    arguments.add_argument("--batch", type=int, default=16, help="completions of a step")
-    arguments.add_argument("--generations", type=int, default=4, help="completions of a prompt")
-    arguments.add_argument("--tokens", type=int, default=64, help="tokens of a completion, at most")
+    arguments.add_argument("--batch", type=int, default=32, help="completions of a step")
+    arguments.add_argument("--generations", type=int, default=8, help="completions of a prompt")
+    arguments.add_argument("--tokens", type=int, default=128, help="tokens of a completion, at most")
     given = arguments.parse_args()
     quiet()
     tokenizer, stock = embedded_model(padding_side="left")

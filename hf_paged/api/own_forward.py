@@ -29,11 +29,10 @@ def hands_on(model: Any) -> bool:
     Args:
         model: Patched; with a forward of its own.
     """
-    forward = vars(model)["forward"]
-    if not _holds_nothing(forward, model.paged.core.bound.model, set()):
-        return False
-    trial = TriedCall(model)
+    forward, trial = vars(model)["forward"], TriedCall(model)
     try:
+        if not _holds_nothing(forward, model.paged.core.bound.model, set()):
+            return False
         result = forward(**object.__getattribute__(trial, "given"))
     except (Exception, _Looked):
         return False

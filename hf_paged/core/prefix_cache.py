@@ -40,7 +40,7 @@ class PrefixCache:
             token_ids: the sequence's tokens from its first on.
             num_tokens: of these, those whose K/V is written; all if not given.
             extra_key: what the K/V depends on beside the tokens (adapter, cache salt, weights epoch, position offset):
-                values whose `repr` tells them apart. Fixed for the sequence's life.
+                values whose `repr` tells them apart. Fixed as long as the sequence has tokens.
 
         Returns:
             How many blocks were registered; a block whose content is cached in another block is not.
@@ -212,10 +212,12 @@ class PrefixCache:
             table.block_hashes.append(self._next_hash(table.block_hashes, token_ids, table.extra_key))
 
     def _set_extra_key(self, seq_id: int, table: BlockTable, extra_key: ExtraKey) -> None:
-        if table.extra_key is None:
-            table.extra_key = extra_key
-        elif table.extra_key != extra_key:
+        if table.extra_key == extra_key:
+            return
+        if table.num_tokens and table.extra_key is not None:
             raise ValueError(f"sequence {seq_id} has the extra key {table.extra_key!r}, not {extra_key!r}")
+        table.extra_key = extra_key
+        table.block_hashes.clear()
 
     def _find(self, block_hash: bytes, group: int) -> int | None:
         return self._tables.pool.lookup(group_key(block_hash, group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import FCFS, Policy
@@ -145,6 +145,32 @@ class Queues:
         group.arrival = self.next_arrival()
         self.live[group.arrival] = group
         self.file(group)
+
+    def note_state(self, state: tuple[Hashable, ...] | None) -> int:
+        """The model is in another state from here on. What was computed in an earlier one stays, and is not shared.
+
+        Nor is it computed again: it would come out otherwise. What is still to be computed, all of it, is of the new
+        state; rows that a `PagedCache` holds and no call is generating with stay of the old one.
+
+        Args:
+            state: What keys of sequences begin with; `None`: as before, but nothing comes out as it did.
+
+        Returns:
+            How many sequences begin again in the new state that had generated tokens in an old one.
+        """
+        num_renewed = 0
+        for group in self.live.values():
+            for sequence in group.sequences:
+                if state is not None and sequence.extra_key[: len(state)] == state:
+                    continue
+                if not sequence.num_tokens or not sequence.is_recomputable:
+                    continue
+                if sequence.num_computed_tokens or group.arrival in self.in_flight:
+                    sequence.is_stale = True
+                elif state is not None and not group.is_idle:
+                    sequence.extra_key = (*state, *sequence.extra_key[len(state) :])
+                    num_renewed += 0 < sequence.num_prompt_tokens < sequence.num_tokens - sequence.num_drafts
+        return num_renewed
 
     def file(self, group: SequenceGroup) -> None:
         """Puts a group into the queues it belongs to."""

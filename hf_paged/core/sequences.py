@@ -167,6 +167,8 @@ class Sequences:
         is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
         if is_full and sequence.is_recomputable:
             self._manager.prefix.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
+        elif is_full and self._manager.sliding:
+            self.slide(sequence)
 
     def add_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Adds guesses behind what is known, and asks for the logits of each and of the token before them.

@@ -256,9 +256,9 @@ class CallerForwards:
         device = self._core.pool.kv_device
         let_caller_first(device)
         with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
-            # Inside one generate() call the weights stand still, so its decode steps don't ask again.
+            # Before each step the loop looks at the weights, which is enough inside of one generate() call.
             packed.extend_sequences(
-                None if cache.owned_by_call and packed.width > 0 else self._core.weights_version, salt
+                None if cache.owned_by_call and packed.width > 0 else self._core.weights_key(), salt
             )
         batch_key = self._core.batch_key()
         for sequence in packed.sequences:
@@ -271,14 +271,12 @@ class _Mark:
 
     sequence: Sequence
     num_tokens: int
-    is_stale: bool
 
     @classmethod
     def of(cls, sequence: Sequence) -> _Mark:
-        return cls(sequence, sequence.num_tokens, sequence.is_stale)
+        return cls(sequence, sequence.num_tokens)
 
     def restore(self, core: EngineCore) -> None:
         # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
         with core.transaction():
-            self.sequence.is_stale = self.is_stale
             core.scheduler.crop(self.sequence, min(self.num_tokens, self.sequence.num_tokens))

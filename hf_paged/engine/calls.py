@@ -93,7 +93,9 @@ class Calls:
         try:
             with core.transaction(), on_steps_stream(core.pool.kv_device):
                 _ = core.kv_cache
-                weights_key, batch_key = weights_key or core.weights_version.key(), core.batch_key()
+                if weights_key is None or weights_key[:-1] != core.weights_version.state:
+                    weights_key = core.weights_key()
+                batch_key = core.batch_key()
                 if call.beams is not None:
                     run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:

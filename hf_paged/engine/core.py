@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
@@ -36,9 +37,11 @@ from hf_paged.model.packed_linears import PackedLinears
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.traits import ModelTraits
-from hf_paged.model.weights_version import WeightsVersion
+from hf_paged.model.weights_version import WeightsKey, WeightsVersion
 from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.stop_strings import StopStringTables
+
+logger = logging.get_logger(__name__)
 
 # The request whose loop this thread runs, and the engine that it was submitted to.
 _CURRENT: ContextVar[tuple[object, DecodingLoop] | None] = ContextVar("hf_paged_current_loop", default=None)
@@ -108,7 +111,7 @@ class EngineCore:
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
             lambda: bound.layer_devices,
         )
-        self.executor = StepExecutor(self.pool, bound, self.runner)
+        self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights)
         self.ranks: Leader | Follower | None = None
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
@@ -207,6 +210,28 @@ class EngineCore:
         """What the rows of a step have in common: this thread's autocast state."""
         return autocast_state(self.bound.placement[1])
 
+    def weights_key(self) -> WeightsKey:
+        """The model's state, part of the prefix-cache key of what begins now. The pool's lock is held."""
+        before, key = self.weights_version.state, self.weights_version.key()
+        state = self.weights_version.state
+        if state != before and self.pool.is_made and self.scheduler.queues.note_state(state):
+            logger.warning(
+                "hf_paged: the model's weights, adapters or hooks changed while rows of running calls were preempted: "
+                "all their tokens are computed again as the model is now (stock would have kept the old keys and "
+                'values; preemption="swap" keeps them, too)'
+            )
+        return key
+
+    def look_at_weights(self) -> None:
+        """Around each step: what changed of the model changes for rows that run. The pool's lock is held.
+
+        It goes on as stock would: keys and values that are there stay, new tokens are computed as the model is now.
+        """
+        if self.bound.living_model is not None and self.weights_version.may_have_changed():
+            if self.pool.is_made and not self.scheduler.queues.in_flight:
+                _ = self.kv_cache  # of a model that has moved: while rows can be computed again
+            self.weights_key()
+
     @property
     def num_running(self) -> int:
         """Sequences with keys and values in the pool."""
@@ -256,7 +281,10 @@ class EngineCore:
         """See `Engine.reset_prefix_cache`."""
         with self.transaction():
             self.weights_version.forget()
-            return self.scheduler.reset_prefix_cache() if self.pool.is_made else 0
+            if not self.pool.is_made:
+                return 0
+            self.scheduler.queues.note_state(None)
+            return self.scheduler.reset_prefix_cache()
 
     def release(self) -> None:
         """See `Engine.release`."""

@@ -363,7 +363,7 @@ class Engine:
             raise UnsupportedCallError("warm_up() is not supported over several processes (tp_plan)")
         core.check_outside()
         with core.transaction():
-            core.weights_version.key()  # weights and code as they are now: what is recorded of others is recorded again
+            core.weights_key()  # weights and code as they are now: what is recorded of others is recorded again
         runs_packed = self.traits.runs_packed and self.forwards.is_batched()
         return warm_up(core.pool, core.bound, core.runner, core.worker.loop, runs_packed)
 

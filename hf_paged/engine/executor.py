@@ -119,11 +119,22 @@ class StepExecutor:
         step_listeners: Called when all of them are there, with the step lock held: they must only hand that on.
     """
 
-    def __init__(self, pool: KVPool, model: BoundModel, runner: ModelRunner) -> None:
-        """Serves one pool and one model."""
+    def __init__(
+        self, pool: KVPool, model: BoundModel, runner: ModelRunner, look_at_weights: Callable[[], None]
+    ) -> None:
+        """Serves one pool and one model.
+
+        Args:
+            pool: Tables and tensor.
+            model: The model.
+            runner: Runs its steps.
+            look_at_weights: Finds out whether the model has changed, before a step is scheduled and before what it
+                computed is shared. Called with the pool's lock held.
+        """
         self._pool = pool
         self._model = model
         self._runner = runner
+        self.look_at_weights = look_at_weights
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
         self.consumers: dict[int, tuple[LogitsConsumer, int]] = {}
@@ -196,7 +207,10 @@ class StepExecutor:
             raise
         with pool.lock, on_steps_stream(device):
             scheduler = pool.scheduler
-            rows = StepRows.of(scheduler.chunks(batch))
+            chunks = scheduler.chunks(batch)
+            rows, block_size = StepRows.of(chunks), pool.config.block_size
+            if any((start + count) % block_size < count for _, start, count in chunks):  # a block is full
+                self.look_at_weights()
             offers = scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
             number = self.count_step(batch.num_seqs, batch.num_tokens)

@@ -64,7 +64,7 @@ class Residency:
             lost = [s for s in sequences if s.num_uncomputed_tokens > 0 or s.group.status == "swapped"]
             if not lost:
                 return
-            state = core.weights_version.key()
+            state = core.weights_key()
             for sequence in lost:
                 if sequence.num_uncomputed_tokens:
                     sequence.check_state(state)
@@ -98,6 +98,7 @@ class Residency:
         """
         core, manager = self._core, self._core.manager
         core.pool.log.step = core.executor.num_steps + 1
+        core.look_at_weights()
         try:
             return core.scheduler.schedule_together(sequences)
         except OutOfBlocksError as error:

@@ -289,6 +289,7 @@ class StepLoop:
         The pool's lock is held.
         """
         self._pool.log.step = self._executor.num_steps + 1
+        self._executor.look_at_weights()
         try:
             step = self._pool.scheduler.schedule(**options)
         except OutOfBlocksError as error:

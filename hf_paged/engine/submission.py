@@ -316,7 +316,7 @@ class Submissions:
     ) -> list[RequestOutput]:
         """See `Engine.generate`."""
         with self._core.transaction():  # one look at the model for all of them
-            weights_key = self._core.weights_version.key()
+            weights_key = self._core.weights_key()
         wanted = logprobs, prompt_logprobs
 
         def submit(prompt: Any) -> Request:

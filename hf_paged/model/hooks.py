@@ -45,6 +45,7 @@ class HookWatch:
     def __init__(self) -> None:
         """Has seen nothing."""
         self.numbers: tuple[int, ...] = ()
+        self._held: list[tuple[dict[int, Any], int]] = []
         self._needing: list[tuple[dict[int, Any], int]] = []
         self._next = -1
 
@@ -55,22 +56,22 @@ class HookWatch:
         for module in modules:
             if module._forward_hooks or module._forward_pre_hooks:
                 tables += (module._forward_pre_hooks, module._forward_hooks)
-        numbers = []
+        held = []
         for hooks in tables:
             for number, hook in list(hooks.items()):
                 if _package(hook) != "transformers":
-                    numbers.append(number)
+                    held.append((hooks, number))
                     # Those of the model itself run in its callers' calls.
                     is_inside = hooks is not model._forward_hooks and hooks is not model._forward_pre_hooks
                     if is_inside and _needs_rows(hook):
                         needing.append((hooks, number))
-        self.numbers, self._needing = tuple(numbers), needing
+        self.numbers, self._held, self._needing = tuple(number for _, number in held), held, needing
         self._next = seen  # last: other threads look at the same time
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a hook was added to any module of the process since the last look."""
-        return self._next != RemovableHandle.next_id
+        """Whether a hook was added to any module of the process since the last look, or one of the model's removed."""
+        return self._next != RemovableHandle.next_id or any(number not in hooks for hooks, number in self._held)
 
     @property
     def needs_rows(self) -> bool:

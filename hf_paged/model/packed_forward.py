@@ -14,7 +14,7 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.forward_call import ForwardCall
-from hf_paged.model.weights_version import WeightsVersion
+from hf_paged.model.weights_version import WeightsKey
 
 
 def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_positions: bool) -> list[int] | None:
@@ -129,18 +129,16 @@ class PackedForward:
         positions = self.call.on_host().position_ids
         return 1 + (self.width + self.length - 1 if positions is None else int(positions.max()))
 
-    def extend_sequences(self, weights_version: WeightsVersion | None, salt: tuple[Hashable, ...] = ()) -> None:
+    def extend_sequences(self, state: WeightsKey | None, salt: tuple[Hashable, ...] = ()) -> None:
         """Adds the call's tokens to its sequences. What was given as embeddings is copied: the caller may write to it.
 
         Args:
-            weights_version: Asked for the key of the model's weights; `None` when they can't have changed since the
-                last call.
+            state: The key of the model's weights; `None`: steps notice when these change.
             salt: Part of the prefix-cache key of sequences that begin.
         """
         # Hashing full blocks and recomputing preempted ones need the new ids.
         given = self.call.on_host().input_ids
         new_ids = None if given is None else given.tolist()
-        state = None if weights_version is None else weights_version.key()
         given_rows = self._given_rows()
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)

@@ -49,6 +49,7 @@ class WeightsVersion:
         hooks: The model's forward hooks.
         num_moves: How often something changed by which recorded steps are another program: weights that lie elsewhere
             in memory or are of another shape, code, numbers.
+        state: The last key, but for autocast: what is the same on all threads.
     """
 
     def __init__(
@@ -71,16 +72,17 @@ class WeightsVersion:
         self._linears = linears
         self._fused = fused
         self._latents = latents
-        self._found: tuple[Hashable, ...] | None = None  # the last key, as far as latents depend on it
+        self.state: WeightsKey = ()
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: Sequence[tuple[Hashable, ...]] = []
+        self._glimpse: list[tuple[int, int]] = []
         self._kinds: list[type] = []
         self._class_forwards: dict[type[nn.Module], Any] = {}
         self._sizes: list[int] = []
         self._forwards: list[weakref.ref[Any] | None] = []
         self._getters: list[tuple[int, Callable[[dict[str, Any]], Any]]] = []  # of the numbers of a module
         self._numbers: list[Any] = []
-        self._tuners: list[int] = []
+        self._tuners: list[weakref.ref[nn.Module]] = []
         self._fetched: dict[int, list[Any]] = {}  # hooks that offload, by the place of their module
         self._placement = Placement(model)
         self._is_library = False
@@ -105,7 +107,8 @@ class WeightsVersion:
         self.hooks.look(model, modules)
         attributes = [module.__dict__ for module in modules]
         is_same_code = self._has_same_code(modules, attributes)
-        _take_out([modules[index] for index in self._tuners])
+        tuners = [tuner for seen in self._tuners if (tuner := seen()) is not None]
+        _take_out(tuners)
         tensors = self._held(modules, attributes)
         # Of a tensor that is shared out, its share: what stands for the whole has no version and no address.
         held = tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
@@ -143,13 +146,32 @@ class WeightsVersion:
         device = placed[1].type if (placed := self._placement()) is not None else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
-        found = (self._epoch, _adapters([modules[index] for index in self._tuners]), self.hooks.numbers)
-        if self._latents is not None and found != self._found:
+        state = (self._epoch, _adapters(tuners), self.hooks.numbers)
+        if self._latents is not None and state != self.state:
             if self._latents.has_copies:  # recorded steps read them
                 self.num_moves += 1
             self._latents.forget()
-            self._found = found
-        return (*found, autocast)
+        self.state, self._glimpse = state, self._glance(tensors)
+        return (*state, autocast)
+
+    def may_have_changed(self) -> bool:
+        """Whether `key` is to be asked for between two steps: a look at what is changed while requests run.
+
+        That is tensors, adapters and hooks, in a tenth of the time of `key`, which also notices the rest.
+        """
+        tensors = [tensor for seen in self._tensors if (tensor := seen()) is not None]
+        return (
+            self._was_stepped
+            or self.hooks.is_outdated
+            or self._glance(tensors) != self._glimpse
+            or (bool(self._tuners) and _adapters([tuner() for tuner in self._tuners]) != self.state[1])
+        )
+
+    def _glance(self, tensors: list[Tensor]) -> list[tuple[int, int]]:
+        """Versions and addresses, as they are: also of a weight that was packed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            held = tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
+            return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in held]
 
     def _has_same_code(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> bool:
         """Whether modules are of the classes they were of, with the same forwards; notes what they are."""
@@ -175,7 +197,7 @@ class WeightsVersion:
                 is_library_code(m) or ((m is model or is_wrapped(m)) and is_of_library(type(m))) for m in modules
             )
             self._fetched = {index: hooks for index, module in enumerate(modules) if (hooks := offloading(module))}
-            self._tuners = [index for index, module in enumerate(modules) if is_tuner(module)]
+            self._tuners = [weakref.ref(module) for module in modules if is_tuner(module)]
             self._sizes = []
         return is_same
 

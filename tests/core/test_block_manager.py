@@ -258,7 +258,7 @@ def test_a_hash_stands_for_the_whole_prefix() -> None:
     assert matched(manager, 4, [-1, 2**63 - 1, -(2**63), 0, 1]) == 0
 
 
-def test_extra_keys_keep_prefixes_apart_and_are_fixed_for_life() -> None:
+def test_extra_keys_keep_prefixes_apart_and_are_fixed_while_there_are_tokens() -> None:
     manager = manager_of()
     tokens = list(range(9))
     written(manager, 0, tokens, ("adapter", 1))
@@ -270,8 +270,13 @@ def test_extra_keys_keep_prefixes_apart_and_are_fixed_for_life() -> None:
     manager.fork(0, 4)
     with pytest.raises(ValueError, match="sequence 4 has the extra key"):
         manager.prefix.commit(4, tokens, ("other",))
-    with pytest.raises(ValueError, match="sequence 1 has the extra key"):
-        manager.prefix.match(1, tokens, ("other",))
+    with pytest.raises(ValueError, match="only an empty one"):
+        manager.prefix.match(3, tokens, ("other",))
+    # One that has none begins again under another key, with that key's blocks.
+    assert manager.prefix.match(1, tokens, ("adapter", 1)) == 8
+    manager.evict(1)
+    assert manager.prefix.match(1, tokens, ("other",)) == 0
+    assert manager.prefix.match(1, tokens, ("adapter", 1)) == 8
     manager.check_invariants()
 
 

@@ -519,8 +519,8 @@ def test_cancel_while_preempted(make_pair: MakePair, preemption: str) -> None:
     """Would break: blocks in CPU memory, or a place in the queue, of a request that is gone."""
     pair = make_pair(num_blocks=14, preemption=preemption)
     prompts = [random_ids(1, 6, seed=seed) for seed in range(4)]
+    brake = Brake(pair)  # whose hook makes another model of it: rows that run could not be computed again
     requests = [pair.engine.submit(ids, max_new_tokens=30, **ENDLESS) for ids in prompts]
-    brake = Brake(pair)
     deadline = time.monotonic() + PATIENCE
     preempted = "num_swapped" if preemption == "swap" else "num_waiting"
     while True:  # until the worker is caught in a step beside which a request is out of the pool

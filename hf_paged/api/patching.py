@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hf_paged.api.adapter_names import guard_tuner, release_tuner
 from hf_paged.api.generation import PagedGenerationMixin
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.support import is_supported, unwrap
@@ -49,6 +50,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
         if engine.config != wanted:
             now, then = engine.config.differences(wanted)
             raise ValueError(f"the model is already patched with {now}; unpatch it first to patch it with {then}")
+        guard_tuner(model)
         return model
     report = is_supported(inner)
     if report.traits is None:
@@ -65,6 +67,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
         except BaseException:
             detach(inner)
             raise
+    guard_tuner(model)
     return model
 
 
@@ -108,6 +111,7 @@ def unpatch(model: ModelT) -> ModelT:
     inner = unwrap(model)
     if is_patched(inner):
         detach(inner)
+        release_tuner(model)
     return model
 
 

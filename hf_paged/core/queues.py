@@ -167,9 +167,9 @@ class Queues:
                     continue
                 if sequence.num_computed_tokens or group.arrival in self.in_flight:
                     sequence.is_stale = True
-                elif state is not None and not group.is_idle:
+                elif state is not None and sequence.extra_key and not group.is_idle:
                     sequence.extra_key = (*state, *sequence.extra_key[len(state) :])
-                    num_renewed += 0 < sequence.num_prompt_tokens < sequence.num_tokens - sequence.num_drafts
+                    num_renewed += sequence.num_prompt_tokens < sequence.num_tokens - sequence.num_drafts
         return num_renewed
 
     def file(self, group: SequenceGroup) -> None:

@@ -143,8 +143,9 @@ class CallerForwards:
         batch.
 
         Raises:
-            UnsupportedCallError: The same under `strict=True`.
+            UnsupportedCallError: The same under `strict=True`; see also `WeightsVersion.check_rows`.
         """
+        self._core.weights_version.check_rows()
         if not self._core.weights_version.needs_rows:
             return False
         if self._core.traits.runs_packed:
@@ -177,7 +178,9 @@ class CallerForwards:
             with self._core.transaction():
                 self._extend(cache, packed)
                 limit = self._core.traits.regime_length
-                if limit is not None and packed.longest >= limit:  # from here on, frequencies are those of the moment
+                hooks = self._core.weights_version.hooks
+                # Frequencies are those of the moment from here on; only this call's steps know its rows' adapters.
+                if (limit is not None and packed.longest >= limit) or hooks.has_rows_of_mine:
                     for sequence in sequences:
                         sequence.is_stale = True
                 rows = [row for row, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]

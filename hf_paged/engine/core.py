@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.utils import logging
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
+from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
 from hf_paged.core.scheduler import Scheduler
@@ -111,7 +112,7 @@ class EngineCore:
             StateNeeds(traits.states, traits.carries_state) if traits.states else None,
             lambda: bound.layer_devices,
         )
-        self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights)
+        self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights, state.check_rows)
         self.ranks: Leader | Follower | None = None
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
@@ -170,7 +171,12 @@ class EngineCore:
     def undisturbed(self) -> AbstractContextManager[None]:
         """Around a forward that no step is: where a step may take weights away (those that are there only while their
         module computes, and those that packed ones replace), none runs beside it.
+
+        What it is made with (no adapter, for a moment) a step beside it may meet, too.
         """
+        if self.pool.is_made and self.scheduler.queues.live:
+            with self.pool.lock, suppress(UnsupportedModelError):
+                self.look_at_weights()
         _ = self.bound.placement  # as of now
         takes_weights = self.bound.is_offloaded or self.config.packed_weights == "replace"
         return self.worker.loop.exclusive() if takes_weights else nullcontext()

@@ -120,7 +120,12 @@ class StepExecutor:
     """
 
     def __init__(
-        self, pool: KVPool, model: BoundModel, runner: ModelRunner, look_at_weights: Callable[[], None]
+        self,
+        pool: KVPool,
+        model: BoundModel,
+        runner: ModelRunner,
+        look_at_weights: Callable[[], None],
+        check_rows: Callable[[], None],
     ) -> None:
         """Serves one pool and one model.
 
@@ -130,11 +135,13 @@ class StepExecutor:
             runner: Runs its steps.
             look_at_weights: Finds out whether the model has changed, before a step is scheduled and before what it
                 computed is shared. Called with the pool's lock held.
+            check_rows: Raises if what a step of all callers' rows has computed is spoilt by hooks for one call's.
         """
         self._pool = pool
         self._model = model
         self._runner = runner
         self.look_at_weights = look_at_weights
+        self._check_rows = check_rows
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
         self.consumers: dict[int, tuple[LogitsConsumer, int]] = {}
@@ -196,7 +203,9 @@ class StepExecutor:
                 attention = pool.execute_moves(batch, tell)
                 timer = DeviceTimer(device)
                 if called is None:
+                    self._check_rows()
                     output = self._runner.run(batch, attention, embeddings, self._chosen_before(batch))
+                    self._check_rows()
                 else:
                     output = self._runner.padded.run_called(batch, attention, called)
         except BaseException as error:

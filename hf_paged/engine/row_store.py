@@ -122,6 +122,9 @@ class RowStore:
             cache: The cache.
             loop: What decodes over it, if not a single forward: prompts begin anew.
         """
+        if any(s.group.is_idle and s.num_uncomputed_tokens for s in _live(cache)):
+            with self._core.transaction():  # what was dropped is still of the model that it was computed with
+                self._core.weights_key()
         self._core.post(partial(self._begin, _live(cache), loop))
         try:
             yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -35,6 +37,27 @@ def packed_hook(hook: HookT) -> HookT:
     return hook
 
 
+class RowsHook:
+    """A hook for the rows of one call, which runs on this thread: forwards on other threads pass it by."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._thread_id = threading.get_ident()
+
+    def __call__(self, *args: Any) -> Any:
+        return self._hook(*args) if self.is_mine else None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the call is the calling thread's."""
+        return self._thread_id == threading.get_ident()
+
+
+def is_for_rows(hook: Any) -> bool:
+    """Whether it is PEFT's for the rows of one call, which no one else's may be shown to."""
+    return isinstance(hook, partial) and not hook.keywords.keys().isdisjoint(("adapter_names", "alora_offsets"))
+
+
 class HookWatch:
     """The forward hooks on a model and its inner modules, but for those by which transformers collects outputs.
 
@@ -47,6 +70,7 @@ class HookWatch:
         self.numbers: tuple[int, ...] = ()
         self._held: list[tuple[dict[int, Any], int]] = []
         self._needing: list[tuple[dict[int, Any], int]] = []
+        self._for_rows: list[tuple[dict[int, Any], int]] = []
         self._next = -1
 
     def look(self, model: nn.Module, modules: list[nn.Module]) -> None:
@@ -56,16 +80,21 @@ class HookWatch:
         for module in modules:
             if module._forward_hooks or module._forward_pre_hooks:
                 tables += (module._forward_pre_hooks, module._forward_hooks)
-        held = []
+        held, for_rows = [], []
         for hooks in tables:
             for number, hook in list(hooks.items()):
-                if _package(hook) != "transformers":
+                if isinstance(hook, RowsHook):
+                    needing.append((hooks, number))
+                elif _package(hook) != "transformers":
                     held.append((hooks, number))
+                    if is_for_rows(hook):
+                        for_rows.append((hooks, number))
                     # Those of the model itself run in its callers' calls.
                     is_inside = hooks is not model._forward_hooks and hooks is not model._forward_pre_hooks
                     if is_inside and _needs_rows(hook):
                         needing.append((hooks, number))
         self.numbers, self._held, self._needing = tuple(number for _, number in held), held, needing
+        self._for_rows = for_rows
         self._next = seen  # last: other threads look at the same time
 
     @property
@@ -76,7 +105,22 @@ class HookWatch:
     @property
     def needs_rows(self) -> bool:
         """Whether one of a user's, which may address rows or columns, is still on an inner module."""
-        return any(number in hooks for hooks, number in self._needing)
+        return any(not isinstance(hook, RowsHook) or hook.is_mine for hook in self._of(self._needing))
+
+    @property
+    def has_rows_of_mine(self) -> bool:
+        """Whether there are any for the rows of a call that this thread makes."""
+        return any(isinstance(hook, RowsHook) and hook.is_mine for hook in self._of(self._needing))
+
+    @property
+    def has_rows_of_others(self) -> bool:
+        """Whether there are any for the rows of nobody knows which call."""
+        return any(True for _ in self._of(self._for_rows))
+
+    @staticmethod
+    def _of(places: list[tuple[dict[int, Any], int]]) -> Iterator[Any]:
+        """The hooks that are still there."""
+        return (hooks[number] for hooks, number in places if number in hooks)
 
 
 def _function(hook: Any) -> Any:

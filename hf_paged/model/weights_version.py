@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from hf_paged.core.errors import UnsupportedModelError
+from hf_paged.core.errors import UnsupportedCallError, UnsupportedModelError
 from hf_paged.model.fused_layers import FusedLayers
-from hf_paged.model.hooks import HookWatch, all_modules
+from hf_paged.model.hooks import HookWatch, all_modules, is_for_rows
 from hf_paged.model.latents import Latents
 from hf_paged.model.module_overrides import CALL, is_library_code, is_of_library
 from hf_paged.model.packed_linears import PackedLinears
@@ -259,6 +259,26 @@ class WeightsVersion:
         model = self._model()
         if model is not None:
             self.hooks.look(model, all_modules(model))
+
+    def check_rows(self) -> None:
+        """Refuses what PEFT's hooks for the rows of one call would be shown to.
+
+        Raises:
+            UnsupportedCallError: There are some, of another thread's call, or left by one that raised.
+        """
+        if self.hooks.is_outdated:
+            self.look_at_hooks()
+        model = self._model()
+        if model is None or not self.hooks.has_rows_of_others:
+            return
+        names = [n for n, m in model.named_modules() if any(map(is_for_rows, list(m._forward_pre_hooks.values())))]
+        raise UnsupportedCallError(
+            f"{len(names)} modules ({', '.join(names[:3])}{', ...' if names[3:] else ''}) have hooks that PEFT puts "
+            "there for the rows of one call with adapter_names: of a call on another thread, or left by a call that "
+            "raised. Give hf_paged.patch() the PeftModel, not the model inside, for calls with adapter_names that run "
+            "beside others and leave nothing; those that were left are removed by "
+            "`for module in model.modules(): module._forward_pre_hooks.clear()`, with all other pre-hooks"
+        )
 
     def forget(self) -> None:
         """Drops what was made from the model's weights, code and numbers; the next forwards make it anew."""

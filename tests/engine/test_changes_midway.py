@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged import PagedCache
@@ -21,7 +21,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.timeout(120)
 
 NAMES = ("one", "two")
-TOKENS = {"pad_token_id": 0, "eos_token_id": None}
+TOKENS = {"pad_token_id": 0, "eos_token_id": None, "suppress_tokens": [0]}  # a prompt must not be padding
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLE: dict[str, Any] = {"do_sample": True, "top_k": 20}
 SAMPLES = SAMPLE | {"num_return_sequences": 2}
@@ -144,21 +144,6 @@ class At(LogitsProcessor):
         return scores
 
 
-class Shown(BaseStreamer):
-    """The same for a streamer, which is shown the prompt first."""
-
-    def __init__(self, actions: dict[int, Callable[[], None]]) -> None:
-        self._actions = actions
-        self._num_calls = -1
-
-    def put(self, value: Tensor) -> None:
-        self._num_calls += 1
-        self._actions.get(self._num_calls, lambda: None)()
-
-    def end(self) -> None:
-        pass
-
-
 @dataclass
 class Asked:
     """A request, and what the model was: at its beginning (0), and behind so many of its tokens."""
@@ -233,8 +218,8 @@ class Run:
                 found = asked.handle.result().sequences
                 assert found == asked.expected(self._stock), (self.num_answers, self.changes.made)
                 self.num_answers += 1
-                # What it said is what another one goes on with, but for the token that pads.
-                self._begun[self._random.randrange(len(self._begun))] = list(filter(None, asked.prompt + found[0]))[:26]
+                # What it said is what another one goes on with.
+                self._begun[self._random.randrange(len(self._begun))] = (asked.prompt + found[0])[:26]
 
 
 SMALL = {"num_blocks": 24, "preemption": "swap"}
@@ -261,3 +246,189 @@ def check_random_changes(num_changes: int, seed: int, settings: dict[str, Any]) 
     print(f"{run.num_answers} answers, {stats.prefix_cache_hit_tokens} tokens hit, {stats.num_swapped_out} swapped out")
     assert run.num_answers > num_changes / 2 and stats.prefix_cache_hit_tokens > num_changes / 2
     assert bool(stats.num_swapped_out) == (settings is SMALL)
+
+
+PROMPT = list(range(3, 20))
+
+
+class Both:
+    """A patched model, and one that is not, which go through the same."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.model = tuned()
+        self.stock = copy.deepcopy(self.model)
+        hf_paged.patch(self.model, **({"block_size": 4, "num_blocks": 256} | settings))
+        self.engine = self.model.get_base_model().paged
+
+    def switch(self, name: str) -> None:
+        self.model.set_adapter(name)
+        self.stock.set_adapter(name)
+
+    def check(self, prompt: list[int]) -> int:
+        """A later call has stock's tokens; returns how many tokens of its prompt were cached."""
+        before = self.engine.stats().prefix_cache_hit_tokens
+        found, expected = (
+            model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=12, **GREEDY, **TOKENS).tolist()
+            for model in (self.model, self.stock)
+        )
+        assert found == expected
+        return self.engine.stats().prefix_cache_hit_tokens - before
+
+
+@pytest.fixture
+def both() -> Both:
+    return Both()
+
+
+MODES = [GREEDY, SAMPLE, SAMPLES, BEAMS, SAMPLE | {"num_beams": 2}, LOOKUP]
+MODE_NAMES = ["greedy", "sample", "samples", "beams", "drawn beams", "lookup"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_own_code"),
+    [(mode, False) for mode in MODES] + [(mode, True) for mode in (GREEDY, SAMPLES, BEAMS)],
+    ids=[*MODE_NAMES, "greedy in a loop", "samples in a loop", "beams in a loop"],
+)
+def test_a_call_goes_on_as_stock_does(both: Both, mode: dict[str, Any], has_own_code: bool) -> None:
+    """Behind six forwards another adapter is on, behind nine the first one again."""
+    plain = {name: value for name, value in mode.items() if name != "prompt_lookup_num_tokens"}
+    options = {"max_new_tokens": 20} | TOKENS
+
+    def actions(model: Any) -> dict[int, Callable[[], None]]:
+        return {6: lambda: model.set_adapter("two"), 9: lambda: model.set_adapter("one")}
+
+    torch.manual_seed(1)
+    expected = both.stock.generate(
+        input_ids=torch.tensor([PROMPT]), logits_processor=[At(actions(both.stock))], **plain, **options
+    )[:, len(PROMPT) :].tolist()
+    torch.manual_seed(1)
+    if has_own_code:
+        own = [At(actions(both.model))]
+        found = both.model.generate(input_ids=torch.tensor([PROMPT]), logits_processor=own, **plain, **options)
+        found = found[:, len(PROMPT) :].tolist()
+    else:
+        both.engine.pause()
+        request = both.engine.submit(PROMPT, seed=1, **mode, **options)
+        num_tokens = 0
+        done = actions(both.model)
+        while not request.is_done:
+            both.engine.step()
+            both.engine.check_invariants()
+            events = [event for event in request.events_since() if event.sequence == 0]
+            num_tokens = len(events) if mode is LOOKUP else num_tokens + 1
+            for number in [number for number in done if number <= num_tokens]:
+                if mode is LOOKUP and number != num_tokens:
+                    pytest.skip("a step went beyond")
+                done.pop(number)()
+        found = request.result().sequences
+        both.engine.resume()
+    assert found == expected
+    hits = both.check(PROMPT + expected[0])
+    assert hits >= len(PROMPT) // 4 * 4, "what was computed before the change is as good as ever"
+    both.switch("two")
+    assert both.check(PROMPT + expected[0]) == 0
+
+
+def test_a_request_that_waits_begins_as_the_model_is_then(both: Both) -> None:
+    both.check(PROMPT)  # under "one" its beginning is cached
+    both.engine.pause()
+    request = both.engine.submit(PROMPT, max_new_tokens=12, **GREEDY, **TOKENS)
+    both.switch("two")
+    both.engine.resume()
+    ids = torch.tensor([PROMPT])
+    expected = both.stock.generate(input_ids=ids, max_new_tokens=12, **GREEDY, **TOKENS)[0, len(PROMPT) :].tolist()
+    assert request.result().token_ids == expected
+    # It is cached as what it is: of "two".
+    assert both.check(PROMPT + expected) >= len(PROMPT)
+    both.switch("one")
+    assert both.check(PROMPT + expected) < len(PROMPT)
+
+
+@pytest.mark.parametrize("is_taken_back", [False, True])
+def test_a_change_within_a_step_counts_as_one_before_its_end(both: Both, is_taken_back: bool) -> None:
+    """Another thread may change the model while a step runs: nobody knows what that step computed."""
+
+    def score_without_adapter() -> None:
+        with both.model.disable_adapter(), torch.no_grad():
+            both.model(torch.tensor([PROMPT]))
+
+    is_switched = False
+    layer = both.model.get_base_model().model.layers[1]
+
+    class Switching(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal is_switched
+            if not is_switched:
+                is_switched = True
+                if is_taken_back:
+                    thread = threading.Thread(target=score_without_adapter)
+                    thread.start()
+                    thread.join(60)
+                else:
+                    both.model.set_adapter("two")
+            return x
+
+    layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, Switching())
+    both.model.set_adapter("one")
+    request = both.engine.submit(PROMPT, max_new_tokens=1, **GREEDY, **TOKENS)
+    request.result()
+    layer.mlp.act_fn = layer.mlp.act_fn[0]
+    both.switch("one")
+    assert both.check(PROMPT) == 0
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_kept_cache_goes_on_as_stock_does(is_preempted: bool) -> None:
+    both = Both(num_blocks=10, preemption="swap") if is_preempted else Both()
+    caches = PagedCache(both.model.get_base_model()), DynamicCache()
+    logits: list[Tensor] = []
+    for model, cache in zip((both.model, both.stock), caches, strict=True):
+        model.set_adapter("one")
+        with torch.no_grad():
+            model(torch.tensor([PROMPT]), past_key_values=cache)
+            for name in ("two", "two", "one"):
+                model.set_adapter(name)
+                if is_preempted and model is both.model:
+                    both.stock.set_adapter(name)
+                    both.check(PROMPT[::-1] + PROMPT[:10])
+                logits.append(model(torch.tensor([[5]]), past_key_values=cache).logits)
+    for own, expected in zip(logits[:3], logits[3:], strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
+    caches[0].reset()
+    both.switch("one")
+    both.check([*PROMPT, 5, 5, 5, 9])
+
+
+def test_prompts_that_are_scored_while_the_model_changes(both: Both) -> None:
+    """Several prompts, of which the model is looked at once: those that begin behind the change are of the new one."""
+    prompts = [[*PROMPT, token] for token in range(20, 24)]
+    both.engine.pause()
+    requests = [both.engine.submit(prompt, max_new_tokens=0, prompt_logprobs=0) for prompt in prompts[:2]]
+    both.engine.step()
+    both.switch("two")
+    both.engine.resume()
+    for request in requests:
+        request.result()
+    for prompt in prompts:
+        both.check(prompt)
+    both.switch("one")
+    for prompt in prompts:
+        both.check(prompt)
+
+
+def test_a_row_that_was_dropped_before_the_change_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    both = Both(num_blocks=18, preemption="recompute")
+    both.engine.pause()
+    prompts = [PROMPT, PROMPT[::-1]]
+    requests = [both.engine.submit(prompt, max_new_tokens=30, **GREEDY, **TOKENS) for prompt in prompts]
+    while not both.engine.stats().num_preemptions:
+        both.engine.step()
+    both.switch("two")
+    both.engine.resume()
+    tokens = [request.result().token_ids for request in requests]
+    assert "were preempted" in caplog.text
+    for prompt, own in zip(prompts, tokens, strict=True):
+        both.check(prompt + own)
+    both.switch("one")
+    for prompt, own in zip(prompts, tokens, strict=True):
+        both.check(prompt + own)

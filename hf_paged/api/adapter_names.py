@@ -1,0 +1,63 @@
+"""PEFT's `adapter_names`, an adapter for each row: the hooks of a call are its thread's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from hf_paged.api.routing import ENGINE
+from hf_paged.model.hooks import RowsHook, is_for_rows
+
+_BASE = "_hf_paged_tuner"  # the class that it was of
+
+
+def guard_tuner(model: nn.Module) -> None:
+    """Has calls of a `PeftModel` show their hooks to no other call, and take them off however they end."""
+    tuner: Any = getattr(model, "base_model", None)
+    if hasattr(tuner, "_enable_peft_forward_hooks") and not hasattr(tuner, _BASE):
+        kind: Any = type(tuner)
+        tuner.__class__ = _guarded_class(kind)
+
+
+def release_tuner(model: nn.Module) -> None:
+    """Undoes `guard_tuner`."""
+    tuner: Any = getattr(model, "base_model", None)
+    if hasattr(tuner, _BASE):
+        tuner.__class__ = getattr(tuner, _BASE)
+
+
+@cache
+def _guarded_class(base: Any) -> Any:
+    @contextmanager
+    def enable(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        original = base._enable_peft_forward_hooks(self, *args, **kwargs)
+        engine = self.model.__dict__.get(ENGINE)
+        if engine is None or self.training or (kwargs.get("adapter_names") or kwargs.get("alora_offsets")) is None:
+            with original:
+                yield
+            return
+        before = {number for module in self.modules() for number in module._forward_pre_hooks}
+        with ExitStack() as stack:
+            with engine.core.worker.loop.exclusive():  # no step meets them before it is known whose they are
+                original.__enter__()
+                stack.callback(original.__exit__, None, None, None)  # also if the call raises, when PEFT leaves them
+                for hooks in [module._forward_pre_hooks for module in self.modules()]:
+                    for number, hook in hooks.items():
+                        if number not in before and is_for_rows(hook):
+                            hooks[number] = RowsHook(hook)
+            yield
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _rebuild, (base,), self.__getstate__()
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    methods = {"_enable_peft_forward_hooks": enable, "__reduce_ex__": reduce}
+    return type(base.__name__, (base,), {**names, **methods, _BASE: base})
+
+
+def _rebuild(base: Any) -> Any:
+    return object.__new__(_guarded_class(base))

@@ -1,0 +1,164 @@
+"""PEFT's `adapter_names`, an adapter for each row: of several threads, beside other calls, and when a call raises."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from conftest import join
+from models import tiny_lm
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import hf_paged
+from hf_paged import UnsupportedCallError
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.timeout(120)
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+IDS = torch.tensor([[5, 9, 14, 23, 8, 11], [7, 44, 3, 2, 19, 6]])
+
+
+def tuned() -> Any:
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_alpha": 64}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny_lm(), peft.LoraConfig(**settings), adapter_name="one")
+        model.add_adapter("two", peft.LoraConfig(**settings))
+    return model.eval()
+
+
+def num_hooks(model: Any) -> int:
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+class Meeting(LogitsProcessor):
+    """At each token waits for the others: their calls take turns, forward by forward."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self._barrier = barrier
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._barrier.wait(60)
+        return scores
+
+
+class Failing(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise KeyError("of a caller's own")
+
+
+def test_calls_of_several_threads() -> None:
+    """Also beside those without any, whether they are padded and forward by forward, or packed."""
+    stock = tuned()
+    model = hf_paged.patch(copy.deepcopy(stock), num_blocks=256)
+    given: list[Any] = [["one", "two"], ["two", "__base__"], ["two", "one"], None, ["__base__"], None]
+    rows = [IDS, IDS, IDS.flip(0), IDS, IDS[:1], IDS[:1]]
+    expected = [
+        stock.generate(input_ids=ids, **OPTIONS, **({} if names is None else {"adapter_names": names}))
+        for ids, names in zip(rows, given, strict=True)
+    ]
+    assert len({tuple(each.flatten().tolist()) for each in expected}) == len(expected), "the test is too easy"
+    barrier, found = threading.Barrier(len(given) - 1), [None] * len(given)
+
+    def call(index: int) -> None:
+        own = {} if given[index] is None else {"adapter_names": given[index]}
+        if index < len(given) - 1:
+            own["logits_processor"] = [Meeting(barrier)]
+        found[index] = model.generate(input_ids=rows[index], **OPTIONS, **own)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(given))]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    for own, other in zip(found, expected, strict=True):
+        assert own is not None and torch.equal(own, other)
+    assert not num_hooks(model)
+    paged = model.get_base_model().paged
+    paged.check_invariants()
+    # And nothing of it is another call's prefix.
+    for name in ("one", "two"):
+        for each in (stock, model):
+            each.set_adapter(name)
+        ids = expected[0][:1]
+        assert torch.equal(model.generate(input_ids=ids, **OPTIONS), stock.generate(input_ids=ids, **OPTIONS))
+
+
+def test_a_call_that_is_preempted_keeps_its_rows_adapters() -> None:
+    """Would break: rows that were dropped, computed again in a step of all callers', under the adapter of that."""
+    stock = tuned()
+    model = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=12)
+    engine = model.get_base_model().paged
+    others: list[Any] = []
+
+    class Crowding(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if input_ids.shape[1] == 9:
+                others.append(engine.submit(list(range(3, 30)), **OPTIONS).result(60))
+            return scores
+
+    names = ["one", "two"]
+    found = model.generate(input_ids=IDS, adapter_names=names, logits_processor=[Crowding()], **OPTIONS)
+    assert others and engine.stats().num_preemptions
+    assert torch.equal(found, stock.generate(input_ids=IDS, adapter_names=names, **OPTIONS))
+
+
+def test_a_call_that_raises_leaves_no_hooks() -> None:
+    model = hf_paged.patch(tuned(), num_blocks=64)
+    expected = model.generate(input_ids=IDS, **OPTIONS)
+    with pytest.raises(KeyError, match="of a caller's own"):
+        model.generate(input_ids=IDS, adapter_names=["one", "two"], logits_processor=[Failing()], **OPTIONS)
+    assert not num_hooks(model)
+    assert torch.equal(model.generate(input_ids=IDS, **OPTIONS), expected)
+
+
+def test_hooks_that_were_left_are_named() -> None:
+    """Of a call before `patch`, which raised; or where PEFT came behind `patch`."""
+    model = tuned()
+    expected = model.generate(input_ids=IDS, **OPTIONS)
+    with pytest.raises(KeyError):
+        model.generate(input_ids=IDS, adapter_names=["one", "two"], logits_processor=[Failing()], **OPTIONS)
+    assert num_hooks(model)
+    hf_paged.patch(model, num_blocks=64)
+    with pytest.raises(UnsupportedCallError, match=r"modules \(model.layers.0.self_attn.q_proj, .*left by a call"):
+        model.generate(input_ids=IDS, **OPTIONS)
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+    assert torch.equal(model.generate(input_ids=IDS, **OPTIONS), expected)
+
+
+def test_without_the_peft_model_such_calls_are_refused() -> None:
+    """And the rows of others that run beside them, since they may have been computed with the hooks."""
+    model = tuned()
+    inner = model.get_base_model()
+    expected = model.generate(input_ids=IDS, adapter_names=["one", "two"], **OPTIONS)
+    hf_paged.patch(inner, num_blocks=64)
+    inner.paged.pause()
+    request = inner.paged.submit(IDS[0].tolist(), **OPTIONS)
+    inner.paged.step()
+    with pytest.raises(UnsupportedCallError, match=r"Give hf_paged.patch\(\) the PeftModel"):
+        model.generate(input_ids=IDS, adapter_names=["one", "two"], **OPTIONS)
+    inner.paged.resume()
+    with pytest.raises(UnsupportedCallError, match="adapter_names"):
+        request.result(60)
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+    hf_paged.patch(model, num_blocks=64)
+    assert torch.equal(model.generate(input_ids=IDS, adapter_names=["one", "two"], **OPTIONS), expected)
+
+
+def test_unpatching_and_copies() -> None:
+    model = tuned()
+    kind = type(model.base_model)
+    hf_paged.patch(model, num_blocks=64)
+    assert type(model.base_model) is not kind and isinstance(model.base_model, kind)
+    other = copy.deepcopy(model)
+    with pytest.raises(KeyError):
+        other.generate(input_ids=IDS, adapter_names=["one", "two"], logits_processor=[Failing()], **OPTIONS)
+    assert not num_hooks(other)
+    hf_paged.unpatch(model)
+    assert type(model.base_model) is kind

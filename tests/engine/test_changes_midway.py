@@ -347,32 +347,39 @@ def test_a_request_that_waits_begins_as_the_model_is_then(both: Both) -> None:
 @pytest.mark.parametrize("is_taken_back", [False, True])
 def test_a_change_within_a_step_counts_as_one_before_its_end(both: Both, is_taken_back: bool) -> None:
     """Another thread may change the model while a step runs: nobody knows what that step computed."""
+    layers = both.model.base_model
 
     def score_without_adapter() -> None:
-        with both.model.disable_adapter(), torch.no_grad():
+        layers.disable_adapter_layers()
+        with torch.no_grad():
             both.model(torch.tensor([PROMPT]))
 
-    is_switched = False
-    layer = both.model.get_base_model().model.layers[1]
+    def on_thread(action: Callable[[], None]) -> None:
+        thread = threading.Thread(target=action)
+        thread.start()
+        thread.join(60)
 
-    class Switching(torch.nn.Module):
+    class Acting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actions: list[Callable[[], None]] = []  # a list is no number, which would be a change, too
+
         def forward(self, x: Tensor) -> Tensor:
-            nonlocal is_switched
-            if not is_switched:
-                is_switched = True
-                if is_taken_back:
-                    thread = threading.Thread(target=score_without_adapter)
-                    thread.start()
-                    thread.join(60)
-                else:
-                    both.model.set_adapter("two")
+            while self.actions:
+                on_thread(self.actions.pop())
             return x
 
-    layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, Switching())
-    both.model.set_adapter("one")
-    request = both.engine.submit(PROMPT, max_new_tokens=1, **GREEDY, **TOKENS)
-    request.result()
-    layer.mlp.act_fn = layer.mlp.act_fn[0]
+    first, second = Acting(), Acting()
+    for layer, acting in zip(both.model.get_base_model().model.layers, (first, second), strict=True):
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, acting)
+    assert both.check(PROMPT[::-1]) == 0 < both.check(PROMPT[::-1])
+    if is_taken_back:
+        first.actions.append(score_without_adapter)
+        second.actions.append(layers.enable_adapter_layers)
+    else:
+        first.actions.append(lambda: both.model.set_adapter("two"))
+    both.engine.submit(PROMPT, max_new_tokens=1, **GREEDY, **TOKENS).result()
+    assert not first.actions and not second.actions
     both.switch("one")
     assert both.check(PROMPT) == 0
 

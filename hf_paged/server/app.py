@@ -17,6 +17,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.server import chat, completions, responses
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.limits import check_key
+from hf_paged.server.logs import RequestLog
 from hf_paged.server.metrics import CONTENT_TYPE
 from hf_paged.server.pictures import limits_of
 from hf_paged.server.schemas import DetokenizeRequest, TokenizeRequest
@@ -65,6 +66,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(RequestLog, model_name=serving.model_name)
     routes: list[tuple[str, str, Handler]] = [
         ("POST", chat.PATH, chat.create),
         ("POST", completions.PATH, completions.create),

@@ -26,13 +26,13 @@ async def create(serving: Serving, request: Request) -> Any:
         body.skip_special_tokens = False  # they are what calls are recognised by
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.offered_tools]
     generation = await serving.start(
-        PATH, body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt, tools or None)]
+        request, body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt, tools or None)]
     )
     answer = _Answer(serving, body, generation)
     if body.stream:
         return event_stream(answer.events(), generation.close)
     await serving.finished(request, generation)
-    serving.note_end(PATH, body, generation)
+    serving.note_end(body, generation)
     return answer.whole()
 
 
@@ -94,7 +94,7 @@ class _Answer:
         async for deltas in generation.updates():
             async for piece in joined(chunk for delta in deltas for chunk in self._chunks(delta, parsers[delta.index])):
                 yield piece
-        self._serving.note_end(PATH, body, generation)
+        self._serving.note_end(body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})
         yield DONE

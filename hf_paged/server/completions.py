@@ -22,12 +22,12 @@ PATH = "/v1/completions"
 async def create(serving: Serving, request: Request) -> Any:
     """Answers a request."""
     body = await serving.body(request, CompletionRequest)
-    generation = await serving.start(PATH, body, lambda: serving.prompts.of_completion(body))
+    generation = await serving.start(request, body, lambda: serving.prompts.of_completion(body))
     answer = _Answer(serving, body, generation)
     if body.stream:
         return event_stream(answer.events(), generation.close)
     await serving.finished(request, generation)
-    serving.note_end(PATH, body, generation)
+    serving.note_end(body, generation)
     return answer.whole()
 
 
@@ -65,7 +65,7 @@ class _Answer:
         async for deltas in generation.updates():
             async for piece in joined(chunk for delta in deltas for chunk in self._chunks(delta, lengths)):
                 yield piece
-        self._serving.note_end(PATH, body, generation)
+        self._serving.note_end(body, generation)
         if body.stream_options is not None and body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": generation.usage})
         yield DONE

@@ -167,14 +167,17 @@ class Streamed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientGoneError, OSError):
-                await unless_gone(receive, self._send(send))
+                await unless_gone(receive, self._send(send, scope.setdefault("state", {})))
         finally:
             self._close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, state: dict[str, Any]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        try:
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except ApiError as error:  # its last piece has said so
+            state["status"] = error.status
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -191,6 +194,9 @@ async def _with_error(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield each
     except ApiError as error:
         yield event(error.body)
+        raise
     except Exception:
         logger.exception("a stream failed")
-        yield event(ApiError(500, "the request failed: see the server's log").body)
+        failed = ApiError(500, "the request failed: see the server's log")
+        yield event(failed.body)
+        raise failed from None

@@ -103,14 +103,14 @@ async def create(serving: Serving, request: Request) -> Any:
     body = await serving.body(request, ResponsesRequest)
     chat = body.as_chat()
     try:
-        generation = await serving.start(PATH, chat, lambda: [serving.prompts.of_chat(chat.messages)])
+        generation = await serving.start(request, chat, lambda: [serving.prompts.of_chat(chat.messages)])
     except ApiError as error:
         raise _in_own_names(error, body) from None
     answer = _Answer(serving, body, chat, generation)
     if body.stream:
         return event_stream(answer.events(), generation.close)
     await serving.finished(request, generation)
-    serving.note_end(PATH, chat, generation)
+    serving.note_end(chat, generation)
     return answer.whole()
 
 
@@ -204,7 +204,7 @@ class _Answer:
         yield self._event("response.output_text.done", **place, text=text, logprobs=[])
         yield self._event("response.content_part.done", **place, part=self._part(text))
         yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
-        self._serving.note_end(PATH, self._chat, self._generation)
+        self._serving.note_end(self._chat, self._generation)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def _event(self, kind: str, **data: Any) -> bytes:

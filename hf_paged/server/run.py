@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_paged.core.errors import needs
 from hf_paged.server.app import create_app
+from hf_paged.server.logs import JsonLines
 from hf_paged.server.serving import Serving
 from hf_paged.server.settings import ServerSettings
 
@@ -40,7 +41,14 @@ def make_server(
     """A server that isn't running yet; `run()` runs it until a signal comes, or `should_exit` is set."""
     app = create_app(model, tokenizer, settings, processor=processor)
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds
+        app,
+        host=host,
+        port=port,
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=drain_seconds,
     )
     return DrainingServer(config, app.state.serving)
 
@@ -54,8 +62,10 @@ def run_server(
     drain_seconds: int,
     processor: Any = None,
 ) -> None:
-    """Serves until a signal comes. Requests are logged to stderr, a line of JSON each."""
-    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+    """Serves until a signal comes. The log goes to stderr, in lines of JSON: one of each request, and others."""
+    lines = logging.StreamHandler()
+    lines.setFormatter(JsonLines())
+    logging.basicConfig(handlers=[lines])
     logging.getLogger("hf_paged.server").setLevel(logging.INFO)
     server = make_server(model, tokenizer, settings, host, port, drain_seconds, processor)
     where = f"http://{host}:{port}" if port else f"{host}, a free port"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -45,7 +43,6 @@ NEUTRAL = {
 }
 QUICK = 1 << 14  # characters of a request that are made token ids of in some milliseconds
 CHARACTERS_PER_TOKEN = 32  # more than any text has on average
-requests_log = logging.getLogger("hf_paged.server.requests")
 
 
 class Serving:
@@ -106,7 +103,7 @@ class Serving:
         check_key(request, self.settings.api_keys)
         if self.is_draining:
             raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
-        body = await read_body(request, kind, self.settings, self._pace)
+        body = request.state.body = await read_body(request, kind, self.settings, self._pace)
         model = getattr(body, "model", None)
         if model not in (None, *self.model_names):
             message = f"there is no model {model!r:.200}: this server has {', '.join(map(repr, self.model_names))}"
@@ -133,11 +130,11 @@ class Serving:
         threads = self._quick if size <= QUICK else self._slow
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
-    async def start(self, path: str, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
+    async def start(self, request: Request, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         """Queues what a request asks for.
 
         Args:
-            path: Where the request was sent.
+            request: Who asks.
             body: The request's.
             prompts: Makes its prompts; called on another thread.
 
@@ -152,13 +149,13 @@ class Serving:
         self._num_starting += number
         try:
             async with asyncio.timeout(self.settings.request_timeout):
-                return await self._start(path, body, prompts)
+                return await self._start(request, body, prompts)
         except TimeoutError:
             raise too_long(self.settings.request_timeout) from None
         finally:
             self._num_starting -= number
 
-    async def _start(self, path: str, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
+    async def _start(self, request: Request, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         found = await self.in_thread(prompts, size=body.num_characters)
         most = self._check(found, body)
         grammar = await self._formats.of(body)
@@ -171,7 +168,8 @@ class Serving:
             self._wakeups_here(),
             self.settings.request_timeout,
         )
-        self.requests.add(path, body.model or self.model_name, body.stream, generation)
+        request.state.generation = generation
+        self.requests.add(request.scope["route"].path, body.model or self.model_name, body.stream, generation)
         try:
             if self._adapters is None:
                 await self._submit(generation)
@@ -234,22 +232,9 @@ class Serving:
         finally:
             generation.close()
 
-    def note_end(self, path: str, body: SamplingBody, generation: Generation) -> None:
-        """Books a generation whose texts have ended, and writes a line about it: no prompts, no texts."""
-        now = time.monotonic()
-        self.metrics.note_end(generation, now, body.model or self.model_name)
-        first = generation.first_token_time
-        line = {
-            "path": path,
-            "model": body.model or self.model_name,
-            "user": body.user,
-            "num_prompts": len(generation.prompts),
-            **generation.usage,
-            "finish_reasons": [text.finish_reason for text in generation.texts],
-            "seconds": round(now - generation.arrival_time, 4),
-            "seconds_to_first_token": None if first is None else round(first - generation.arrival_time, 4),
-        }
-        requests_log.info("%s", json.dumps(line))
+    def note_end(self, body: SamplingBody, generation: Generation) -> None:
+        """Books a generation whose texts have ended."""
+        self.metrics.note_end(generation, time.monotonic(), body.model or self.model_name)
 
     async def answer(self, path: str, request: Request, handle: Callable[[Request], Any]) -> Response:
         """What a route's function gives, in which a client that went away is no error; counted."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -20,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from serving import Served, eventually, serving
 
 import hf_paged
+from hf_paged.server.logs import JsonLines
 from hf_paged.server.schemas import ChatRequest, CompletionRequest
 from hf_paged.server.settings import ServerSettings
 from hf_paged.server.wakeups import Wakeups
@@ -397,3 +402,63 @@ def test_one_wrong_item_is_enough(schema: type[BaseModel], body: dict[str, Any])
     with pytest.raises(ValidationError) as found:
         schema.model_validate_json(json.dumps(body))
     assert found.value.error_count() <= 4
+
+
+def test_each_request_is_a_line_of_json(caplog: pytest.LogCaptureFixture) -> None:
+    """Refused, late, left, or failed; would break: a line that a client writes, a request without one, two of one."""
+    caplog.set_level("INFO", "hf_paged.server.requests")
+    with serving(ServerSettings(model_name="tiny", max_waiting=1)) as served:
+        behind = served.server.config.app.state.serving  # type: ignore[union-attr]
+
+        def lines() -> list[dict[str, Any]]:
+            records = [record for record in caplog.records if record.name == "hf_paged.server.requests"]
+            found = [JsonLines().format(record) for record in records]
+            assert not any("secret" in line or "\n" in line for line in found)
+            return [json.loads(line) for line in found]
+
+        user = 'me"}\n{"status": 500}\u2028'
+        endless = {"prompt": "secret", "max_tokens": 1900, "ignore_eos": True, "user": user}
+        asked: list[tuple[str, dict[str, Any] | None, int]] = [
+            (COMPLETION, {"prompt": "secret", "max_tokens": 2, "user": user}, 200),
+            (COMPLETION, {"prompt": "secret", "stream": True, "max_tokens": 2, "user": user}, 200),
+            (COMPLETION, endless | {"logit_bias": {"99999": 1}}, 400),
+            (COMPLETION, endless | {"model": "a" * 9999}, 404),
+            (COMPLETION, endless | {"prompt": ["secret"] * 2}, 400),
+            (COMPLETION, endless, 504),
+            (COMPLETION, endless | {"stream": True}, 504),
+            (COMPLETION, {"secret": "secret"}, 400),
+            ("/v1/no%0A%22thing", None, 404),
+            ("/health", None, 200),
+        ]
+        for number, (path, body, status) in enumerate(asked, 1):
+            reply = served.http.get(path) if body is None else served.post(path, body)
+            assert reply.status_code in (status, 200)
+            assert len(lines()) == number, "it is written before the answer ends"
+            line = lines()[-1]
+            assert line["status"] == status and line["client"] == "127.0.0.1" and line["seconds"] >= 0
+            assert line["path"] == path.replace("%0A%22", '\n"')
+            datetime.fromisoformat(line["time"])
+            if body is not None and "user" in body and status != 404:
+                assert (line["model"], line["user"]) == ("tiny", user)
+            assert ("completion_tokens" in line) or status not in (200, 504) or body is None
+            if number == 5:
+                behind.settings = replace(behind.settings, request_timeout=0.2)
+        behind.settings = replace(behind.settings, request_timeout=60.0)
+        with served.http.stream("POST", COMPLETION, json=endless | {"stream": True}) as reply:
+            begun = reply.iter_lines()  # kept: httpx closes the connection when this is freed
+            next(begun)
+        eventually(lambda: lines()[-1]["status"] == 499, "the one that was left has no line")
+        behind.metrics.text = lambda: 1 / 0
+        assert served.http.get("/metrics").status_code == 500 and lines()[-1]["status"] == 500
+        assert len(lines()) == len(asked) + 2
+
+
+def test_other_lines_of_the_log_are_json() -> None:
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        record = logging.LogRecord("uvicorn", logging.ERROR, "", 0, "a %s\nb", ("x",), sys.exc_info())
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    read = json.loads(line)
+    assert read["message"] == "a x\nb" and "ZeroDivisionError" in read["exception"] and read["level"] == "ERROR"

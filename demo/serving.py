@@ -10,6 +10,7 @@ import uvicorn
 from demo.app import APPEARANCE, build_app
 from demo.hub import Hub
 from hf_paged.server import create_app
+from hf_paged.server.heads import limited_protocol
 
 PORTS = range(7860, 7960)  # one of them, where none is asked for
 
@@ -33,7 +34,10 @@ def make_server(hub: Hub, host: str, port: int | None, welcome: bool = True) -> 
     )
     page = build_app(hub, welcome, (api.state.requests, f"{address(listening)}/v1"))
     app = gr.mount_gradio_app(api, page, path="/", **APPEARANCE)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    http = limited_protocol(api.state.serving.settings)
+    config = uvicorn.Config(
+        app, http=http, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=5
+    )
     return uvicorn.Server(config), listening
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_paged.core.errors import needs
 from hf_paged.server.app import create_app
+from hf_paged.server.heads import limited_protocol
 from hf_paged.server.logs import JsonLines
 from hf_paged.server.serving import Serving
 from hf_paged.server.settings import ServerSettings
@@ -44,6 +45,8 @@ def make_server(
         app,
         host=host,
         port=port,
+        http=limited_protocol(settings),
+        h11_max_incomplete_event_size=settings.max_head_bytes,
         ws="none",
         log_config=None,
         log_level="warning",

@@ -27,6 +27,8 @@ class ServerSettings:
         max_pixels_at_work: Pixels of all requests before their first token; beyond them the answer is 429.
         request_timeout: Seconds after which a request is given up; `None`: never.
         body_timeout: Seconds that a request's body may take to arrive.
+        max_head_bytes: The largest head of a request. Of a server of its own, as is
+        head_timeout: Seconds that a head may take to arrive.
         chat_template: A Jinja template in place of the tokenizer's own.
         adapters: Adapters of a `PeftModel`, each a model of its own name; `model_name` is the model without them. The
             server switches them: nothing else is to use the model meanwhile.
@@ -47,6 +49,8 @@ class ServerSettings:
     max_pixels_at_work: int = 134_000_000
     request_timeout: float | None = 600.0
     body_timeout: float = 30.0
+    max_head_bytes: int = 64 << 10
+    head_timeout: float = 15.0
     chat_template: str | None = None
     adapters: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
@@ -57,7 +61,7 @@ class ServerSettings:
         names = [self.model_name, *self.adapters]
         if isinstance(self.adapters, str) or not all(self.adapters) or len(set(names)) < len(names):
             raise ValueError(f"adapters must be a list of names other than the model's, got {self.adapters!r}")
-        timeouts = "request_timeout", "body_timeout", "grammar_timeout"
+        timeouts = "request_timeout", "body_timeout", "head_timeout", "grammar_timeout"
         for name in (*timeouts, *(name for name in vars(self) if name.startswith("max_"))):
             value = getattr(self, name)
             if value is not None and not value > 0:

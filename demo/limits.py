@@ -30,7 +30,7 @@ class Limits:
     positions: int | None = None
 
     def check_text(self, text: object) -> None:
-        """Refuses what is no text, or none at all, and one whose length alone tells that it is too long."""
+        """Refuses what is no text, or none at all, half a character, and a text whose length alone tells that it is too long."""
         if not isinstance(text, str) or not text.strip():
             raise RefusedError("There is no text: write a few words for the model to go on from.")
         if len(text) > CHARACTERS_PER_TOKEN * self.prompt_tokens:
@@ -38,6 +38,8 @@ class Limits:
                 f"The text has {len(text):,} characters; this demo takes prompts of up to {self.prompt_tokens:,} "
                 "tokens, some four characters each."
             )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RefusedError("The text has half of a character in it (a lone surrogate): write it anew.")
 
     def check_tokens(self, prompt_tokens: int, new_tokens: int, pool_tokens: int) -> None:
         """Refuses what this demo, the model or the pool has no room for.

@@ -82,6 +82,7 @@ async def beams(hub: Hub, owner: str, prompt: str, count: int, sampling: Samplin
     hub.limits.check_sequences(count)
     if count < 2:
         raise RefusedError("A beam search needs at least 2 beams.")
+    hub.limits.check_text(prompt)
     recorder = BeamRecorder(len(encode(hub.loaded, prompt)), hub.loaded.eos_token_ids)
     arguments = replace(sampling, temperature=0.0).arguments(hub.loaded) | {
         "num_beams": count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -194,6 +195,24 @@ def test_what_is_beyond_a_limit_is_refused_with_a_sentence(client: Client) -> No
     assert "40 requests" in refused(client.predict, count=41, api_name="/burst")
     assert "2 to 4,096" in refused(client.predict, num_blocks=1, api_name="/set_pool")
     assert "auto, swap, recompute" in refused(client.predict, num_blocks=64, preemption="no", api_name="/set_pool")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("chat", ["a \ud800 b", [], 8, 0.8, 0.95, 0, 1.1, None]),
+        ("chat", ["a", [{"role": "user", "content": "\udfff"}, {"role": "assistant", "content": "b"}], 8, 0, 1, 0, 1, 1]),
+        ("samples", ["a \ud800 b", 4, 8, 0.9, None]),
+        ("beams", ["\ud83d\ud83d", 4, 8]),
+    ],
+)
+def test_half_a_character_is_refused_with_a_sentence(url: str, name: str, data: list[Any]) -> None:
+    """As a page's script may send it; would break: an error of the tokenizer's, or of JSON."""
+    with httpx.Client(base_url=url, timeout=20) as http:
+        body, headers = json.dumps({"data": data}), {"Content-Type": "application/json"}
+        event = http.post(f"gradio_api/call/{name}", content=body, headers=headers).json()["event_id"]
+        answer = http.get(f"gradio_api/call/{name}/{event}").text
+    assert answer.startswith("event: error") and "half of a character" in answer, answer
 
 
 def test_a_refusal_is_no_markup(client: Client) -> None:

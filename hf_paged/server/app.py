@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.responses import JSONResponse, Response
 
 from hf_paged.api.patching import patch
@@ -24,6 +25,7 @@ from hf_paged.server.schemas import DetokenizeRequest, TokenizeRequest
 from hf_paged.server.serving import Serving
 from hf_paged.server.settings import ServerSettings
 
+OPENAPI = "/openapi.json"
 logger = logging.getLogger("hf_paged.server")
 Handler = Callable[[Serving, Request], Awaitable[Any]]
 
@@ -58,7 +60,8 @@ def create_app(
         yield
         serving.close()
 
-    app = FastAPI(title="hf_paged", lifespan=lifespan)
+    # Its pages are among our routes: they want a key, too.
+    app = FastAPI(title="hf_paged", lifespan=lifespan, openapi_url=None)
     app.state.serving = serving
     app.state.requests = serving.requests
     add_handlers(app)
@@ -75,6 +78,9 @@ def create_app(
         ("GET", "/v1/models/{name:path}", _model),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
+        ("GET", OPENAPI, _openapi),
+        ("GET", "/docs", _docs),
+        ("GET", "/redoc", _redoc),
         ("GET", "/metrics", _metrics),
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
@@ -146,6 +152,24 @@ async def _metrics(serving: Serving, request: Request) -> Any:
     """For Prometheus."""
     check_key(request, serving.settings.api_keys)
     return Response(await serving.in_thread(serving.metrics.text), media_type=CONTENT_TYPE)
+
+
+async def _openapi(serving: Serving, request: Request) -> Any:
+    """What there is, for programs."""
+    check_key(request, serving.settings.api_keys)
+    return request.app.openapi() | {"servers": [{"url": request.scope.get("root_path") or "/"}]}
+
+
+async def _docs(serving: Serving, request: Request) -> Any:
+    """What there is, to be tried."""
+    check_key(request, serving.settings.api_keys)
+    return get_swagger_ui_html(openapi_url=request.scope.get("root_path", "") + OPENAPI, title="hf_paged")
+
+
+async def _redoc(serving: Serving, request: Request) -> Any:
+    """What there is, to be read."""
+    check_key(request, serving.settings.api_keys)
+    return get_redoc_html(openapi_url=request.scope.get("root_path", "") + OPENAPI, title="hf_paged")
 
 
 async def _health(serving: Serving, request: Request) -> Any:

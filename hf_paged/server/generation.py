@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from hf_paged.server.text import Detokenizer, StopStrings
 from hf_paged.server.wakeups import News, Wakeups, in_pieces
 
 PIECE = 256  # tokens that are read without a turn of the event loop in between
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # in these digits only, of all that Python knows
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -451,7 +453,7 @@ def submit_arguments(
 
 
 def _bias(body: SamplingBody) -> dict[int, float] | None:
-    try:
-        return None if body.logit_bias is None else {int(name): value for name, value in body.logit_bias.items()}
-    except ValueError as error:
-        raise bad_field("logit_bias", f"keys are token ids, {error}") from None
+    for name in body.logit_bias or ():
+        if not TOKEN_ID.fullmatch(name):
+            raise bad_field("logit_bias", f"its keys are token ids, such as '17', and not {name!r:.200}")
+    return None if body.logit_bias is None else {int(name): value for name, value in body.logit_bias.items()}

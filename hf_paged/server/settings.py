@@ -58,6 +58,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if isinstance(self.api_keys, str) or not all(self.api_keys):
             raise ValueError("api_keys must be a list of strings that aren't empty")
+        if not all(key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
+            raise ValueError("api_keys must be of printable ASCII without spaces around them: they travel in a header")
         names = [self.model_name, *self.adapters]
         if isinstance(self.adapters, str) or not all(self.adapters) or len(set(names)) < len(names):
             raise ValueError(f"adapters must be a list of names other than the model's, got {self.adapters!r}")

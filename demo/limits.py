@@ -30,7 +30,7 @@ class Limits:
     positions: int | None = None
 
     def check_text(self, text: object) -> None:
-        """Refuses what is no text, or none at all, half a character, and a text whose length alone tells that it is too long."""
+        """Refuses what is no text, none at all, or none that UTF-8 has, and one whose length alone is too much."""
         if not isinstance(text, str) or not text.strip():
             raise RefusedError("There is no text: write a few words for the model to go on from.")
         if len(text) > CHARACTERS_PER_TOKEN * self.prompt_tokens:

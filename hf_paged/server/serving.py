@@ -141,6 +141,8 @@ class Serving:
         Raises:
             ApiError: It can't be served, or the queue is full.
         """
+        if body.priority and not self.settings.allow_priority:
+            raise bad_field("priority", "this server takes none; it would with --allow-priority (`allow_priority`)")
         most, number = self.settings.max_waiting, body.num_prompts
         if number > most:
             raise bad_field("prompt", f"{number} are more than the {most} that may wait")

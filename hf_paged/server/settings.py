@@ -29,6 +29,7 @@ class ServerSettings:
         body_timeout: Seconds that a request's body may take to arrive.
         max_head_bytes: The largest head of a request. Of a server of its own, as is
         head_timeout: Seconds that a head may take to arrive.
+        allow_priority: Requests may have a `priority`, and overtake others.
         chat_template: A Jinja template in place of the tokenizer's own.
         adapters: Adapters of a `PeftModel`, each a model of its own name; `model_name` is the model without them. The
             server switches them: nothing else is to use the model meanwhile.
@@ -51,6 +52,7 @@ class ServerSettings:
     body_timeout: float = 30.0
     max_head_bytes: int = 64 << 10
     head_timeout: float = 15.0
+    allow_priority: bool = False
     chat_template: str | None = None
     adapters: Sequence[str] = ()
     cors_origins: Sequence[str] = ()

@@ -392,6 +392,9 @@ def serve(
         float, typer.Option(min=0.27, help="Of all requests before their first token; beyond them: 429.")
     ] = 134.0,
     request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
+    allow_priority: Annotated[
+        bool, typer.Option("--allow-priority", help="Take `priority` of requests, which overtake others by it.")
+    ] = False,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Seconds that running requests have at the end.")] = 30,
     chat_template: Annotated[
         Path | None, typer.Option(help="A file with a Jinja template, for the tokenizer's own.", exists=True)
@@ -426,6 +429,7 @@ def serve(
             max_pixels=int(max_megapixels * 1e6),
             max_pixels_at_work=int(max_megapixels_at_work * 1e6),
             request_timeout=request_timeout,
+            allow_priority=allow_priority,
             chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
             cors_origins=tuple(cors_origin or ()),
         )

@@ -319,7 +319,7 @@ def test_every_field_is_here() -> None:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(ServerSettings(model_name="tiny", chat_template=TEMPLATE)) as running:
+    with serving(ServerSettings(model_name="tiny", chat_template=TEMPLATE, allow_priority=True)) as running:
         yield running
         running.settle()
 

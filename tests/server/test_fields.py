@@ -25,7 +25,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(ServerSettings(model_name="tiny")) as running:
+    with serving(ServerSettings(model_name="tiny", allow_priority=True)) as running:
         yield running
         running.settle()
 

@@ -231,7 +231,12 @@ def test_who_leaves_in_a_large_answer(roomy: Served, monkeypatch: pytest.MonkeyP
 
 def hard_use(num_users: int, count: int) -> None:
     settings = ServerSettings(
-        model_name="tiny", api_keys=[KEY], max_body_bytes=1 << 20, max_waiting=24, request_timeout=60
+        model_name="tiny",
+        api_keys=[KEY],
+        max_body_bytes=1 << 20,
+        max_waiting=24,
+        request_timeout=60,
+        allow_priority=True,
     )
     with serving(settings, num_blocks=24) as served:
         users = [User(served.url, seed, count) for seed in range(num_users)]

@@ -87,6 +87,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"min_tokens": 50}, "min_tokens"),
     (COMPLETION, {"logit_bias": {"x": 1}}, "logit_bias"),
     (COMPLETION, {"logit_bias": {"99999": 1}}, "logit_bias"),
+    *[(COMPLETION, {"logit_bias": {key: 1}}, "logit_bias") for key in ("٣", "１", "1_0", " 1", "01", "-1", "9" * 5000)],
+    (COMPLETION, {"stop_token_ids": ["1"]}, "stop_token_ids.0"),
     (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias.1"),
     (COMPLETION, {"presence_penalty": 3}, "presence_penalty"),
     (COMPLETION, {"frequency_penalty": -3}, "frequency_penalty"),
@@ -107,6 +109,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETION, {"stream_options": {"include_usage": True}}, "stream_options"),
     (COMPLETION, {"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
     (COMPLETION, {"priority": 1.5}, "priority"),
+    (COMPLETION, {"priority": -1}, "priority: this server takes none"),
     (COMPLETION, {"user": 7}, "user"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
@@ -136,7 +139,7 @@ def test_a_field_is_refused_by_name(served: Served, path: str, fields: dict[str,
     reply = served.post(path, BODIES[path] | fields)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error", reply.text
-    assert error["param"] == name and error["message"].startswith(name), error
+    assert error["param"] == name.partition(":")[0] and error["message"].startswith(name), error
     assert set(error) == {"message", "type", "param", "code"}
 
 
@@ -318,6 +321,12 @@ def test_keys() -> None:
         for method, path in (("POST", COMPLETION), ("POST", "/tokenize"), ("GET", "/metrics"), ("GET", "/v1/models")):
             reply = client.request(method, path, headers=headers, json={} if method == "POST" else None)
             assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert client.get(path).status_code == 401
+        found = client.get(path, headers={"Authorization": "Bearer other"})
+        assert found.status_code == 200 and ("openapi.json" in found.text or COMPLETION in found.json()["paths"])
+    for header in (b"Bearer schl\xc3\xbcssel", b"Bearer \xff\xfe", b"\xff", b""):
+        assert client.get("/v1/models", headers=[(b"Authorization", header)]).status_code == 401
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
     for key in settings.api_keys:
         reply = client.post("/tokenize", json={"prompt": "a"}, headers={"Authorization": f"Bearer {key}"})
@@ -370,15 +379,18 @@ def test_mounted_in_another_app() -> None:
     for _ in range(2):  # event loops of their own
         reply = TestClient(app).post("/llm/v1/completions", json={"prompt": "The door", "max_tokens": 3})
         assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 3
+    assert "'/llm/openapi.json'" in TestClient(app).get("/llm/docs").text
+    assert TestClient(app).get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
     hf_paged.unpatch(model)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"api_keys": "a"},
-        {"api_keys": [""]},
+        *[{"api_keys": keys} for keys in ("a", [""], ["schlüssel"], [" a"], ["a\n"])],
         {"max_waiting": 0},
+        {"head_timeout": 0},
+        {"max_head_bytes": -1},
         {"max_answer_bytes": 0},
         {"max_pixels_at_work": 5},
     ],

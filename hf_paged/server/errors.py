@@ -26,6 +26,8 @@ TYPES = {
     504: "timeout_error",
 }
 OWN_FIELD = re.compile(r"^Value error, (\w+): ")  # how a check of several fields begins: the one that it is about
+BROKEN_INSIDE = re.compile("(?:recursion|surrogate|escape|unicode|control).* at line (\\d+) column (\\d+)")
+MAX_NAMED = 8  # parts of a path to where JSON broke
 WRONG_TYPES = ("_type", "literal_error")
 
 
@@ -90,7 +92,9 @@ def invalid_body(error: ValidationError, body: bytes) -> ApiError:
     # Of what may be one of several, the one that was meant is the one that it got furthest in.
     first = max(found, key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+        where = _where_it_broke(body, first["msg"])
+        head = f"{where}: " if where else ""
+        return ApiError(400, f"{head}the body is not JSON: {first['msg']}", where or None, "invalid_json")
     given = from_json(body)
     where = _where(first, given)
     if first["type"] in ("extra_forbidden", "unknown_field"):
@@ -113,6 +117,26 @@ def _where(error: ErrorDetails, body: Any) -> str:
     elif match := OWN_FIELD.match(error["msg"]):
         last = match.groups()
     return ".".join(map(str, (*_in_body(path, body), *last)))
+
+
+def _where_it_broke(body: bytes, message: str) -> str:
+    """The path to a string that none is, or to lists in lists in lists."""
+    match = BROKEN_INSIDE.search(message)
+    if match is None:
+        return ""
+    lines = body.split(b"\n", int(match[1]))
+    end = sum(len(line) + 1 for line in lines[: int(match[1]) - 1]) + int(match[2]) - 1
+    for cut in (end, body.rfind(b"\\", 0, end)):
+        try:
+            value = from_json(body[: max(cut, 0)], allow_partial="trailing-strings")
+        except ValueError:
+            continue
+        path: list[int | str] = []
+        while isinstance(value, dict | list) and value and len(path) < MAX_NAMED:
+            path.append(next(reversed(value)) if isinstance(value, dict) else len(value) - 1)
+            value = value[path[-1]]  # type: ignore[call-overload]
+        return ".".join(map(str, path))
+    return ""
 
 
 def _alternatives(messages: list[str]) -> str:

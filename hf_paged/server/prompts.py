@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic_core import from_json
 
 from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.pictures import Pictures, Pixels
@@ -136,9 +136,12 @@ class Prompts:
             said = [self._part(part, f"{field}.content.{place}") for place, part in enumerate(parts)]
             # Templates of models that see take a list of parts, others a text.
             plain["content"] = "".join(part["text"] for part in said) if self._pictures is None else said
-        for call in plain.get("tool_calls", ()):
-            with suppress(ValueError):  # templates take them as what the JSON says
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        for number, call in enumerate(plain.get("tool_calls", ())):
+            try:  # templates take them as what the JSON says, and text that is none as it is
+                call["function"]["arguments"] = from_json(call["function"]["arguments"])
+            except ValueError as error:
+                if "recursion" in str(error):
+                    raise bad_field(f"{field}.tool_calls.{number}.function.arguments", str(error)) from None
         return plain
 
     def _part(self, part: ContentPart, field: str) -> dict[str, Any]:

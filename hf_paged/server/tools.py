@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from pydantic_core import from_json
+
 from hf_paged.sampling.grammar import COMPACT
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.text import StopStrings
@@ -186,9 +188,9 @@ class _TaggedCalls:
                 pieces.append({"content": between})
         inner = inner.strip()
         try:
-            call = json.loads(inner)
+            call = from_json(inner)
             name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             return [*pieces, {"content": inner}]
         self._index += 1
         return [*pieces, _call(self._index, str(name), arguments)]
@@ -231,6 +233,7 @@ class _ByTokenizer:
         text = "".join(self._parts)
         try:
             message = self._tokenizer.parse_response(text)
+            json.dumps(message, ensure_ascii=False).encode()  # what JSON may say, and UTF-8 can't
             calls = [each["function"] for each in message.get("tool_calls") or ()]
             found = [
                 _call(number, each["name"], json.dumps(each["arguments"], ensure_ascii=False))

@@ -36,6 +36,9 @@ TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "f
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
+DEEP, HALF = "[" * 5000, r'{"name": "a", "arguments": {"b": "\ud800"}}'  # what Python's own parser fails on, or takes
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serving(ServerSettings(model_name="tiny")) as running:
@@ -119,6 +122,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_
         ("<tool_call>no JSON</tool_call>", "no JSON", []),
         (f"{CALL} and {CALL}", " and ", ["weather", "weather"]),
         ('<tool_call>{"name": "cut', '{"name": "cut', []),
+        (f"<tool_call>{DEEP}</tool_call>", DEEP, []),
+        (f"<tool_call>{HALF}</tool_call>", HALF, []),
     ],
 )
 def test_tagged_calls(text: str, content: str, names: list[str], size: int, is_parallel: bool) -> None:

@@ -225,6 +225,57 @@ def test_what_is_no_json(served: Served, content: bytes) -> None:
     assert served.http.post(COMPLETION, content=content).status_code == 400
 
 
+def calling(arguments: str) -> str:
+    """A chat in which a function was called."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    return json.dumps({"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}, answer]})
+
+
+HALF, DEEP = r'"a \ud83d b"', "[" * 5000
+NESTED = '{"properties": {"a": ' * 5000
+ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
+BROKEN: list[tuple[str, str, str]] = [
+    *[(CHAT, calling(start * 5000), ARGUMENTS) for start in ("[", '{"a":')],
+    (CHAT, calling("[" * 300 + "]" * 300), ARGUMENTS),
+    (
+        CHAT,
+        '{"tools": [{"type": "function", "function": {"name": "a", "parameters": ' + NESTED,
+        "tools.0.function.param",
+    ),
+    (
+        CHAT,
+        '{"response_format": {"type": "json_schema", "json_schema": {"schema": ' + NESTED,
+        "response_format.json_sch",
+    ),
+    (RESPONSES, '{"text": {"format": {"schema": ' + NESTED, "text.format.schema"),
+    (RESPONSES, '{"input": "a", "metadata": ' + NESTED, "metadata"),
+    (COMPLETION, '{"stop": "a",\n "structured_outputs": {"json": {"enum": ' + DEEP, "structured_outputs.json.enum"),
+    (COMPLETION, f'{{"prompt": {DEEP}', "prompt"),
+    (COMPLETION, f'{{"prompt": ["a", {HALF}]}}', "prompt.1"),
+    (COMPLETION, f'{{"prompt": "a\\\\", "user":\n{HALF}}}', "user"),
+    (COMPLETION, f'{{"prompt": "a", "logit_bias": {{{HALF}: 1}}}}', "logit_bias"),
+    (COMPLETION, r'{"prompt": "a", "stop": ["b", "\udc00\ud800"]}', "stop.1"),
+    (
+        CHAT,
+        f'{{"messages": [{{"role": "user", "content": [{{"type": "text", "text": {HALF}}}]}}]}}',
+        "messages.0.content.0",
+    ),
+    (RESPONSES, f'{{"input": "a", "metadata": {{"b": {HALF}}}}}', "metadata.b"),
+    ("/tokenize", f'{{"prompt": {HALF}}}', "prompt"),
+    ("/detokenize", f'{{"tokens": [1], "model": {HALF}}}', "model"),
+]
+
+
+@pytest.mark.parametrize(("path", "content", "place"), BROKEN, ids=lambda value: str(value)[:60])
+def test_what_json_can_not_hold(served: Served, path: str, content: str, place: str) -> None:
+    """Lists in lists, half characters; would break: a 500, or an answer that leaves one to look for it."""
+    reply = served.http.post(path, content=content)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"].startswith(place), reply.text
+    assert error["message"].startswith(f"{error['param']}: ") and len(error["message"]) < 300
+
+
 def test_other_answers(served: Served) -> None:
     """Would break: an answer that isn't in OpenAI's shape."""
     replies = {

@@ -139,6 +139,26 @@ def _where_it_broke(body: bytes, message: str) -> str:
     return ""
 
 
+def too_deep(body: bytes, most: int) -> ApiError:
+    """A body, or the beginning of one, whose lists and objects are nested deeper than so many."""
+    where = ""
+    try:
+        level: list[tuple[str, Any]] = [("", from_json(body, allow_partial=True))]
+        for depth in range(most):
+            level = [
+                (f"{where}.{key}" if depth < MAX_NAMED else where, inner)
+                for where, value in level
+                for key, inner in (value.items() if isinstance(value, dict) else enumerate(value))
+                if isinstance(inner, dict | list)
+            ]
+        where = level[0][0].removeprefix(".")
+    except (ValueError, LookupError, TypeError) as error:
+        where = _where_it_broke(body, str(error))
+    head = f"{where}: " if where else ""
+    message = f"{head}the body's lists and objects are nested deeper than {most}"
+    return ApiError(400, message, where or None, code="invalid_json")
+
+
 def _alternatives(messages: list[str]) -> str:
     """What is said of one value, in one sentence."""
     first, *others = dict.fromkeys(OWN_FIELD.sub("", message).removeprefix("Value error, ") for message in messages)

@@ -12,7 +12,7 @@ import numpy as np
 from fastapi import Request
 from pydantic import ValidationError
 
-from hf_paged.server.errors import ApiError, invalid_body
+from hf_paged.server.errors import ApiError, invalid_body, too_deep
 from hf_paged.server.schemas import Body
 from hf_paged.server.settings import ServerSettings
 
@@ -64,10 +64,6 @@ class JsonSize:
         if self.num_values > most_values:
             return _too_large(
                 f"it holds more than {most_values} values, of which an object is {PER_OBJECT} and a field {PER_FIELD}"
-            )
-        if self.depth > MAX_DEPTH:
-            return ApiError(
-                400, f"the body's lists and objects are nested deeper than {MAX_DEPTH}", code="invalid_json"
             )
         return None
 
@@ -146,8 +142,10 @@ async def _read(request: Request, settings: ServerSettings, pace: Pace) -> bytes
                 count.feed(part)
             else:
                 await pace.run(count.feed, part)
-            error = count.error(settings.max_body_values)
             parts.append(part)
+            error = count.error(settings.max_body_values)
+            if error is None and count.depth > MAX_DEPTH:
+                error = await pace.run(too_deep, b"".join(parts), MAX_DEPTH)
     if error is not None:
         raise error
     return b"".join(parts)

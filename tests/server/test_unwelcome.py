@@ -252,6 +252,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RESPONSES, '{"input": "a", "metadata": ' + NESTED, "metadata"),
     (COMPLETION, '{"stop": "a",\n "structured_outputs": {"json": {"enum": ' + DEEP, "structured_outputs.json.enum"),
     (COMPLETION, f'{{"prompt": {DEEP}', "prompt"),
+    (RESPONSES, '{"metadata": {"a": ' + "[" * 99 + "]" * 99 + '}, "input": ["a"]}', "metadata.a.0"),
     (COMPLETION, f'{{"prompt": ["a", {HALF}]}}', "prompt.1"),
     (COMPLETION, f'{{"prompt": "a\\\\", "user":\n{HALF}}}', "user"),
     (COMPLETION, f'{{"prompt": "a", "logit_bias": {{{HALF}: 1}}}}', "logit_bias"),

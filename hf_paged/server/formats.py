@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,32 @@ from functools import cached_property
 from typing import Any
 
 from hf_paged.sampling.grammar import Grammar, GrammarCompiler
-from hf_paged.server.errors import bad_field
+from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.grammar_trial import STACK_BYTES, GrammarTrial
 from hf_paged.server.schemas import ChatRequest, SamplingBody
 from hf_paged.server.tools import grammar_of
 
+LINE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
+MAX_MESSAGE = 1000  # characters: compilers quote what they were given
 ANY_OBJECT = {"type": "object"}
+
+
+def bad_grammar(body: SamplingBody, message: str) -> ApiError:
+    """What a compiler or matcher says of the field that a text was to follow."""
+    wanted, own = body.structured_outputs, body.response_format
+    if isinstance(body, ChatRequest) and body.is_forced:
+        field = "tools"
+        line = LINE.match(message)  # of `grammar_of`, which has two for each that may be called, behind two of its own
+        number = (int(line[1]) - 3) // 2 if line else -1
+        if 0 <= number < len(body.callable_tools):
+            field = f"tools.{body.tools.index(body.callable_tools[number])}.function.parameters"
+    elif wanted is not None:
+        field = f"structured_outputs.{next(iter(wanted.model_fields_set)).rstrip('_')}"
+    else:
+        field = "response_format" if own is None or own.json_schema is None else "response_format.json_schema.schema"
+    if "NoExtensionBias" in message:
+        message = "it allows no text at all"
+    return bad_field(field, message.removesuffix("<non-verbose/>").strip()[:MAX_MESSAGE])
 
 
 class Formats:
@@ -64,14 +85,10 @@ class Formats:
         """
         if not body.is_structured:
             return None
-        is_forced = isinstance(body, ChatRequest) and body.is_forced
-        field = (
-            "tools" if is_forced else "structured_outputs" if body.structured_outputs is not None else "response_format"
-        )
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
         except ValueError as error:
-            raise bad_field(field, str(error)) from error
+            raise bad_grammar(body, str(error)) from error
 
     def close(self) -> None:
         """Ends the thread and its process."""

@@ -19,6 +19,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestOutput, TokenEvent
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, too_long
+from hf_paged.server.formats import bad_grammar
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
@@ -365,7 +366,7 @@ class Generation:
         try:
             return request.result(0)
         except ValueError as error:  # a grammar that its matcher gives up
-            raise ApiError(400, str(error)) from error
+            raise bad_grammar(self._body, str(error)) from error
         except Exception as error:
             logger.exception("a request failed in the engine")
             raise ApiError(500, f"the engine failed: {type(error).__name__}", code="engine_error") from error

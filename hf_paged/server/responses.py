@@ -104,12 +104,12 @@ async def create(serving: Serving, request: Request) -> Any:
     chat = body.as_chat()
     try:
         generation = await serving.start(request, chat, lambda: [serving.prompts.of_chat(chat.messages)])
+        answer = _Answer(serving, body, chat, generation)
+        if body.stream:
+            return event_stream(answer.events(), generation.close)
+        await serving.finished(request, generation)
     except ApiError as error:
         raise _in_own_names(error, body) from None
-    answer = _Answer(serving, body, chat, generation)
-    if body.stream:
-        return event_stream(answer.events(), generation.close)
-    await serving.finished(request, generation)
     serving.note_end(chat, generation)
     return answer.whole()
 
@@ -123,6 +123,7 @@ def _in_own_names(error: ApiError, body: ResponsesRequest) -> ApiError:
         rest = [str(int(rest[0]) - (body.instructions is not None)), *rest[1:]]
     if first not in OWN_NAMES:
         return error
+    rest = [each for each in rest if each != "json_schema"]
     param = ".".join([OWN_NAMES[first], *rest])
     return ApiError(error.status, error.message.replace(error.param, param, 1), param, error.code)
 
@@ -196,10 +197,13 @@ class _Answer:
         yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress"))
         place = {"output_index": 0, "content_index": 0, "item_id": self._item_id}
         yield self._event("response.content_part.added", **place, part=self._part(""))
-        async for deltas in self._generation.updates():
-            for delta in deltas:
-                if delta.text:
-                    yield self._event("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+        try:
+            async for deltas in self._generation.updates():
+                for delta in deltas:
+                    if delta.text:
+                        yield self._event("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+        except ApiError as error:
+            raise _in_own_names(error, self._body) from None
         whole, text = self.whole(), self._generation.texts[0].text
         yield self._event("response.output_text.done", **place, text=text, logprobs=[])
         yield self._event("response.content_part.done", **place, part=self._part(text))

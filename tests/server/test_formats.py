@@ -202,6 +202,11 @@ def test_a_json_object(served: Served) -> None:
     assert reply.usage is not None and reply.usage.completion_tokens <= 5
 
 
+KING: Any = {"type": "object", "properties": {"a": {"type": "king"}}}
+TOOLS: Any = [{"type": "function", "function": {"name": name}} for name in "abc"]
+TOOLS[1]["function"]["parameters"] = KING
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -210,11 +215,15 @@ def test_a_json_object(served: Served) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "king"}}}},
-            "response_format: Invalid type: king",
+            "response_format.json_schema.schema: Invalid type: king",
         ),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs.json: it allows no text at all"),
+        ({"structured_outputs": {"choice": ["a"] * 3000}}, "structured_outputs.choice: "),  # as soon as it begins
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools.1.function.parameters: "),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tools.1.function.param"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"structured_outputs": {"grammar": "start"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start"}}, "structured_outputs.grammar: "),
         ({"structured_outputs": {"regex": "a"}, "num_beams": 2}, "num_beams"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
@@ -225,4 +234,6 @@ def test_a_json_object(served: Served) -> None:
 )
 def test_refused(served: Served, fields: dict[str, Any], name: str) -> None:
     reply = served.post(PATH, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9} | fields)
-    assert reply.status_code == 400 and name in reply.json()["error"]["message"], reply.text
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and name in error["message"] and len(error["message"]) < 1100, reply.text
+    assert error["message"].startswith(f"{error['param']}: ")

@@ -184,7 +184,7 @@ def test_a_grammar_that_overflows_its_compiler_is_refused(served: Served) -> Non
     """Compiled in the server's own process, it would end that."""
     for _ in range(2):
         reply = served.post(COMPLETION, {"prompt": "The door", "structured_outputs": {"grammar": chain(4000)}})
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == "structured_outputs", reply.text
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "structured_outputs.grammar", reply.text
         assert "too deep" in reply.json()["error"]["message"]
     assert len(served.complete(structured_outputs={"regex": "[a-z]{3}"})["choices"][0]["text"]) == 3
     assert set(served.complete(structured_outputs={"grammar": chain(100)})["choices"][0]["text"]) <= set("xyz")

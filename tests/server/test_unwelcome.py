@@ -68,7 +68,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 10**6}, "max_tokens"),
     (CHAT, {"max_completion_tokens": 10**6}, "max_completion_tokens"),
     (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
-    (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"type": "king"}}}}, "text.format"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"type": "king"}}}}, "text.format.schema"),
     (RESPONSES, {"input": [{"role": "user", "content": [SEEN]}], "instructions": "a"}, "input.0.content.0.image_url"),
     (COMPLETION, {"temperature": -1}, "temperature"),
     (COMPLETION, {"temperature": 2.5}, "temperature"),

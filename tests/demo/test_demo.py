@@ -201,7 +201,10 @@ def test_what_is_beyond_a_limit_is_refused_with_a_sentence(client: Client) -> No
     ("name", "data"),
     [
         ("chat", ["a \ud800 b", [], 8, 0.8, 0.95, 0, 1.1, None]),
-        ("chat", ["a", [{"role": "user", "content": "\udfff"}, {"role": "assistant", "content": "b"}], 8, 0, 1, 0, 1, 1]),
+        (
+            "chat",
+            ["a", [{"role": "user", "content": "\udfff"}, {"role": "assistant", "content": "b"}], 8, 0, 1, 0, 1, 1],
+        ),
         ("samples", ["a \ud800 b", 4, 8, 0.9, None]),
         ("beams", ["\ud83d\ud83d", 4, 8]),
     ],

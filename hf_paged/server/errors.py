@@ -131,10 +131,10 @@ def _where_it_broke(body: bytes, message: str) -> str:
             value = from_json(body[: max(cut, 0)], allow_partial="trailing-strings")
         except ValueError:
             continue
-        path: list[int | str] = []
+        path: list[Any] = []
         while isinstance(value, dict | list) and value and len(path) < MAX_NAMED:
             path.append(next(reversed(value)) if isinstance(value, dict) else len(value) - 1)
-            value = value[path[-1]]  # type: ignore[call-overload]
+            value = value[path[-1]]
         return ".".join(map(str, path))
     return ""
 

@@ -78,7 +78,7 @@ class RequestLog:
     def _log(self, request: Request, status: int, started: float) -> None:
         state = request.state
         status, body = getattr(state, "status", status), getattr(state, "body", None)
-        said = {"model": None, "user": None}
+        said: dict[str, Any] = {"model": None, "user": None}
         if body is not None:
             said = {"model": (body.model or self._model_name)[:MAX_LENGTH], "user": getattr(body, "user", None)}
         client = None if request.client is None else request.client.host

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
+from hf_paged.kernels.transfers import to_host
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.wrapper import token_positions
@@ -30,6 +31,42 @@ def check_tokens(tokens: Any) -> None:
     kind = tokens.dtype
     if tokens.ndim == 2 and (kind.is_floating_point or kind.is_complex or kind is torch.bool):
         raise ValueError(f"input_ids must be integers (torch.long), got a tensor of {kind}")
+
+
+def check_continuation(cache: PagedCache, tokens: Tensor, mask: Tensor | None) -> None:
+    """Raises `ValueError` for a prompt whose first columns are not what a cache holds, as `generate()` believes.
+
+    Columns that the mask hides may differ. What was given as embeddings, or is not known to the cache, isn't compared.
+
+    Args:
+        cache: Not empty.
+        tokens: `[rows, columns]`, the prompt's ids, or its embeddings.
+        mask: Of the call, if it gave one.
+    """
+    width, columns = cache.get_seq_length(), tokens.shape[1]
+    remedy = (
+        "give what it holds and new tokens behind it, or the new tokens alone to the model's forward() (to generate() "
+        "with an attention_mask over both), crop() the cache to what the prompt begins with, or make a new one"
+    )
+    if columns <= width:
+        raise ValueError(f"the prompt has {columns} tokens a row, and the PagedCache already holds {width}: {remedy}")
+    is_known = tokens.ndim == 2 and len(tokens) == cache.batch_size and (mask is None or mask.ndim == 2)
+    if not is_known:
+        return
+    ids, *masks = (table.tolist() for table in to_host([tokens] if mask is None else [tokens, mask]))
+    for row, given in enumerate(ids):
+        sequence, padding = cache.sequences[row // cache.fan_out], cache.padding[row // cache.fan_out]
+        held = () if sequence is None else sequence.token_ids or ()
+        if held == given[padding:width]:
+            continue
+        for column, token in enumerate(held, padding):
+            is_embedded = getattr(token, "embeddings", None) is not None
+            own, is_seen = getattr(token, "token_id", token), not masks or masks[0][row][column]
+            if is_seen and not is_embedded and own != given[column]:
+                raise ValueError(
+                    f"the prompt doesn't continue the PagedCache, which holds {width} tokens a row: row {row} differs "
+                    f"in column {column}, {given[column]} where the cache has {own}: {remedy}"
+                )
 
 
 def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> ForwardCall:

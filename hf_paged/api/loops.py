@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 
+from hf_paged.api.given_call import check_continuation
 from hf_paged.api.loop_call import LoopCall
 from hf_paged.api.routing import fall_back
 from hf_paged.attention.cache import PagedCache
@@ -224,7 +225,9 @@ def _private_draws(engine: Engine, states: GeneratorStates, call: LoopCall) -> A
 
 
 def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
-    """Refuses an empty prompt, and one that could outgrow the whole pool, before anything is allocated.
+    """Refuses an empty prompt, one that could outgrow the whole pool, and one that a kept cache doesn't begin.
+
+    Before anything is allocated.
 
     Returns:
         Tokens of a row at its longest, padding included.
@@ -238,6 +241,11 @@ def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
     mask: Tensor | None = call.others.get("attention_mask")
     # The mask is as long as the whole sequence where only the tokens that a kept cache lacks were given.
     mask_length = getattr(generation_config, "_mask_length", prompt) if mask is None else mask.shape[-1]
+    # Where transformers leaves the cached columns out; drafts need not be right.
+    leaves_out = engine.core.bound.cache_argument == "past_key_values" and not call.is_assisted
+    is_whole = embeds is not None or mask_length == prompt
+    if cache.get_seq_length() and leaves_out and is_whole and not generation_config.is_assistant:
+        check_continuation(cache, input_ids if embeds is None else embeds, mask)
     longest = prompt = max(prompt, mask_length)
     if (
         mask is not None

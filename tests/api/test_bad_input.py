@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pair, assert_same_cache, logged_messages, new_cache
-from models import build, name_of, ragged_batch, random_ids
+from models import EOS, PAD, build, name_of, ragged_batch, random_ids
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -311,6 +311,38 @@ def test_other_batch_size_over_a_kept_cache(pair: Pair, rows: int) -> None:
 
 
 @pytest.mark.core
+@pytest.mark.parametrize(
+    ("columns", "other", "message"),
+    [
+        (9, None, "prompt has 9 tokens a row, and the PagedCache already holds 15: .*crop"),
+        (15, None, "prompt has 15 tokens a row, and the PagedCache already holds 15"),
+        (20, 12, r"holds 15 tokens a row: row 0 differs in column 12, 0 where the cache has \d+"),
+    ],
+    ids=["shorter", "as_long", "other"],
+)
+def test_prompt_that_does_not_continue_its_cache(pair: Pair, columns: int, other: int | None, message: str) -> None:
+    """Would break: a text behind the keys of another one, without a word."""
+    batch, cache = ragged_batch(), PagedCache(pair.paged)
+    kept: dict[str, Any] = {"past_key_values": cache, "max_new_tokens": 5, "eos_token_id": None}
+    ids = torch.cat([pair.paged.generate(**batch, **kept), random_ids(3, 4)], dim=1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, 9), value=1)
+    told = ids[:, :columns].clone()
+    if other is not None:
+        told[:, other] = PAD
+    held = pair.engine.stats().num_free_blocks
+    for given in ({"input_ids": told}, {"inputs_embeds": pair.paged.get_input_embeddings()(told)}):
+        if other is None or "input_ids" in given:
+            with pytest.raises(ValueError, match=message):
+                pair.paged.generate(**given, attention_mask=mask[:, :columns], **kept)
+    pair.engine.check_invariants()
+    assert pair.engine.stats().num_free_blocks == held and cache.get_seq_length() == 15
+    ids[batch["attention_mask"].logical_not().nonzero(as_tuple=True)] = EOS  # what fills the padding doesn't matter
+    pair.paged.generate(ids, attention_mask=mask, **kept)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 20
+    cache.reset()
+
+
 def test_cache_implementation_beside_a_cache(pair: Pair) -> None:
     """Would break: one of the two ignored."""
     cache = PagedCache(pair.paged)

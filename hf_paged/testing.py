@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.utils import ModelOutput
 
 _MASKED = -1e4  # logits from here down are fill values of unused vocabulary entries
@@ -50,7 +56,8 @@ class Divergence:
         actual_token: The token of `actual`; `None` if the row ended too early.
         gap: How far the token's score lies behind the best one, in logits (at a first divergence: or the expected
             token's, if further). Beam search: how far the row's score lies behind the expected row's; negative if it
-            is better. Infinite if no rounding leads here.
+            is better. Beam sampling: how far gaps were changed until stock drew the row. Infinite if no rounding leads
+            here.
         threshold: Largest gap that is a near tie here.
     """
 
@@ -158,7 +165,10 @@ def compare_generations(
     Exp(1) a step; and a token may also pass with the logits shifted by the threshold, if that moves it or the one that
     beat it across the edge of top-k, top-p and the like. Beam search: the row's score, sum of log p / length **
     length_penalty, must be at least the expected row's less the threshold, and the hypotheses of a prompt must differ.
-    That is an approximation: a beam lost at a near tie early on may cost more than the threshold in the end.
+    That is an approximation: a beam lost at a near tie early on may cost more than the threshold in the end. Beam
+    sampling: stock's loop, drawing with the seed, must find the row, its logits moved at random so that no gap changes
+    by more than the threshold; 33 such searches are tried. In half precision, where many draws nearly tie, they seldom
+    find the row, and it counts as a fault.
 
     No threshold on logits covers a mixture of experts whose *router* nearly tied. Rotary scalings that depend on the
     longest text of a batch (`dynamic`, `longrope`) can't be judged beyond their original length.
@@ -171,7 +181,7 @@ def compare_generations(
         actual: What the engine returned; may be wider or narrower than `expected`.
         attention_mask: As given to `generate()`.
         generation_config: As given to `generate()`.
-        seed: Sampling: the seed of torch's generator right before each call.
+        seed: Sampling, of beams, too: the seed of torch's generator right before each call.
         threshold: Replaces that of `near_tie_threshold`: in logits; of beam search in nats a token.
         **generate_kwargs: The other arguments of `generate()`. Your own processors and criteria are copied, as two
             texts go through them; criteria get no scores.
@@ -191,9 +201,10 @@ def compare_generations(
         sides = (("expected", expected), ("actual", actual))
         stock, found = (_read(name, output, model, input_ids, threshold, kwargs) for name, output in sides)
         mode, sampled = stock.config.get_generation_mode(kwargs.get("assistant_model")).value, stock.config.do_sample
-        if mode == "sample" and seed is None:
+        if mode in ("sample", "beam_sample") and seed is None:
             raise ValueError("sampling is judged by replaying its noise: give the seed of both calls")
-        if mode not in ("greedy_search", "sample", "beam_search") and (sampled or mode != "assisted_generation"):
+        judged = ("greedy_search", "sample", "beam_search", "beam_sample")
+        if mode not in judged and (sampled or mode != "assisted_generation"):
             raise ValueError(f"mode {mode!r} with do_sample={sampled} can't be judged")
         steps = max(stock.tokens.shape[1], found.tokens.shape[1])
         padded = [functional.pad(side.tokens, (0, steps - side.tokens.shape[1]), value=-1) for side in (stock, found)]
@@ -203,6 +214,8 @@ def compare_generations(
         divergences: list[Divergence] = []
         if starts and mode == "beam_search":
             divergences = _judge_beams(stock, found, starts)
+        elif starts and mode == "beam_sample":
+            divergences = _judge_drawn_beams(stock, found, starts, seed)
         elif starts:
             divergences = _judge_tokens(stock, found, starts, seed)
     finally:
@@ -223,6 +236,7 @@ class _Side:
     prompts: Tensor  # [loop_rows, width]
     source: Tensor  # [loop_rows], the returned row that stands in each row of the loop (beams repeat them)
     processors: LogitsProcessorList  # of this side alone
+    criteria: StoppingCriteriaList
     config: GenerationConfig  # with everything resolved
     inputs: dict[str, Any]  # what else a forward over the prompts is given
     filled: Tensor  # [rows, steps], the generated tokens as given
@@ -234,6 +248,11 @@ class _Side:
         """The token there, `None` behind the row's end."""
         token = int(self.tokens[row, step]) if step < self.tokens.shape[1] else -1
         return None if token < 0 else token
+
+    def limits(self, logits: Tensor) -> Tensor:
+        """The threshold for each row of logits."""
+        limits = near_tie_threshold(_computes_in(self.model), logits)
+        return limits if self.threshold is None else limits.fill_(self.threshold)
 
 
 def _read(
@@ -286,7 +305,9 @@ def _read(
     is_padding = torch.arange(filled.shape[1], device=ids.device) >= lengths[:, None]
     is_padding &= sum((filled == fill.flatten()[0] for fill in fills if fill is not None), torch.zeros_like(is_padding))
     tokens = filled.masked_fill(is_padding, -1)
-    return _Side(model, threshold, prompts, source, processors, resolved, inputs, filled, tokens, lengths, is_ended)
+    return _Side(
+        model, threshold, prompts, source, processors, criteria, resolved, inputs, filled, tokens, lengths, is_ended
+    )
 
 
 def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -303,7 +324,6 @@ def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Te
     kwargs = dict(side.inputs)
     for _ in range(steps):
         kwargs = model._update_model_kwargs_for_generation(ModelOutput(), kwargs)
-    dtype = _computes_in(model)
     window = max(1, _MAX_LOGITS // (len(ids) * model.config.get_text_config(decoder=True).vocab_size))
     for begin in range(0, steps, window):
         end = min(begin + window, steps)
@@ -327,10 +347,7 @@ def _step_logits(side: _Side, rows: list[int]) -> Iterator[tuple[int, Tensor, Te
         for step in range(begin, end):
             raw = logits.new_zeros(len(ids), logits.shape[-1])
             raw[wanted] = logits[:, step - begin]
-            limits = near_tie_threshold(dtype, raw)
-            if side.threshold is not None:
-                limits.fill_(side.threshold)
-            yield step, ids[:, : prompt + step], raw, limits
+            yield step, ids[:, : prompt + step], raw, side.limits(raw)
 
 
 def _gaps(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -428,6 +445,62 @@ def _judge_beams(stock: _Side, found: _Side, starts: dict[int, int]) -> list[Div
         tokens = stock.token(row, step), found.token(row, step)
         divergence = Divergence(row, step, *tokens, gap, max(stock_limit, limit))
         divergences += _wrong_end(row, stock, found) or [divergence]
+    return divergences
+
+
+class _MovedLogits:
+    """Stands in for a model as the `self` of its beam search, with logits as rounding might have made them."""
+
+    _prefill = GenerationMixin._prefill
+
+    def __init__(self, side: _Side, share: float, seed: int) -> None:
+        self._side = side
+        self._share = share  # of the threshold, the largest change of a gap
+        self._generator = torch.Generator(side.prompts.device).manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._side.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._side.model(*args, **kwargs)
+        logits = output.logits[:, -1:].to(self._side.prompts.device, torch.float32)
+        moves = torch.rand(logits.shape, generator=self._generator, device=logits.device) - 0.5
+        output.logits = logits + moves * self._share * self._side.limits(logits)[..., None]
+        return output
+
+    def search(self, seed: int | None) -> Tensor:
+        """The generated tokens, `[rows, steps]`."""
+        side = self._side
+        with torch.random.fork_rng():
+            torch.manual_seed(0 if seed is None else seed)
+            processors, criteria = copy.deepcopy((side.processors, side.criteria), {id(side.model): side.model})
+            config = copy.copy(side.config)
+            config.return_dict_in_generate, config.prefill_chunk_size = False, None
+            inputs = side.inputs | {"use_cache": False}
+            found = GenerationMixin._beam_search(self, side.prompts, processors, criteria, config, **inputs)
+        return found[:, side.prompts.shape[1] :]
+
+
+def _judge_drawn_beams(stock: _Side, found: _Side, starts: dict[int, int], seed: int | None) -> list[Divergence]:
+    """Beam sampling: whether stock's own loop finds the rows in `starts` when its logits are moved."""
+    reached: list[dict[int, float]] = [{}, {}]
+    limit = float(stock.limits(next(_step_logits(stock, list(starts)))[2]).max())
+    for number, share in enumerate([0.0, *[1 / 16] * 8, *[1 / 4] * 8, *[1.0] * 16]):
+        if all(len(shares) == len(starts) for shares in reached):
+            break
+        tokens = _MovedLogits(stock, share, number).search(seed)
+        for side, shares in zip((stock, found), reached):
+            for row in starts.keys() - shares.keys():
+                length = int(side.lengths[row])
+                if torch.equal(tokens[row, :length], side.filled[row, :length]):
+                    shares[row] = share
+    divergences = []
+    for row, step in starts.items():
+        if row not in reached[0]:
+            raise ValueError(f"expected is not what stock generates from these arguments: row {row} is not drawn")
+        gap = limit * max(reached[1].get(row, math.inf), reached[0][row])
+        tokens = stock.token(row, step), found.token(row, step)
+        divergences += _wrong_end(row, stock, found) or [Divergence(row, step, *tokens, gap, limit)]
     return divergences
 
 

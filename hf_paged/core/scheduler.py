@@ -47,6 +47,7 @@ class Scheduler(Sequences):
         policy: Policy | None = None,
     ) -> None:
         super().__init__(manager, prefers_swap, policy)
+        max_num_batched_tokens = max(max_num_batched_tokens, manager.least_chunk)  # or prompts would never begin
         self._rows = GroupRows(manager, self.queues, self.preemption)
         self.admission = Admission(manager, self.queues, self.preemption, self._rows, max_num_batched_tokens)
         self._running = Running(manager, self.queues, self._rows)

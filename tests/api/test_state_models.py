@@ -82,6 +82,12 @@ def test_mode(make: MakePair, name: str, mode: str) -> None:
 
 
 @every_family_kinds_quick
+def test_a_token_a_step(make: MakePair, name: str) -> None:
+    """Would break: prompts that never begin, since two of their tokens are the least that a step computes of them."""
+    make(name, max_num_batched_tokens=1).generate(**ragged_batch((5, 3)), max_new_tokens=3)
+
+
+@every_family_kinds_quick
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_pool_too_small_for_the_batch(make: MakePair, name: str, preemption: str) -> None:
     """Would break: states that are lost when their sequence makes room, or computed again by another formula."""

@@ -46,8 +46,8 @@ def main() -> None:
 
     report = hf_paged.is_supported(model)
     print(f"{type(model).__name__} is {'supported' if report else 'not supported'}")
-    for reason in report.reasons:
-        print(f"  {reason}")
+    for remark in (*report.reasons, *report.notes):
+        print(f"  {remark}")
     if not report:
         sys.exit(1)
 

@@ -39,11 +39,13 @@ class SupportReport:
         supported: Whether `patch` accepts the model.
         reasons: Why not, a sentence each; empty if supported.
         traits: What was found out about its architecture; `None` if not supported.
+        notes: Where a supported model's tokens may differ from stock's, and why, a sentence each.
     """
 
     supported: bool
     reasons: tuple[str, ...] = ()
     traits: ModelTraits | None = None
+    notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.supported
@@ -132,9 +134,30 @@ def is_supported(model: Any) -> SupportReport:
         reason = _why_not_on_devices(report.traits, model)
         if reason is not None:
             return SupportReport(False, (reason,))
-        return replace(report, traits=replace(report.traits, layers=layers))
+        return replace(report, traits=replace(report.traits, layers=layers), notes=_notes(model))
     except Exception as error:  # half constructed, or with a config that raises where it is read
         return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
+
+
+def _notes(model: PreTrainedModel) -> tuple[str, ...]:
+    """What keeps a model from giving stock's tokens though it can be patched."""
+    mixed = [name for name, module in model.named_modules() if _scales_by_batch(module)]
+    if not mixed:
+        return ()
+    names = ", ".join(mixed[:3]) + (f" and {len(mixed) - 3} more" if len(mixed) > 3 else "")
+    return (
+        f"{names}: quantized layers that scale their input by its largest number, that of all rows and of padding. What "
+        "they make of a row depends on what is beside it, in stock as well; batches of rows that differ in length, and "
+        "rows of several calls in one step, may give other tokens than stock. Layers with a scale for each row don't",
+    )
+
+
+def _scales_by_batch(module: nn.Module) -> bool:
+    """Whether a layer quantizes its input as it runs, with one scale for all of it (as torch and torchao do it)."""
+    if getattr(getattr(module, "_packed_params", None), "dtype", None) is torch.qint8:
+        return True
+    quantizes = getattr(getattr(module, "weight", None), "act_quant_kwargs", None)
+    return type(getattr(quantizes, "granularity", None)).__name__ == "PerTensor"
 
 
 def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None:

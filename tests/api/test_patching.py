@@ -193,6 +193,24 @@ def mark_as_deepspeed(model: Any, mesh: DeviceMesh) -> None:
 SHARES = [shard_a_weight, shard_fully, wrap_a_layer, share_out_layers, mark_as_deepspeed]
 
 
+def test_layers_that_scale_by_the_batch_are_named() -> None:
+    """Would break: a quantized model of which nobody says that its rows depend on each other."""
+    quantize = torch.ao.quantization.quantize_dynamic
+    report = hf_paged.is_supported(quantize(build("llama"), {nn.Linear}))
+    assert report and "model.layers.0.self_attn.q_proj, " in report.notes[0] and "and 12 more" in report.notes[0]
+    assert hf_paged.is_supported(quantize(build("llama"), {nn.Linear}, dtype=torch.float16)).notes == ()
+
+
+@pytest.mark.parametrize("name", ["PerTensor", "PerRow"])
+def test_weights_that_scale_inputs_by_the_batch_are_named(name: str) -> None:
+    """The same of torchao's: its weights say how their input is quantized."""
+    model = build("llama")
+    weight: Any = model.model.layers[1].mlp.up_proj.weight
+    weight.act_quant_kwargs = SimpleNamespace(granularity=type(name, (), {})())
+    notes = hf_paged.is_supported(model).notes
+    assert [note.split(":")[0] for note in notes] == (["model.layers.1.mlp.up_proj"] if name == "PerTensor" else [])
+
+
 @pytest.mark.core
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("share", SHARES, ids=lambda share: share.__name__)

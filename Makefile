@@ -26,7 +26,7 @@ T ?= tests
 # test only every fourth case: what another version changes shows in many of them.
 EVERY ?= 4
 NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory/test_*.py tests/demo/test_*.py) \
-    $(addprefix tests/tools/test_,cli.py examples.py benchmarks.py gpu_runs.py soak.py paper.py report.py tiny_lm.py docs.py) \
+    $(addprefix tests/tools/test_,cli.py examples.py benchmarks.py gpu_runs.py soak.py fuzz.py paper.py report.py tiny_lm.py docs.py) \
     $(addprefix tests/server/test_,every_field.py unwelcome.py hard_use.py requests.py formats.py) \
     tests/attention/test_metadata.py tests/attention/test_decode_work.py tests/attention/test_lazy.py \
     tests/parallel/test_ranks.py

@@ -146,9 +146,10 @@ def _notes(model: PreTrainedModel) -> tuple[str, ...]:
         return ()
     names = ", ".join(mixed[:3]) + (f" and {len(mixed) - 3} more" if len(mixed) > 3 else "")
     return (
-        f"{names}: quantized layers that scale their input by its largest number, that of all rows and of padding. What "
-        "they make of a row depends on what is beside it, in stock as well; batches of rows that differ in length, and "
-        "rows of several calls in one step, may give other tokens than stock. Layers with a scale for each row don't",
+        f"{names}: quantized layers that scale their input by its largest number, that of all rows and of padding. "
+        "What they make of a row depends on what is beside it, in stock as well: batches of rows that differ in "
+        "length, and rows of several calls in one step, may give other tokens than stock. Layers with a scale for "
+        "each row don't",
     )
 
 

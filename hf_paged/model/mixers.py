@@ -222,7 +222,7 @@ class PaddedStates:
     """
 
     def __init__(
-        self, cache: StateCache, specs: dict[int, StateSpec], pages: Tensor, is_fresh: bool, num_layers: int
+        self, cache: StateCache, specs: dict[int, StateSpec], pages: Tensor, is_fresh: np.ndarray, num_layers: int
     ) -> None:
         """Reads them.
 
@@ -230,14 +230,17 @@ class PaddedStates:
             cache: Where states are.
             specs: Of each layer that has one.
             pages: `[B, pages]` int64 on the device, of each row.
-            is_fresh: No row has one yet.
+            is_fresh: `[B]`, whether a row has none yet. Beside others that have one, it begins with zeros.
             num_layers: Of the model.
         """
         self._cache, self._pages = cache, pages
         self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
+        fresh = None if is_fresh.all() or not is_fresh.any() else to_device(np.nonzero(is_fresh)[0], pages.device)
         for layer, spec in specs.items():
-            states = cache.empty(layer, len(pages)) if is_fresh else cache.read(layer, pages)
-            self._held[layer] = layer_with(spec, None if is_fresh else states), states
+            states = cache.empty(layer, len(pages)) if is_fresh.all() else cache.read(layer, pages)
+            if fresh is not None:
+                states.buffer.index_fill_(0, fresh, 0)
+            self._held[layer] = layer_with(spec, None if is_fresh.all() else states), states
         self.layers: list[Any] = [
             self._held[index][0] if index in self._held else DynamicLayer() for index in range(num_layers)
         ]

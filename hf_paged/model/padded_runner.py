@@ -172,9 +172,8 @@ class PaddedRunner:
         if kv_cache.states is None:
             return model.run_unpatched(use_cache=True, return_dict=True, twin=called.twin, **arguments)
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
-        is_fresh, traits = called.width == called.query_width, model.traits
-        states = to_device(called.spread(pages, null_block), device)
-        held = PaddedStates(kv_cache.states, traits.states, states, is_fresh, traits.num_layers)
+        traits, states = model.traits, to_device(called.spread(pages, null_block), device)
+        held = PaddedStates(kv_cache.states, traits.states, states, starts == 0, traits.num_layers)
         cache.layers = held.layers
         output = model.run_unpatched(use_cache=True, return_dict=True, twin=called.twin, **arguments)
         held.write_back()

@@ -87,6 +87,18 @@ def test_a_token_a_step(make: MakePair, name: str) -> None:
     make(name, max_num_batched_tokens=1).generate(**ragged_batch((5, 3)), max_new_tokens=3)
 
 
+@every_family
+@pytest.mark.parametrize("chunk", [2, 3])
+def test_rows_that_begin_in_a_later_chunk(make: MakePair, name: str, chunk: int) -> None:
+    """Would break: a row that is padding in the chunks before, and goes on from what another one left in its blocks."""
+    pair = make(name, num_blocks=400, enable_prefix_caching=False)
+    if not pair.engine.traits.carries_state or pair.engine.core.bound.cache_argument != "past_key_values":
+        pytest.skip("stock's own chunks lose the state, or it has none")
+    arguments = {"max_new_tokens": 2, "prefill_chunk_size": chunk, "output_logits": True}
+    for seed in range(2):
+        pair.generate(**ragged_batch((13, 6, 2), seed=seed), **arguments, return_dict_in_generate=True)
+
+
 @every_family_kinds_quick
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_pool_too_small_for_the_batch(make: MakePair, name: str, preemption: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -165,10 +165,10 @@ def compare_generations(
     Exp(1) a step; and a token may also pass with the logits shifted by the threshold, if that moves it or the one that
     beat it across the edge of top-k, top-p and the like. Beam search: the row's score, sum of log p / length **
     length_penalty, must be at least the expected row's less the threshold, and the hypotheses of a prompt must differ.
-    That is an approximation: a beam lost at a near tie early on may cost more than the threshold in the end. Beam
-    sampling: stock's loop, drawing with the seed, must find the row, its logits moved at random so that no gap changes
-    by more than the threshold; 33 such searches are tried. In half precision, where many draws nearly tie, they seldom
-    find the row, and it counts as a fault.
+    A beam lost at a near tie early on may cost more in the end: then stock's loop must find the row when its logits are
+    moved, so that no gap changes by more than the threshold, towards what was found. Beam sampling: stock's loop,
+    drawing with the seed, must find it, its logits moved so or at random, in 36 searches. In half precision, where many
+    draws nearly tie, these seldom find the row, and it counts as a fault.
 
     No threshold on logits covers a mixture of experts whose *router* nearly tied. Rotary scalings that depend on the
     longest text of a batch (`dynamic`, `longrope`) can't be judged beyond their original length.
@@ -433,7 +433,7 @@ def _beam_scores(side: _Side, rows: list[int]) -> list[tuple[float, float]]:
 
 
 def _judge_beams(stock: _Side, found: _Side, starts: dict[int, int]) -> list[Divergence]:
-    """Beam search: the score of each row in `starts` against the expected row's."""
+    """Beam search: the score of each row in `starts` against the expected row's; or whether moved logits lead there."""
     divergences = []
     sides = [_beam_scores(side, list(starts)) for side in (stock, found)]
     for (row, step), (stock_score, stock_limit), (score, limit) in zip(starts.items(), *sides):
@@ -445,56 +445,19 @@ def _judge_beams(stock: _Side, found: _Side, starts: dict[int, int]) -> list[Div
         tokens = stock.token(row, step), found.token(row, step)
         divergence = Divergence(row, step, *tokens, gap, max(stock_limit, limit))
         divergences += _wrong_end(row, stock, found) or [divergence]
+    if any(not divergence.is_near_tie and math.isfinite(divergence.gap) for divergence in divergences):
+        reached = _searched_again(stock, found, starts, None)[1]
+        for place, divergence in enumerate(divergences):
+            if math.isfinite(divergence.gap) and divergence.row in reached and not divergence.is_near_tie:
+                share = reached[divergence.row]
+                divergences[place] = replace(divergence, gap=share * divergence.threshold)
     return divergences
-
-
-class _MovedLogits:
-    """Stands in for a model as the `self` of its beam search, with logits as rounding might have made them."""
-
-    _prefill = GenerationMixin._prefill
-
-    def __init__(self, side: _Side, share: float, seed: int) -> None:
-        self._side = side
-        self._share = share  # of the threshold, the largest change of a gap
-        self._generator = torch.Generator(side.prompts.device).manual_seed(seed)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._side.model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._side.model(*args, **kwargs)
-        logits = output.logits[:, -1:].to(self._side.prompts.device, torch.float32)
-        moves = torch.rand(logits.shape, generator=self._generator, device=logits.device) - 0.5
-        output.logits = logits + moves * self._share * self._side.limits(logits)[..., None]
-        return output
-
-    def search(self, seed: int | None) -> Tensor:
-        """The generated tokens, `[rows, steps]`."""
-        side = self._side
-        with torch.random.fork_rng():
-            torch.manual_seed(0 if seed is None else seed)
-            processors, criteria = copy.deepcopy((side.processors, side.criteria), {id(side.model): side.model})
-            config = copy.copy(side.config)
-            config.return_dict_in_generate, config.prefill_chunk_size = False, None
-            inputs = side.inputs | {"use_cache": False}
-            found = GenerationMixin._beam_search(self, side.prompts, processors, criteria, config, **inputs)
-        return found[:, side.prompts.shape[1] :]
 
 
 def _judge_drawn_beams(stock: _Side, found: _Side, starts: dict[int, int], seed: int | None) -> list[Divergence]:
     """Beam sampling: whether stock's own loop finds the rows in `starts` when its logits are moved."""
-    reached: list[dict[int, float]] = [{}, {}]
+    divergences, reached = [], _searched_again(stock, found, starts, seed)
     limit = float(stock.limits(next(_step_logits(stock, list(starts)))[2]).max())
-    for number, share in enumerate([0.0, *[1 / 16] * 8, *[1 / 4] * 8, *[1.0] * 16]):
-        if all(len(shares) == len(starts) for shares in reached):
-            break
-        tokens = _MovedLogits(stock, share, number).search(seed)
-        for side, shares in zip((stock, found), reached):
-            for row in starts.keys() - shares.keys():
-                length = int(side.lengths[row])
-                if torch.equal(tokens[row, :length], side.filled[row, :length]):
-                    shares[row] = share
-    divergences = []
     for row, step in starts.items():
         if row not in reached[0]:
             raise ValueError(f"expected is not what stock generates from these arguments: row {row} is not drawn")
@@ -502,6 +465,85 @@ def _judge_drawn_beams(stock: _Side, found: _Side, starts: dict[int, int], seed:
         tokens = stock.token(row, step), found.token(row, step)
         divergences += _wrong_end(row, stock, found) or [Divergence(row, step, *tokens, gap, limit)]
     return divergences
+
+
+def _searched_again(
+    stock: _Side, found: _Side, starts: dict[int, int], seed: int | None
+) -> tuple[dict[int, float], dict[int, float]]:
+    """By how much of the threshold gaps were changed until stock's loop found the rows of `stock`, and of `found`.
+
+    Logits are moved towards the found rows and away from the expected ones, or at random if there are draws.
+    """
+    reached: tuple[dict[int, float], dict[int, float]] = ({}, {})
+    tries: list[tuple[float, int | None]] = [(0.0, None), (1 / 16, None), (1 / 4, None), (1.0, None)]
+    if seed is not None:
+        random = [1 / 16] * 8 + [1 / 4] * 8 + [1.0] * 16
+        tries[1:] = sorted([*tries[1:], *zip(random, range(len(random)))], key=lambda pair: pair[0])
+    for share, noise in tries:
+        if all(len(shares) == len(starts) for shares in reached):
+            break
+        tokens = _MovedLogits(stock, found, list(starts), share, noise).search(seed)
+        for side, shares in zip((stock, found), reached):
+            for row in starts.keys() - shares.keys():
+                length = int(side.lengths[row])
+                if torch.equal(tokens[row, :length], side.filled[row, :length]):
+                    shares[row] = share
+    return reached
+
+
+class _MovedLogits:
+    """Stands in for a model as the `self` of its beam search, with logits as rounding might have made them."""
+
+    _prefill = GenerationMixin._prefill
+
+    def __init__(self, stock: _Side, found: _Side, rows: list[int], share: float, noise: int | None) -> None:
+        """Moves logits by half of `share` of the threshold at most: towards `rows`, or at random, `noise` a seed."""
+        self._stock, self._found, self._rows = stock, found, rows
+        self._share = share
+        self._generator = None if noise is None else torch.Generator(stock.prompts.device).manual_seed(noise)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock.model, name)
+
+    def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        parts, rows = [], torch.arange(len(input_ids), device=input_ids.device)
+        for part in rows.split(max(1, _MAX_TOKENS // input_ids.shape[1])):
+            given = {
+                name: value[..., part, :] if name in _PER_TOKEN and value is not None and len(value) > 1 else value
+                for name, value in kwargs.items()
+            }
+            output = self._stock.model(input_ids=input_ids[part], **given)
+            parts.append(output.logits[:, -1:].to(self._stock.prompts.device, torch.float32))
+        logits = torch.cat(parts)
+        if self._generator is None:
+            moves = self._towards(input_ids[:, self._stock.prompts.shape[1] :], torch.zeros_like(logits))
+        else:
+            moves = torch.rand(logits.shape, generator=self._generator, device=logits.device) - 0.5
+        output.logits = logits + moves * self._share * self._stock.limits(logits)[..., None]
+        return output
+
+    def _towards(self, beams: Tensor, moves: Tensor) -> Tensor:
+        """Favours the next token of what is found in each beam that is about to become it."""
+        step, config = beams.shape[1], self._stock.config
+        for sign, side in ((-0.5, self._stock), (0.5, self._found)):
+            for row in self._rows:
+                first = row // config.num_return_sequences * config.num_beams
+                for beam in range(first, first + config.num_beams) if step < int(side.lengths[row]) else ():
+                    if torch.equal(beams[beam], side.filled[row, :step]):
+                        moves[beam, 0, side.filled[row, step]] = sign
+        return moves
+
+    def search(self, seed: int | None) -> Tensor:
+        """The generated tokens, `[rows, steps]`."""
+        stock = self._stock
+        with torch.random.fork_rng():
+            torch.manual_seed(0 if seed is None else seed)
+            processors, criteria = copy.deepcopy((stock.processors, stock.criteria), {id(stock.model): stock.model})
+            config = copy.copy(stock.config)
+            config.return_dict_in_generate, config.prefill_chunk_size = False, None
+            inputs = stock.inputs | {"use_cache": False}
+            found = GenerationMixin._beam_search(self, stock.prompts, processors, criteria, config, **inputs)
+        return found[:, stock.prompts.shape[1] :]
 
 
 def _wrong_end(row: int, stock: _Side, found: _Side) -> list[Divergence]:

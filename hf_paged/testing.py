@@ -367,7 +367,7 @@ def _shifted_cuts(raw: Tensor, uncut: Tensor, tokens: Tensor, choices: Tensor, l
     rank_above = (raw >= raw[is_token][:, None]) & ~is_token
     rank_above_choice = (raw >= raw[is_choice][:, None]) & ~is_choice
     # Where logits tie for the last place, top-k keeps all of them: also without ties, and with more of them.
-    tiny, grid = limits * torch.linspace(0, 0.25, raw.shape[-1], device=raw.device), limits / 4
+    tiny, grid = limits * torch.linspace(0, 0.25, raw.shape[-1], device=raw.device), (limits / 4).clamp_min(1e-30)
     for base in (raw, raw - tiny, (raw / grid).round() * grid):
         yield base - limits * (rank_above | beats)  # lets the token through
         yield base - limits * beats  # cuts off who beats it

@@ -513,6 +513,16 @@ def test_another_seed_or_other_arguments_are_noticed(model):
     assert not compare(model, expected, actual, seed=5, **SAMPLING)
 
 
+def test_rows_that_are_not_judged_pass_any_processor():
+    """In half precision their threshold is 0, and what they are rounded to must be numbers all the same."""
+    model = build("llama", dtype=torch.bfloat16)
+    arguments = {"do_sample": True, "top_k": 5, "eta_cutoff": 1e-3, "max_new_tokens": 3}
+    expected = generate(model, **arguments)
+    actual = expected.clone()
+    actual[1, PROMPT + 2] = another_token(expected, 1, 2)
+    assert faults(compare(model, expected, actual, seed=0, **arguments)) == [(1, 2)]
+
+
 # --------------------------------------------------------------------------------------------------------- beam search
 
 BEAMS = {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 1.2, "length_penalty": 0.7}

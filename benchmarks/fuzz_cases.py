@@ -21,6 +21,7 @@ LATENTS = BASE | {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 2
 LATENTS |= {"qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 LATENTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = BASE | {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 DENSE: dict[str, dict[str, Any]] = {  # judged in half precision, too
     **dict.fromkeys(("llama", "qwen2", "phi3", "olmo2", "cohere", "granite", "smollm3", "ernie4_5", "nemotron"), BASE),
     **dict.fromkeys(("qwen3", "gemma", "seed_oss"), HEAD),
@@ -43,9 +44,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENTS,
     "qwen3_next": HEAD | EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "lfm2": BASE | {"layer_types": ["conv", "full_attention", "conv"]},
+    "bamba": MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 24},
+    "falcon_h1": MAMBA | {"head_dim": 16, "mamba_d_ssm": 64, "mamba_d_head": 16},
+    "jamba": BASE | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
 }
 FAMILIES = DENSE | OTHERS
-STATES = ("qwen3_next", "lfm2")  # of their caches nothing is taken back
+STATES = ("qwen3_next", "lfm2", "bamba", "falcon_h1", "jamba")  # of their caches nothing is taken back
 PADDED = ("gptj", "falcon", "bloom", "mpt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAFTS = ("lookup", "sampled lookup", "assistant")
@@ -124,7 +128,7 @@ def draw_config(rng: random.Random, dtype: str) -> tuple[str, dict[str, Any]]:
     is_exact = dtype == "float32"
     family = rng.choice([*DENSE, *(OTHERS if is_exact else ())])
     config = FAMILIES[family] | {"vocab_size": rng.choice([199] * 8 + [30, 1000])}
-    if "num_key_value_heads" in config and family not in ("deepseek_v3", "qwen3_next") and rng.random() < 0.6:
+    if "num_key_value_heads" in config and family not in ("deepseek_v3", *STATES) and rng.random() < 0.6:
         # The fewer numbers a model has, the more its rounding matters.
         heads = rng.choice([1, 2, 3, 4, 6, 8] if is_exact else [3, 4, 6, 8])
         config["num_attention_heads"] = heads
@@ -134,7 +138,7 @@ def draw_config(rng: random.Random, dtype: str) -> tuple[str, dict[str, Any]]:
             config["head_dim"] = rng.choice([8, 12, 16, 20] if is_small else [8, 12, 16, 20, 40, 64, 80, 128])
         else:
             config["hidden_size"] = heads * rng.choice([8, 12, 16, 20, 40] if is_exact else [16, 20, 40])
-    if "num_hidden_layers" in config and "layer_types" not in config:
+    if "num_hidden_layers" in config and family not in STATES:
         config["num_hidden_layers"] = rng.choice([1, 2, 2, 3, 4] if is_exact else [1, 2])
     if "sliding_window" in config:
         config["sliding_window"] = rng.choice([2, 3, 4, 5, 7, 8, 9, 16, 17, 32])
@@ -227,7 +231,8 @@ def draw_record(rng: random.Random, family: str, dtype: str, kind: str, has_adap
         record["operations"] = rng.choices(operations, k=rng.choice([1, 2]))
         kwargs["max_new_tokens"] = min(kwargs["max_new_tokens"], 8)
         return record
-    add({"prefill_chunk_size": (0.1, [1, 3, 8])})
+    if family != "jamba":  # which in stock loses its state between chunks
+        add({"prefill_chunk_size": (0.1, [1, 3, 8])})
     if rng.random() < 0.2:
         kwargs["return_dict_in_generate"] = True
         add(OUTPUTS)

@@ -290,7 +290,11 @@ def run_seed(seed: int) -> list[Record]:
         record["repeats"] &= bool(prompts) and record["mask"] == "left" and bool(prompts[-1][1][:, -1].all())
         is_again = record["repeats"] and (kind != "together" or len(prompts[-1][0]) == 1)
         prompts.append(prompts[-1] if is_again else fuzz_cases.draw_prompts(record, config["vocab_size"]))
-    stock = fuzz_cases.make_model(family, config, seed, dtype, attention)
+    stock, error = attempt(partial(fuzz_cases.make_model, family, config, seed, dtype, attention))
+    if error is not None:  # it has not this implementation of attention
+        return [
+            about | {"mode": "-", "settings": settings, "outcome": "refused", "why": f"transformers: {error!s:.300}"}
+        ]
     assistant = own_assistant = None
     if any(record["mode"] == "assistant" for record in records):
         assistant = copy.deepcopy(stock)

@@ -136,6 +136,7 @@ def draw_config(rng: random.Random, dtype: str) -> tuple[str, dict[str, Any]]:
         if "head_dim" in config:
             is_small = family in ("glm4", "helium")
             config["head_dim"] = rng.choice([8, 12, 16, 20] if is_small else [8, 12, 16, 20, 40, 64, 80, 128])
+            config["hidden_size"] = heads * config["head_dim"] if is_small else config["hidden_size"]
         else:
             config["hidden_size"] = heads * rng.choice([8, 12, 16, 20, 40] if is_exact else [16, 20, 40])
     if "num_hidden_layers" in config and family not in STATES:

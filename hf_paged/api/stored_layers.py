@@ -1,22 +1,22 @@
-"""What each layer of a model caches: noted where the model hands it to its cache, in a forward without numbers."""
+"""What each layer of a model caches, of each token and of all together: noted where the model gives it to its cache."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.shrinking import stated
-from hf_paged.memory.spec import AttentionSpec
+from hf_paged.memory.spec import AttentionSpec, StateSpec, StateTensor
 from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.wrapper import inner_path
 
@@ -25,12 +25,15 @@ Noted = dict[int, tuple[int, int, int, int]]
 
 
 class NotingCache(DynamicCache):
-    """A stock cache that notes the shapes of what it is given.
+    """A stock cache that notes what it is given, within `noting`.
 
     Attributes:
-        noted: Of each layer that stored something: heads and width of its keys, heads and width of its values.
-        is_asked: Whether a layer has asked how much is cached.
+        noted: Of each layer that stored keys: their heads and width, then the values' heads and width.
         indexed: Of each layer whose indexer stored something: one head, the width of its keys, one head, nothing.
+        states: Of each layer that stored states, by kind and number: shape of one row's, and element type.
+        mixers: The classes of the modules that stored states.
+        is_asked: Whether a layer has asked how much is cached.
+        is_shared: Whether keys were stored under another number than that of the module that stored them.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -38,12 +41,16 @@ class NotingCache(DynamicCache):
         self.config = config.get_text_config(decoder=True)
         self.noted: Noted = {}
         self.indexed: Noted = {}
-        self.is_asked = False
+        self.states: dict[int, dict[tuple[str, int], tuple[tuple[int, ...], torch.dtype]]] = {}
+        self.mixers: set[type[nn.Module]] = set()
+        self.is_asked = self.is_shared = False
+        self.running: list[nn.Module] = []  # the modules whose forwards are running now, outermost first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.noted[layer_idx] = (*key_states.shape[1::2], *value_states.shape[1::2])
+        self.is_shared |= getattr(self.running[-1], "layer_idx", layer_idx) != layer_idx
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
 
@@ -62,14 +69,53 @@ class NotingCache(DynamicCache):
         states: Tensor = super().update_indexer(indexer_key_states, layer_idx)
         return states
 
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        full: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        self._note_state("conv", layer_idx, state_idx, self.layers[layer_idx].conv_states[state_idx])
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        state: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        self._note_state("recurrent", layer_idx, state_idx, self.layers[layer_idx].recurrent_states[state_idx])
+        return state
+
+    def _note_state(self, kind: str, layer: int, index: int, state: Tensor) -> None:
+        self.states.setdefault(layer, {})[kind, index] = tuple(state.shape[1:]), state.dtype
+        self.mixers.add(type(self.running[-1]))
+
+
+@contextmanager
+def noting(model: PreTrainedModel) -> Iterator[NotingCache]:
+    """An empty cache for forwards of this model, and within it, hooks that tell the cache which modules are running."""
+    cache = NotingCache(model.config)
+
+    def begin(module: nn.Module, args: Any) -> None:
+        cache.running.append(module)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        cache.running.pop()
+
+    handles = [module.register_forward_pre_hook(begin) for module in model.modules()]
+    handles += [module.register_forward_hook(end, always_call=True) for module in model.modules()]
+    try:
+        yield cache
+    finally:
+        cache.running.clear()
+        for handle in handles:
+            handle.remove()
+
+
+def keeps_states(config: PreTrainedConfig) -> bool:
+    """Whether a stock cache of a model with this config has layers that keep states."""
+    return any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=config).layers)
+
 
 def on_meta(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The whole model, without numbers."""
     with torch.device("meta"):  # in the dtype that grouped matrix products take
         return base._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
-
-
-NotesT = TypeVar("NotesT", bound=NotingCache)
 
 
 class _Zeros(TorchDispatchMode):
@@ -87,7 +133,7 @@ class _Zeros(TorchDispatchMode):
 
 
 @torch.no_grad()
-def noted_on_meta(model: PreTrainedModel, make_cache: Callable[[PreTrainedConfig], NotesT]) -> NotesT:
+def noted_on_meta(model: PreTrainedModel) -> NotingCache:
     """What a model without numbers stores of two tokens, in a cache that notes it.
 
     Raises:
@@ -97,25 +143,50 @@ def noted_on_meta(model: PreTrainedModel, make_cache: Callable[[PreTrainedConfig
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = inputs["input_ids"]
     for looking in (nullcontext(), _Zeros()):  # some look at numbers, some check those that they make
-        cache: Any = make_cache(model.config)
         try:
-            with torch.device("meta"), looking:
-                model(**inputs, **{cache_argument(type(model).forward): cache}, use_cache=True)
-            return cache  # type: ignore[no-any-return]
+            with noting(model) as cache, torch.device("meta"), looking:
+                past: Any = {cache_argument(type(model).forward): cache}
+                model(**inputs, **past, use_cache=True)
+            return cache
         except Exception as error:
             failure = error
     raise failure
 
 
-def specs(cache: NotingCache) -> tuple[Layers, Layers] | str:
-    """What was noted as one spec a layer (`None`: it stores nothing), and one for its indexer; or why that can't be."""
-    num_layers = max(stated(cache.config, "num_hidden_layers") or 0, 1 + max(cache.noted, default=0))
-    if not cache.noted:
-        return "its layers store no keys and values"
-    for index, (heads, _, value_heads, _) in cache.noted.items():
-        if heads != value_heads:
-            return f"layer {index} stores {heads} heads of keys and {value_heads} of values"
-    return _listed(cache.noted, num_layers), _listed(cache.indexed, num_layers) if cache.indexed else ()
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the layers of a model cache.
+
+    Attributes:
+        layers: Of each token, one spec a layer; `None`: nothing.
+        indexers: Of each token, beside that; empty if no layer has an indexer.
+        states: Of all tokens together, by the layer's number.
+    """
+
+    layers: Layers
+    indexers: Layers
+    states: dict[int, StateSpec]
+
+    @classmethod
+    def of(cls, cache: NotingCache, dtype: torch.dtype) -> Stored | str:
+        """What was noted in a model of this dtype, or why that can't be in the pool."""
+        if not cache.noted and not cache.states:
+            return "its layers store no keys and values"
+        for index, (heads, _, value_heads, _) in cache.noted.items():
+            if heads != value_heads:
+                return f"layer {index} stores {heads} heads of keys and {value_heads} of values"
+        num_layers = max(stated(cache.config, "num_hidden_layers") or 0, 1 + max(cache.noted, default=0))
+        states = {
+            layer: StateSpec(
+                tuple(
+                    StateTensor(kind, index, shape, None if own is dtype else own)
+                    for (kind, index), (shape, own) in sorted(tensors.items())
+                )
+            )
+            for layer, tensors in sorted(cache.states.items())
+        }
+        indexers = _listed(cache.indexed, num_layers) if cache.indexed else ()
+        return cls(_listed(cache.noted, num_layers), indexers, states)
 
 
 def _listed(noted: Noted, num_layers: int) -> Layers:

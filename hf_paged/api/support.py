@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.probe import probe
-from hf_paged.api.state_probe import keeps_states
-from hf_paged.api.stored_layers import as_their_modules_say, on_meta
+from hf_paged.api.stored_layers import as_their_modules_say, keeps_states, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS

@@ -203,7 +203,7 @@ def test_asking_never_raises(name: str) -> None:
 
 def test_a_copy_that_would_take_gigabytes_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: memory and minutes, for an architecture that can't be made narrow."""
-    monkeypatch.setattr("hf_paged.api.probe._MAX_ELEMENTS", 1000)
+    monkeypatch.setattr("hf_paged.api.tiny_model._MAX_ELEMENTS", 1000)
     report = hf_paged.is_supported(build("llama"))
     assert not report and "parameters" in report.reasons[0]
 

@@ -23,15 +23,7 @@ BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """Keys and values of one token in the layers of a group's page.
-
-    Attributes:
-        num_layers: Layers of a page.
-        num_kv_heads: Key/value heads of each layer.
-        key_dim: Elements of a head's key.
-        value_dim: Elements of a head's value.
-        is_latent: See `AttentionSpec`.
-    """
+    """Keys and values of one token in the layers of a group's page."""
 
     num_layers: int
     num_kv_heads: int
@@ -41,7 +33,7 @@ class PageShape:
 
     @property
     def elements(self) -> int:
-        """Numbers that a token takes."""
+        """The numbers that a token takes."""
         return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
 
     def tensor_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
@@ -60,7 +52,6 @@ class KVGeometry:
     Attributes:
         groups: The shape of each group's pages.
         elements: Numbers that a token takes in any page.
-        dtype: Element type.
     """
 
     groups: tuple[PageShape, ...]
@@ -79,7 +70,6 @@ class KVGeometry:
         return len(set(self.groups)) == 1 and self.groups[0].elements == self.elements
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one block: keys and values of `block_size` tokens in a page's layers."""
         return self.elements * block_size * self.dtype.itemsize
 
 
@@ -94,11 +84,7 @@ def num_blocks_for_memory(
     """Blocks that fit into a fraction of the device's free memory, at least 1 and at most enough for `max_tokens`.
 
     Args:
-        geometry: Shape of one token.
-        block_size: Tokens in a block.
-        memory_fraction: Share of the free memory.
         max_tokens: No more are of use.
-        device: Where they will be.
         reserved: Bytes of the free memory that must stay free (what steps hold).
     """
     free = free_memory(device)
@@ -159,11 +145,7 @@ class KVCache:
         """Allocates the tensor, zeroed. On CPU the pages are mapped at first write, not now.
 
         Args:
-            geometry: Shape of one token.
-            num_blocks: Blocks that sequences can own.
-            block_size: Tokens in a block.
-            device: Where the model runs.
-            compute_dtype: The model's; `None`: the geometry's.
+            compute_dtype: The dtype of the model; `None`: the geometry's.
             groups: Of the model's layers; `None`: one of as many as a page has.
             state_layout: Where the states of its layers are in pages of their own; `None`: they have none.
 
@@ -195,12 +177,11 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's inputs are wanted."""
+        """The device that the model's inputs are wanted on."""
         return self.tensor.device
 
     @property
     def layer_devices(self) -> tuple[torch.device | None, ...] | None:
-        """Where each layer's keys and values are; `None`: all where the inputs are."""
         return None
 
     def at(self, layer: int) -> tuple[Tensor, int, int]:
@@ -213,12 +194,7 @@ class KVCache:
         return self.tensor[:, : math.prod(shape)].unflatten(1, shape)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]], num_swap_blocks: int) -> None:
-        """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one.
-
-        Args:
-            pairs: Which blocks, and where they go.
-            num_swap_blocks: Size of the swap space, in blocks.
-        """
+        """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one."""
         if self._swap_space is None:
             self._swap_space = SwapSpace(self.tensor, num_swap_blocks)
         self._swap_space.swap_out(pairs)
@@ -236,11 +212,11 @@ class KVCache:
         """`[len(blocks)]` float32, on its way to the host: of a block whose tokens met NaN or infinity, not finite.
 
         Args:
-            blocks: Which.
             groups: The group that each belongs to; `None`: the first.
 
-        Only of the values of a page's last layer (which is one of each group): what attention brings to a token from a
-        bad one beside it is NaN, which stays in the token's hidden state, and so is in all that later layers compute.
+        Only of the values of a page's last layer (which is one of each group): what attention brings to a token from
+        a bad one beside it is NaN, which stays in the token's hidden state, and so is in all that later layers
+        compute.
         """
         if groups is None or self.geometry.is_uniform:
             return ToHost(self._sums(0, list(blocks)))
@@ -263,7 +239,6 @@ class KVCache:
             elements(self.tensor[self.null_block]).zero_()
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Zeroes whole blocks."""
         elements(self.tensor).index_fill_(0, to_device(list(blocks), self.tensor.device), 0)
 
 

@@ -15,9 +15,6 @@ class AttentionSpec:
     """A layer that caches keys and values.
 
     Attributes:
-        kv_heads: Key/value heads.
-        key_dim: Elements of a head's key.
-        value_dim: Elements of a head's value.
         window: Tokens that a query sees at most, itself included; `None`: all before it.
         chunk: The sequence is cut into pieces of so many tokens, and a query sees those of its own; `None`: it is not.
         is_latent: Whether these are one head's latents ("keys") and rotary keys ("values"), of which the layer makes
@@ -33,7 +30,6 @@ class AttentionSpec:
 
     @property
     def elements_per_token(self) -> int:
-        """Numbers that a token takes."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
     @property
@@ -49,8 +45,7 @@ class StateTensor:
 
     Attributes:
         kind: `"conv"` or `"recurrent"`.
-        index: Which of the layer's states of that kind.
-        shape: Of one sequence's.
+        shape: Of one sequence's tensor.
         dtype: Element type; `None`: the model's.
     """
 
@@ -66,17 +61,12 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A layer with a state: recurrent, of a convolution, or both.
-
-    Attributes:
-        tensors: What it is made of.
-    """
+    """A layer with a state: recurrent, of a convolution, or both."""
 
     tensors: tuple[StateTensor, ...]
 
     @property
     def number_of_states(self) -> int:
-        """How many states of one kind a layer has."""
         return 1 + max(tensor.index for tensor in self.tensors)
 
     def num_bytes(self, dtype: torch.dtype) -> int:

@@ -21,7 +21,6 @@ class Share:
     """What a device has of a pool.
 
     Attributes:
-        device: Which.
         geometry: What its part of a page holds.
         groups: As the pool's; layers that are elsewhere have no place.
     """
@@ -32,13 +31,8 @@ class Share:
 
 
 def shares(geometry: KVGeometry, groups: CacheGroups, layers: Devices | None, main: torch.device) -> list[Share]:
-    """How a pool is shared out.
-
-    Args:
-        geometry: Of the whole pool.
-        groups: Of the whole pool.
-        layers: Where each layer's keys and values are; `None`: all are where the inputs are.
-        main: Where the inputs are.
+    """Shares out a pool: `layers` says where each layer's keys and values are, `None` that all are on `main`, with the
+    inputs.
     """
     if layers is None:
         return [Share(main, geometry, groups)]
@@ -63,7 +57,7 @@ class SpreadKVCache(KVCache):
 
     Attributes:
         parts: Of each device, its layers' share.
-        part_of: Of each layer, which of them.
+        part_of: Which of the parts each layer is in.
     """
 
     def __init__(
@@ -77,15 +71,6 @@ class SpreadKVCache(KVCache):
         layers: Devices,
     ) -> None:
         """Allocates a tensor on each device.
-
-        Args:
-            geometry: Shape of one token.
-            num_blocks: Blocks that sequences can own.
-            block_size: Tokens in a block.
-            main: Where the model's inputs are wanted.
-            compute_dtype: The model's.
-            groups: Of the model's layers.
-            layers: Where each layer's keys and values are.
 
         Raises:
             ValueError: A device cannot hold its share.

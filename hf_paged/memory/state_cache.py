@@ -20,7 +20,6 @@ class StateLayout:
 
     Attributes:
         page_units: Numbers of eight bytes in a page.
-        num_pages: Pages of a sequence's state.
         places: Of each layer with a state, the number at which it begins and how many it has.
         tensors: Of each, what it is made of, the number of each one's begin in the state, and its element type.
     """
@@ -83,19 +82,19 @@ class StateCache:
     """States in the pages of a pool: a sequence has so many pages, wherever they are."""
 
     def __init__(self, layout: StateLayout, pool: Tensor) -> None:
-        """Over a pool's pages, `[pages, ...]`, contiguous."""
+        """Takes a pool's pages, `[pages, ...]`, contiguous."""
         self._layout = layout
         self.num_pages = layout.num_pages  # of a sequence
         self._pages = pool.view(torch.uint8).view(pool.shape[0], -1).view(torch.int64)
 
     def empty(self, layer: int, num_sequences: int) -> LayerStates:
-        """Room for the states of so many sequences, not initialized."""
+        """Makes room for the states of so many sequences, not initialized."""
         size = self._layout.places[layer][1]
         buffer = torch.empty(num_sequences, size, dtype=torch.int64, device=self._pages.device)
         return LayerStates(self._layout, layer, buffer)
 
     def read(self, layer: int, pages: Tensor) -> LayerStates:
-        """A copy of the states of sequences with these pages, `[B, pages]` int64."""
+        """Copies the states of sequences with these pages, `[B, pages]` int64."""
         states = self.empty(layer, len(pages))
         for numbers, own, part in self._parts(layer):
             found = self._pages[:, part].index_select(0, pages[:, own].reshape(-1))
@@ -103,7 +102,6 @@ class StateCache:
         return states
 
     def write(self, layer: int, pages: Tensor, states: LayerStates) -> None:
-        """Writes the states of sequences to these pages."""
         for numbers, own, part in self._parts(layer):
             index = pages[:, own].reshape(-1)
             self._pages[:, part].index_copy_(0, index, states.buffer[:, numbers].reshape(len(index), -1))

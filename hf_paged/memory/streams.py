@@ -83,7 +83,6 @@ class Handover:
     """What a thread has queued so far, for another thread to wait for on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Now, on this thread."""
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -91,6 +90,6 @@ class Handover:
         self._device = device
 
     def follow(self) -> None:
-        """What this thread queues from here on comes behind it."""
+        """Orders what this thread queues from here on behind it."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -22,12 +22,7 @@ class SwapSpace:
     """
 
     def __init__(self, pool: Tensor, num_blocks: int) -> None:
-        """Allocates the memory.
-
-        Args:
-            pool: `[blocks, ...]`, contiguous.
-            num_blocks: Blocks of this space.
-        """
+        """Allocates `num_blocks` blocks beside a pool `[blocks, ...]`, which is contiguous."""
         self._pool = pool
         self._is_cuda = pool.device.type == "cuda"
         self._blocks = _allocate((num_blocks, *pool.shape[1:]), pool.dtype, is_pinned=self._is_cuda)
@@ -94,7 +89,7 @@ def runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """CPU memory: pinned if asked for and the system grants it, else ordinary, only slower."""
+    """Allocates CPU memory: pinned if asked for and the system grants it, else ordinary, only slower."""
     with torch.inference_mode(False):
         if is_pinned:
             try:

@@ -24,14 +24,9 @@ class BeamSettings:
     """How the beams of a call are searched; transformers' generation config says what each means.
 
     Attributes:
-        num_beams: Beams of a prompt.
-        length_penalty: See transformers.
-        early_stopping: True, False or `"never"`.
-        eos: Tokens that end a hypothesis.
         num_candidates: Candidates of a prompt in each step: enough that `num_beams` of them don't end.
         prompt_length: Columns of the prompts, padding included.
         max_length: Columns of the result at most.
-        num_return_sequences: Hypotheses of each prompt in the result.
         fill: What stands behind the end of a hypothesis.
     """
 
@@ -66,8 +61,6 @@ class BeamSearch:
     """The beams of one call: what the device knows of them.
 
     Attributes:
-        settings: How they are searched.
-        processors: transformers' own, row-wise.
         noise: Where draws come from; `None`: the best candidates are taken.
         table: The tokens of all beams, where processors look at them.
         table_rows: `[prompts, num_beams]`, their rows of `table`.
@@ -87,7 +80,7 @@ class BeamSearch:
         table: TokenTable | None = None,
         table_rows: Sequence[int] = (),
     ) -> None:
-        """A call's; `kinds` are `processor_kinds(processors)`. `needs_ids(processors)` needs a `table`."""
+        """Takes `kinds` from `processor_kinds(processors)`; `needs_ids(processors)` needs a `table`."""
         self.settings = settings
         self.processors = list(processors)
         self.noise = noise
@@ -130,8 +123,6 @@ class BeamBatch:
     """Prompts of one call whose beams go on by a token.
 
     Attributes:
-        search: The call's.
-        prompts: Which of its prompts.
         num_new: Which new token it is, from 1.
         sources: Rows of the step's logits, for each prompt those of its beams.
         logits: Taken in place of the step's, of several steps: `[prompts * beams, vocab_size]`.
@@ -149,12 +140,10 @@ class Selection(NamedTuple):
 
     Attributes:
         parents: Of each candidate the beam that it continues, best candidate first.
-        tokens: And by which token.
+        tokens: The token by which each candidate continues it.
         running: The candidates that become beams.
         finished: The best hypotheses now: one of the `num_beams` before, or `num_beams` + a candidate.
-        may_improve: See `_State`.
-        is_full: All its hypotheses have ended.
-        all_end: All candidates do.
+        is_full: Whether all its hypotheses have ended.
     """
 
     parents: list[list[int]]
@@ -167,10 +156,9 @@ class Selection(NamedTuple):
 
 
 class SelectedBeams:
-    """Selections of a step, on their way to the host."""
+    """Brings the selections of a step to the host."""
 
     def __init__(self, count: int) -> None:
-        """Makes room for `count` batches."""
         self._errors: list[Exception | None] = [None] * count
         self._groups: list[tuple[list[int], list[int], int, int, ToHost]] = []
 
@@ -179,11 +167,10 @@ class SelectedBeams:
         self._groups.append((numbers, counts, num_beams, table.shape[1], ToHost(table)))
 
     def fail(self, number: int, error: Exception) -> None:
-        """Selecting for a batch has raised."""
         self._errors[number] = error
 
     def read(self) -> list[Selection | Exception]:
-        """Each batch's selection, or its error. Waits until the step that computes them is over."""
+        """Returns each batch's selection, or its error. Waits until the step that computes them is over."""
         found: dict[int, Selection | Exception] = {
             number: error for number, error in enumerate(self._errors) if error is not None
         }
@@ -208,10 +195,10 @@ class SelectedBeams:
 
 @torch.inference_mode()
 def select_beams(batches: Sequence[BeamBatch], logits: Tensor) -> SelectedBeams:
-    """One step of transformers' beam search for every prompt. Waits for nothing.
+    """Does one step of transformers' beam search for every prompt, writing to its state and its table. Waits for
+    nothing.
 
     Args:
-        batches: Prompts; the states of their searches and their tables of tokens are written to.
         logits: `[K, vocab_size]`.
     """
     selected = SelectedBeams(len(batches))
@@ -335,7 +322,7 @@ def _processed(batches: list[BeamBatch], logits: Tensor) -> Tensor:
 
 
 def _divided(scores: Tensor, divisors: Tensor) -> Tensor:
-    """As torch divides by a number: on a GPU it multiplies by the reciprocal."""
+    """Divides as torch divides by a number: on a GPU it multiplies by the reciprocal."""
     return scores * (1 / divisors) if scores.device.type == "cuda" else scores / divisors
 
 
@@ -351,7 +338,6 @@ def _eos(batches: list[BeamBatch], device: torch.device) -> Tensor:
 
 
 def _of(batch: BeamBatch) -> _State:
-    """The state of a batch's prompts."""
     state = batch.search.state
     if len(batch.prompts) == len(state.running):
         return state

@@ -20,10 +20,8 @@ class SamplingControls:
 
     Attributes:
         seed: Its draws are those of a generator that starts with it; `None`: where the global one stands.
-        presence_penalty: Taken off the logit of each token that has been generated.
-        frequency_penalty: The same, as often as it has been.
-        logit_bias: Added to the logits of tokens, by id.
-        grammar: What its texts are to follow; `None`: nothing.
+        presence_penalty: Is subtracted from the logit of each token that has been generated.
+        frequency_penalty: Is subtracted as often as the token has been generated.
     """
 
     seed: int | None = None
@@ -42,7 +40,7 @@ class SamplingControls:
         logit_bias: Any,
         grammar: Any = None,
     ) -> SamplingControls:
-        """From the arguments of a request.
+        """Checks the arguments of a request.
 
         Raises:
             ValueError: One of them isn't what it should be.
@@ -63,7 +61,6 @@ class SamplingControls:
         return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias), grammar)
 
     def processors(self, prompt_length: int) -> list[LogitsProcessor]:
-        """What does it, for a prompt of so many tokens; none where nothing is asked for."""
         found: list[LogitsProcessor] = []
         if self.presence_penalty or self.frequency_penalty:
             found.append(GeneratedTokenPenalties(self.presence_penalty, self.frequency_penalty, prompt_length))
@@ -101,11 +98,7 @@ class GeneratedTokenPenalties(LogitsProcessor):
 
 
 class TokenBias(LogitsProcessor):
-    """Adds a number to the logits of some tokens.
-
-    Attributes:
-        bias: What is added.
-    """
+    """Adds a number to the logits of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self.bias = DenseBias(bias)

@@ -21,10 +21,10 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class GrammarMatcher:
-    """How far one row has come."""
+    """Tracks how far one row has come in a grammar."""
 
     def __init__(self, matcher: Any, executor: Any) -> None:
-        """Around llguidance's `LLMatcher`; `executor` computes the masks of many."""
+        """Wraps llguidance's `LLMatcher`; `executor` computes the masks of many."""
         self.matcher = matcher
         self.executor = executor
 
@@ -49,12 +49,10 @@ class Grammar:
     """A compiled grammar, for any number of requests at a time."""
 
     def __init__(self, matcher: Any, executor: Any) -> None:
-        """See `GrammarMatcher`; this one stays at its beginning."""
         self._matcher = matcher
         self._executor = executor
 
     def matchers(self, count: int) -> list[GrammarMatcher]:
-        """For so many rows, at their beginning."""
         return [GrammarMatcher(self._matcher.deep_copy(), self._executor) for _ in range(count)]
 
 

@@ -34,7 +34,6 @@ class LogprobsWanted:
     """What is asked of each token.
 
     Attributes:
-        num_top: Likeliest tokens beside the chosen one.
         is_processed: Of what sampling drew from, not of the model's own logits.
     """
 
@@ -61,7 +60,6 @@ class PromptLogprobsWanted:
     """What is asked of a prompt's tokens, of the model's own logits.
 
     Attributes:
-        num_top: Likeliest tokens beside each.
         first: Index of the first one that is asked about.
     """
 
@@ -100,7 +98,6 @@ class Logprobs:
         Args:
             scores: `[rows, vocab_size]` float32, of any scale: `log_softmax` is of these.
             tokens: `[rows]` int64, what was chosen; below 0 where nothing was.
-            num_top: Likeliest tokens beside them.
             is_ranked: Count what is likelier than the tokens.
         """
         log_probs = scores.log_softmax(dim=-1)
@@ -110,7 +107,7 @@ class Logprobs:
         self._ranks = ToHost((log_probs > own).sum(dim=-1) + 1) if is_ranked else None
 
     def read(self) -> list[TokenLogprobs]:
-        """One a row. Waits for the device."""
+        """Returns one a row. Waits for the device."""
         own, tokens, top, ids = (each.wait().tolist() for each in (self._own, self._tokens, self._top, self._ids))
         ranks = [None] * len(own) if self._ranks is None else self._ranks.wait().tolist()
         return [

@@ -23,11 +23,7 @@ class LookupSettings:
     """How drafts are looked up; transformers' generation config says what each means.
 
     Attributes:
-        num_tokens: Drafts at most.
-        max_ngram: Last tokens that are looked for, at most.
         max_length: Columns of the result at most.
-        vocab_size: Of the logits.
-        eos: Tokens that end a row: no draft is one.
         adapts: There may be fewer, down to none, where more don't pay.
 
     Raises:
@@ -86,13 +82,7 @@ class PromptLookup:
     """
 
     def __init__(self, settings: LookupSettings, token_ids: Sequence[int], rules: LookupRules | None = None) -> None:
-        """Begins with a row of the call's input, padding included.
-
-        Args:
-            settings: How to look.
-            token_ids: The row.
-            rules: What is left out; `None`: nothing.
-        """
+        """Begins with a row of the call's input, padding included."""
         self._settings = settings
         self._rules = rules
         self._width = self._length = len(token_ids)

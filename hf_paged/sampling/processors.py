@@ -167,7 +167,7 @@ CRITERIA: set[type] = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, Sto
 
 
 def are_row_wise(items: Iterable[Any]) -> bool:
-    """Whether all of these processors and criteria look at each row by itself, and remember nothing."""
+    """Whether each of these processors and criteria looks at each row by itself, and remembers nothing."""
     return all(type(item) in PROCESSORS or type(item) in CRITERIA for item in items)
 
 
@@ -178,7 +178,6 @@ def take_any_rows(processors: Iterable[Any]) -> bool:
 
 
 def needs_ids(processors: Iterable[Any]) -> bool:
-    """Whether one of these processors looks at the tokens so far."""
     return any(PROCESSORS.get(type(processor), _ALONE).reads_ids for processor in processors)
 
 
@@ -210,12 +209,8 @@ def _plain(value: Any) -> Hashable:
 
 
 def merged_processor(processors: Sequence[Any], lengths: list[int], scores: Tensor) -> Process:
-    """One processor for the rows of all.
-
-    Args:
-        processors: Of one kind.
-        lengths: How many rows of `scores` belong to each, in this order.
-        scores: `[rows, vocab_size]`.
+    """One processor of one kind for the rows of all: `lengths` says how many rows of `scores` `[rows, vocab_size]` each
+    has.
     """
     first: Process = processors[0]
     treatment = PROCESSORS.get(type(first), _ALONE)
@@ -237,11 +232,8 @@ def process_short(
     """Scores of rows, behind processors that leave rows of enough tokens as they are.
 
     Args:
-        processors: Of one kind.
-        least: See `Treatment`.
         lengths: How many rows of `scores` belong to each, in this order.
         scores: `[rows, vocab_size]`.
-        num_tokens: Tokens that each row has.
     """
     enough = [sum(getattr(processor, name) for name in least) for processor in processors]
     is_short = np.array(num_tokens) < np.repeat(enough, lengths)
@@ -289,7 +281,7 @@ class RowEnds:
     """What ends the rows of a call.
 
     Attributes:
-        eos: Tokens that do.
+        eos: The tokens that end a row.
         max_length: Columns of the result at most.
         others: Criteria that look at the tokens, on their device; `None` if there are none.
     """
@@ -300,7 +292,6 @@ class RowEnds:
 
     @classmethod
     def of(cls, criteria: Iterable[Any]) -> RowEnds:
-        """The ends of row-wise criteria."""
         eos: set[int] = set()
         max_lengths: list[int] = []
         others = StoppingCriteriaList()

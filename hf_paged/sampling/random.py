@@ -37,7 +37,6 @@ GeneratorStates = dict[torch.device, Tensor]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The global generator of a device."""
     if device.type == "cuda":
         index: int | None = device.index
         return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
@@ -48,7 +47,7 @@ class Draws(threading.local):
     """The generators that draws of the current thread come from: torch's global ones, or those of the call it is in.
 
     Attributes:
-        generators: Of the innermost call, by device.
+        generators: The generators of the innermost call, by device.
         entry: Where the thread's draws stood when its innermost `generate()` was entered.
     """
 
@@ -66,13 +65,13 @@ class Draws(threading.local):
             self.entry = outer
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """What a draw on this thread and device advances."""
+        """The generator that a draw on this thread and device advances."""
         if self.generators is not None and device in self.generators:
             return self.generators[device]
         return default_generator(device)
 
     def states(self, devices: Iterable[torch.device]) -> GeneratorStates:
-        """Where this thread's draws on these devices stand."""
+        """The states of the generators that this thread draws from, on these devices."""
         return {device: self.generator(device).get_state() for device in devices}
 
     def write(self, states: GeneratorStates) -> None:
@@ -88,7 +87,7 @@ class Draws(threading.local):
         """Within it, this thread draws from generators of its own that begin at `states`.
 
         Args:
-            states: By device.
+            states: Where the generators begin, by device.
             writes_back: Whether this thread's generators go on at the end where those that were drawn from ended.
         """
         outer = self.generators
@@ -156,8 +155,6 @@ class SamplingNoise:
         """`[len(rows), vocab_size]`, the noise of these rows' next tokens.
 
         Args:
-            token_index: How many tokens these rows have.
-            rows: Rows of the batch.
             like: `[..., vocab_size]`, of the dtype and on the device to be.
             oldest_index: No row will ask for an earlier one any more.
         """
@@ -208,13 +205,12 @@ class NoiseAhead:
     """The noise of another call's rows, for a model that draws how these may go on: often alike, as it is the same."""
 
     def __init__(self, noise: SamplingNoise, rows: list[int], num_tokens: list[int]) -> None:
-        """Of these rows of the other call, each of which has so many tokens."""
+        """Takes these rows of the other call, each of which has so many tokens."""
         self._noise = noise
         self._rows = rows
         self._num_tokens = num_tokens
 
     def rows(self, token_index: int, rows: list[int], like: Tensor, oldest_index: int) -> Tensor:
-        """See `SamplingNoise.rows`."""
         indices = [self._num_tokens[row] + token_index for row in rows]
         return self._noise.at(indices, [self._rows[row] for row in rows], like)
 
@@ -226,13 +222,12 @@ class StepNoise:
     """
 
     def __init__(self, generator: torch.Generator) -> None:
-        """Draws from `generator`, which the call owns."""
         self._generator = generator
         self._span = (0, 0)
         self._drawn: Tensor | None = None
 
     def expect(self, first_index: int, count: int) -> None:
-        """The next `count` tokens are chosen at once, from `first_index` on."""
+        """Says that the next `count` tokens, from `first_index` on, are chosen at once."""
         self._span = (first_index, count)
         self._drawn = None
 

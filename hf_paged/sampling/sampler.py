@@ -26,7 +26,6 @@ class RowSampler:
     Attributes:
         kind: Rows of one kind are processed together, whatever their calls and steps; `None`: only those of this call
             that are at one step.
-        processors: transformers' own, row-wise.
         noise: Where draws come from; `None`: the likeliest token is taken.
         criteria: transformers' own, row-wise, that a row's tokens may meet; `None`: there are none.
         table: The tokens of the call's rows, where processors or criteria look at them: one for all calls on a device.
@@ -50,7 +49,7 @@ class RowSampler:
         logprobs: LogprobsWanted | None = None,
         matchers: Sequence[GrammarMatcher] | None = None,
     ) -> None:
-        """A call's; `kinds` are `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
+        """Takes `kinds` from `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
         self.processors = list(processors)
         self.noise = noise
         self.criteria = criteria
@@ -68,8 +67,6 @@ class SamplingBatch:
     """Rows of one call that are to choose a token.
 
     Attributes:
-        sampler: The call's.
-        rows: Rows of the call.
         token_index: What each has generated so far; the same for all of them.
         sources: Their rows of the logits.
         oldest_index: No row of the call will come to an earlier one any more.
@@ -83,12 +80,10 @@ class SamplingBatch:
 
     @property
     def table_rows(self) -> list[int]:
-        """The rows of the table that its rows have."""
         return [self.sampler.table_rows[row] for row in self.rows]
 
     @property
     def matchers(self) -> list[GrammarMatcher]:
-        """The grammar matchers of its rows."""
         return [] if self.sampler.matchers is None else [self.sampler.matchers[row] for row in self.rows]
 
     @property
@@ -151,12 +146,9 @@ class SampledTokens:
         stops: dict[int, Tensor],
         logprobs: list[tuple[int, Logprobs]],
     ) -> None:
-        """Queues the transfer.
+        """Queues the transfer to the host.
 
         Args:
-            tokens: See the class.
-            places: See the class.
-            lengths: Rows of the batches.
             stops: By number of the batch, `[rows]` bool: which of them meet the call's criteria.
             logprobs: Of tokens from a place in `tokens` on.
         """
@@ -169,7 +161,7 @@ class SampledTokens:
         self._to_host = ToHost(torch.cat([tokens, *flags]) if flags else tokens)
 
     def read(self) -> list[Chosen | Exception]:
-        """The outcome of each batch. Waits until the step that computes them is over."""
+        """Returns the outcome of each batch. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
         found = self._to_host.wait().tolist()
         stops: dict[int, list[bool]] = {}

@@ -27,12 +27,7 @@ class StopStringTables:
         self._kept: WeakKeyDictionary[Any, OrderedDict[Hashable, StopStringCriteria]] = WeakKeyDictionary()
 
     def criterion(self, tokenizer: Any, stop_strings: Any, device: torch.device) -> StopStringCriteria | None:
-        """What transformers would make, the caller's own but for its tables.
-
-        Args:
-            tokenizer: Whose tokens make the strings.
-            stop_strings: A string, or several.
-            device: Where its tables are to be.
+        """The criterion that transformers would make, with shared tables on `device`.
 
         Returns:
             `None` for what transformers had better make itself: tokenizers in plain Python, strings that are none.

@@ -16,14 +16,12 @@ class TokenTable:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """An empty table; it grows with its rows."""
         self._device = device
         self._free: list[int] = []
         self._ids = self._zeros(0, 0)
 
     @property
     def num_rows(self) -> int:
-        """Rows in use."""
         return len(self._ids) - len(self._free)
 
     def add(self, input_ids: Tensor) -> list[int]:
@@ -39,11 +37,9 @@ class TokenTable:
         return numbers
 
     def remove(self, rows: list[int]) -> None:
-        """Gives rows back."""
         self._free += rows
 
     def write(self, rows: list[int], lengths: list[int], tokens: Tensor) -> None:
-        """Puts `[rows]` tokens behind the first `lengths` ones of rows."""
         longest = max(lengths)
         if longest >= self._ids.shape[1]:
             self._grow(len(self._ids), longest * 3 // 2 + 64)

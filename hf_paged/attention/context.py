@@ -22,7 +22,6 @@ class ForwardContext:
     """What the layers of one forward share.
 
     Attributes:
-        step: Writes keys and values, and attends.
         sentinel: The `attention_mask` that this forward, and no other, was given.
         wanted: The tokens whose logits are wanted, where they are few and nothing but those can be seen behind the
             last layer.
@@ -56,10 +55,7 @@ def forward_context(
     forward inside this one (a hook's, of another model) has a mask of its own, by which its attention is none of ours.
 
     Args:
-        step: The step.
-        device: Where the model's inputs are.
         is_moved: Whether inputs are moved from device to device on their way.
-        wanted: See `ForwardContext`.
     """
     sentinel = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
     if is_moved:
@@ -110,7 +106,7 @@ def current_step(mask: Tensor) -> PagedStep:
 
 
 def current_context(mask: Tensor) -> ForwardContext:
-    """All that its layers share; raises as `current_step` does."""
+    """Returns all that the layers of the forward share; raises as `current_step` does."""
     context = _CURRENT.get()
     if context is None or context.sentinel is not mask:
         raise RuntimeError("paged attention was called outside of the forward, or off the thread, that its mask is of")

@@ -44,7 +44,7 @@ class WorkKind(NamedTuple):
     Attributes:
         tile: Tokens of a KV tile.
         slots: Items that the device works on at once.
-        window: Tokens that are seen; 0: all.
+        window: How many tokens are seen; 0: all.
         num_splits: Items of each sequence that has the tiles for it; 0: as the lengths say.
     """
 
@@ -62,7 +62,7 @@ class WorkKind(NamedTuple):
         return num_sequences if self.num_splits else min(num_sequences, 2 * self.slots // 3)
 
     def max_parts(self, num_sequences: int) -> int:
-        """Items of these."""
+        """The most items of these, the sequences of several items."""
         return num_sequences * self.num_splits if self.num_splits else 4 * self.slots // 3
 
 
@@ -71,10 +71,9 @@ class Together(NamedTuple):
 
     Attributes:
         tile: Tokens of a KV tile, a power of two as `WorkKind`'s.
-        slots: Items that the device works on at once.
         most: Sequences of an item.
-        token_bytes: Of a token's keys and values in the layer.
-        part_bytes: Of a sequence's partial result.
+        token_bytes: The bytes of a token's keys and values in the layer.
+        part_bytes: The bytes of a sequence's partial result.
     """
 
     tile: int
@@ -135,9 +134,7 @@ def read_together(
     """The list for shared tokens; `None`: each sequence had better read by itself.
 
     Args:
-        prefixes: Of all sequences.
         kind: Of the layers, which have no window.
-        together: Of the layers.
         least_saved: Bytes of a layer that are worth another launch.
     """
     runs = prefixes.items(2, together.most)
@@ -168,7 +165,6 @@ def share_out(seq_lens: np.ndarray, kind: WorkKind, shared: SharedTiles | None =
 
     Args:
         seq_lens: `[S]` tokens of each; one of 0 has one item of no tiles.
-        kind: Of the layers.
         shared: What is read by another list.
 
     Returns:

@@ -13,11 +13,7 @@ from hf_paged.core.cache_groups import NOWHERE, CacheGroups
 
 
 class WindowError(ValueError):
-    """A layer asked for tokens that its group has given back.
-
-    Attributes:
-        layer: Its index in the model.
-    """
+    """A layer asked for tokens that its group has given back."""
 
     def __init__(self, layer: int, asked: int | None, kept: int) -> None:
         super().__init__(
@@ -70,13 +66,6 @@ class GroupedStep:
 
 
 def paged_step(backends: Sequence[Backend], metadata: Sequence[AttentionMetadata], groups: CacheGroups) -> PagedStep:
-    """What every layer of a forward calls.
-
-    Args:
-        backends: Of each group.
-        metadata: Of each group.
-        groups: The pool's.
-    """
     if groups.is_single:  # its layers are the pool's
         return backends[0].step(metadata[0])
     steps = [backend.step(own) for backend, own in zip(backends, metadata, strict=False)]

@@ -36,12 +36,12 @@ class LatentPlan:
 
     @property
     def num_expanded(self) -> int:
-        """Tokens of the group that has most."""
+        """The tokens of the group that has most."""
         return max(len(group.seq_lens) * group.longest for group in self.expanded)
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, maps: LatentMaps, device: torch.device) -> LatentPlan:
-        """The cheaper way of each sequence."""
+        """Chooses the cheaper way of each sequence."""
         num_sequences = len(metadata.host_seq_lens)
         if metadata.num_decodes == num_sequences:
             return cls(metadata, None, [])
@@ -61,7 +61,6 @@ class LatentAttention:
 
         Args:
             kv_cache: The KV tensor, `[blocks, layers, 1, 1, block_size, latent_dim + rotary_dim]`.
-            metadata: The step's.
             attend_rows: Attention of absorbed queries `[R, num_heads, latent_dim + rotary_dim]`, the tokens of the
                 metadata it is given, over one head: whole rows are its keys, the latents in them its values. Returns
                 `[R, num_heads, latent_dim]`.

@@ -18,6 +18,5 @@ class lazy(cached_property[T]):
     """
 
     def __init__(self, func: Callable[[Any], T]) -> None:
-        """What `func` returns, once for each instance."""
         super().__init__(func)
         self.lock = nullcontext()

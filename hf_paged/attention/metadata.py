@@ -42,7 +42,6 @@ class AttentionMetadata:
         block_tables: `[S, N]` int32, padded with the null block.
         seq_lens: `[S]` int32, tokens of each sequence including this step's.
         query_start_loc: `[S + 1]` int32, first token of each sequence in the packed batch.
-        block_size: Tokens in a block.
         null_block: Index of a block of zeros that no sequence owns.
         num_decodes: Sequences with one new token each that the batch begins with.
         max_decode_len: Tokens of the longest of them; 0 if there is none.
@@ -71,9 +70,6 @@ class AttentionMetadata:
             tables: `[S, N]` int64 block tables, padded with the null block.
             query_lens: `[S]` int64, new tokens of each sequence.
             seq_lens: `[S]` int64, tokens of each sequence including the new ones.
-            block_size: Tokens in a block.
-            null_block: Block index used as padding.
-            device: Where the model runs.
         """
         self.host_query_lens, self.host_seq_lens = query_lens, seq_lens
         self._device = device
@@ -120,11 +116,8 @@ class AttentionMetadata:
         return other
 
     def in_chunks(self, tables: np.ndarray, chunk: int) -> AttentionMetadata:
-        """The same step for layers of another group, which cut sequences into chunks: a sequence for each chunk.
-
-        Args:
-            tables: Of that group.
-            chunk: Tokens, a multiple of the block size.
+        """The same step for layers of another group, with tables of their own, which cut sequences into chunks: a
+        sequence for each chunk, whose length is a multiple of the block size.
         """
         size, starts, ends = self.block_size, self.host_seq_lens - self.host_query_lens, self.host_seq_lens
         counts = (ends - 1) // chunk - starts // chunk + 1
@@ -164,16 +157,13 @@ class AttentionMetadata:
         null_block: int,
         device: torch.device,
     ) -> AttentionMetadata:
-        """Metadata of a step.
+        """Lays out a step from lists of blocks.
 
         Args:
             blocks: Physical blocks of all sequences, one sequence after another.
             num_blocks: `[S]`, how many of them each sequence has, enough for `seq_lens`.
             query_lens: `[S]` int64, new tokens of each sequence in this step, at least 1.
             seq_lens: `[S]` int64, tokens of each sequence including the new ones.
-            block_size: Tokens in a block.
-            null_block: Block index used as padding.
-            device: Where the model runs.
         """
         tables = pad_tables(blocks, num_blocks, null_block, np.int64)
         return cls(tables, query_lens, seq_lens, block_size, null_block, device)
@@ -185,12 +175,10 @@ class AttentionMetadata:
 
     @lazy
     def host_start_loc(self) -> np.ndarray:
-        """See the class."""
         return np.concatenate(([0], np.cumsum(self.host_query_lens)))
 
     @lazy
     def max_decode_len(self) -> int:
-        """See the class."""
         return int(self.host_seq_lens[: self.num_decodes].max(initial=0))
 
     @lazy
@@ -201,33 +189,28 @@ class AttentionMetadata:
 
     @lazy
     def block_tables(self) -> Tensor:
-        """See the class."""
         return self._to_device(self.host_tables.astype(np.int32))
 
     @lazy
     def seq_lens(self) -> Tensor:
-        """See the class."""
         if self._same_lens is not None:
             return self._same_lens.seq_lens
         return self._to_device(self.host_seq_lens.astype(np.int32))
 
     @lazy
     def query_start_loc(self) -> Tensor:
-        """See the class."""
         if self._same_lens is not None:
             return self._same_lens.query_start_loc
         return self._to_device(self.host_start_loc.astype(np.int32))
 
     @property
     def work_kinds(self) -> list[WorkKind]:
-        """Kinds of the lists that were asked for."""
         return list(self._decode_work)
 
     def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
         """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them.
 
         Args:
-            kind: Of the layers.
             together: How they can read what sequences share, where they can and sequences do.
         """
         if together is not None and (work := self._work_together(kind, together)) is not None:
@@ -239,7 +222,7 @@ class AttentionMetadata:
         return self._decode_work[kind]
 
     def _work_together(self, kind: WorkKind, together: Together) -> DecodeWork | None:
-        """`None`: each sequence is better read by itself."""
+        """Returns `None` where each sequence is better read by itself."""
         key = kind, together
         if key not in self._shared_work:
             assert self.shared_prefixes is not None
@@ -254,9 +237,6 @@ class AttentionMetadata:
 
     def query_tiles(self, tile: int) -> Tensor:
         """The new tokens of all sequences behind the first `num_decodes`, cut into tiles.
-
-        Args:
-            tile: New tokens in one tile.
 
         Returns:
             `[tiles, 2]` int32: a sequence, and the first of its new tokens in the tile; the most to read first.
@@ -274,19 +254,16 @@ class AttentionMetadata:
 
     @lazy
     def groups(self) -> list[PaddedGroup]:
-        """The sequences grouped for the padded attention of the torch backend."""
         return self._group(0)
 
     @lazy
     def prefill_groups(self) -> list[PaddedGroup]:
-        """The same, without the first `num_decodes` sequences."""
         return self._group(self.num_decodes)
 
     def _group(self, first: int) -> list[PaddedGroup]:
         return [self._padded(rows) for rows in self.alike(first)]
 
     def padded(self, rows: np.ndarray) -> list[PaddedGroup]:
-        """Some of the sequences, grouped the same way."""
         num_blocks = -(-self.host_seq_lens[rows] // self.block_size)
         return [self._padded(rows[own]) for own in _bucket(self.host_query_lens[rows], num_blocks)]
 
@@ -311,7 +288,6 @@ class AttentionMetadata:
         return AttentionMetadata(tables, *lens, self.block_size, self.null_block, self._device)
 
     def _padded(self, rows: np.ndarray) -> PaddedGroup:
-        """These sequences as one group."""
         query_lens, seq_lens = self.host_query_lens[rows], self.host_seq_lens[rows]
         columns = np.arange(query_lens.max())
         clamped = np.minimum(columns, query_lens[:, None] - 1)  # [G, Q]
@@ -344,10 +320,7 @@ def padded_tables(
     """`[S, N]` block tables of each group of layers, with the null block where blocks were given back, too.
 
     Args:
-        groups: Of a step.
         windows: Of each of them, the tokens that a query sees; `None`: all.
-        null_block: Index of a block of zeros.
-        dtype: Of the tables.
     """
     tables = []
     for group, window in zip(groups, windows, strict=True):
@@ -377,16 +350,12 @@ class DecodeMetadata(AttentionMetadata):
         longest: int,
         work: dict[WorkKind, DecodeWork] | None,
     ) -> None:
-        """Takes tensors as in `AttentionMetadata`: `[B]`, `[B, N]` and `[B]`, one new token a sequence.
+        """Takes tensors as `AttentionMetadata` does: `slot_mapping` `[B]`, `block_tables` `[B, N]`, `seq_lens` `[B]`;
+        one new token a sequence.
 
         Args:
-            slot_mapping: `[B]`.
-            block_tables: `[B, N]`.
-            seq_lens: `[B]`.
-            block_size: Tokens in a block.
-            null_block: Index of the block of zeros.
             longest: Tokens of the longest sequence of any step.
-            work: Of all kinds that the layers ask for; `None`: they are to be found out, by one step of padding rows.
+            work: Of all kinds that the layers ask for; `None`: one step of padding rows is to find them out.
         """
         rows = len(seq_lens)
         self.slot_mapping = slot_mapping

@@ -43,7 +43,6 @@ class PaddedLayout:
         Args:
             metadata: Of these sequences only.
             first_tokens: `[B]` int64, where each one's new tokens begin in the step's packed batch.
-            device: Where the model runs.
             shape: `W` and `Q`; `None`: as narrow as the rows let them be.
         """
         query_lens, seq_lens, size = metadata.host_query_lens, metadata.host_seq_lens, metadata.block_size
@@ -69,14 +68,7 @@ class PaddedCache(Cache):
     """
 
     def __init__(self, layouts: Sequence[PaddedLayout], step: PagedStep, kv_cache: KVCache, states: Any = None) -> None:
-        """For one forward.
-
-        Args:
-            layouts: Where tokens are, of each group of layers: they differ in their slots alone.
-            step: Writes the rows' new tokens, one row after another.
-            kv_cache: The pool.
-            states: See the class.
-        """
+        """Serves one forward; `layouts`, of each group of layers, differ in their slots alone."""
         layout = layouts[0]
         super().__init__(layers=[])
         self.states = states

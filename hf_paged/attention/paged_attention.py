@@ -175,7 +175,7 @@ def _restore(attributes: dict[str, Any]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    """The threads that would leave their scopes are not there."""
+    """Leaves the scopes whose threads are not there after a fork."""
     for own, _ in _SCOPES.values():
         _restore(own)
     _SCOPES.clear()

@@ -14,8 +14,6 @@ class AttentionParams:
     """Settings of one call: a layer may decide them anew in every forward.
 
     Attributes:
-        layer: Its index in the pool.
-        scale: Factor on the scores.
         sliding_window: Tokens a query sees, itself included; `None`: all before it.
         softcap: Bound of the scores; `None`: none.
         sinks: `[num_heads]` logits that join the softmax's denominator only; `None`: none.

@@ -14,16 +14,11 @@ class PoolAttention:
     """What reads and writes a pool in steps.
 
     Attributes:
-        kv_cache: The pool.
         backends: Of each group of layers, what computes over its view; one for groups of one shape.
     """
 
     def __init__(self, kv_cache: KVCache, name: str) -> None:
         """Takes backends from the registry.
-
-        Args:
-            kv_cache: The pool.
-            name: See `choose`.
 
         Raises:
             ValueError: See `choose`.
@@ -38,16 +33,14 @@ class PoolAttention:
 
     @property
     def backend(self) -> Backend:
-        """The first group's, which does what concerns whole blocks."""
+        """The first group's backend, which does what concerns whole blocks."""
         return self.backends[0]
 
     @property
     def most_one_by_one(self) -> int:
-        """See `Backend`, of all of them."""
         return min((backend.most_one_by_one for backend in self.backends), default=1)
 
     def step(self, metadata: Sequence[AttentionMetadata]) -> PagedStep:
-        """What every layer of a forward calls; with metadata of each group."""
         return paged_step(self.backends, metadata, self.kv_cache.groups)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:

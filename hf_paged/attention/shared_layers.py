@@ -36,7 +36,6 @@ class SharedLayersStep:
 
     @property
     def layer(self) -> int:
-        """The layer that is computed now."""
         return self._cache.layer
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:

@@ -33,7 +33,6 @@ class SharedPrefixes(NamedTuple):
 
         Args:
             least: Sequences that are worth being read together.
-            most: Sequences of a part.
 
         Returns:
             `[I, 3]` int32: the first of some sequences in `order`, how many, the tokens that they share. `None`: none
@@ -60,9 +59,6 @@ def shared_prefixes(
 
     Args:
         tables: `[S, N]` block tables, padded with the null block, which also stands for blocks that were given back.
-        seq_lens: `[S]` tokens of each.
-        block_size: Tokens in a block.
-        null_block: Index of a block that no sequence owns.
     """
     firsts = np.sort(tables[:, 0])
     if not (firsts[1:] == firsts[:-1]).any():
@@ -88,7 +84,7 @@ def shared_prefixes(
 
 
 def one_run(seq_lens: np.ndarray) -> SharedPrefixes:
-    """All sequences as a run: of the shortest's `[S]` tokens, all are shared."""
+    """Makes one run of all sequences, which share all tokens of the shortest of `[S]`."""
     num = len(seq_lens)
     tokens = np.array([seq_lens.min() if num > 1 else 0])
     return SharedPrefixes(np.arange(num), np.array([0]), np.array([num]), tokens)

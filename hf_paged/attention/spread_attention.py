@@ -16,10 +16,9 @@ from hf_paged.memory.spread_cache import SpreadKVCache
 
 
 class SpreadAttention(PoolAttention):
-    """A `PoolAttention` a device."""
+    """Holds a `PoolAttention` for each device."""
 
     def __init__(self, kv_cache: SpreadKVCache, name: str) -> None:
-        """Takes backends from the registry; as of one device."""
         self.kv_cache = self._spread = kv_cache
         self._parts = [PoolAttention(part, name) for part in kv_cache.parts]
         self.backends = [backend for part in self._parts for backend in part.backends]
@@ -48,12 +47,8 @@ class SpreadStep:
     def __init__(
         self, parts: Sequence[PoolAttention], part_of: Sequence[int], metadata: Sequence[AttentionMetadata]
     ) -> None:
-        """Serves one forward.
-
-        Args:
-            parts: Of each device.
-            part_of: Of each layer, which of them.
-            metadata: Of each group of layers, where the inputs are.
+        """Serves one forward; `part_of` says of each layer which of `parts` it is in, `metadata` is of each group of
+        layers.
         """
         self._parts, self._part_of, self._metadata = parts, part_of, metadata
         self._steps: dict[int, PagedStep] = {}
@@ -77,5 +72,5 @@ class SpreadStep:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Within it kernels are launched on this device."""
+    """Within it, kernels are launched on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -19,11 +19,10 @@ class WantedTokens:
     """
 
     def __init__(self, rows: Tensor, layer: int, make_step: Callable[[], PagedStep]) -> None:
-        """`make_step`: what attention of these tokens alone calls, once the layer's keys and values are stored."""
+        """`make_step` makes what attention of these tokens alone calls, once the layer's keys and values are stored."""
         self.rows, self.layer = rows, layer
         self._make_step = make_step
 
     @lazy
     def step(self) -> PagedStep:
-        """See `make_step`."""
         return self._make_step()

@@ -16,8 +16,6 @@ from hf_paged.kernels.layers import InputError
 
 @register("cpu", device_types=("cpu",), preference=1)
 class CPUBackend(TorchBackend):
-    """The operations of `kernels/cpu.py`, and of `kernels/reference.py` for the rest."""
-
     most_one_by_one = 16  # drafts, the end of a prompt: gathering what they see costs more than reading it again
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:

@@ -28,10 +28,6 @@ class PoolDescription:
     """The pool that a backend is asked about.
 
     Attributes:
-        device: Where it is, as the model.
-        dtype: Of its keys and values.
-        compute_dtype: Of the model.
-        head_dim: Elements of one head.
         has_two_widths: Whether its values are not as wide as its keys.
         latent_dim: Where rows of one head hold a latent and a rotary key, elements of the latent; `None`: they don't.
     """
@@ -63,7 +59,6 @@ class Backend(ABC):
     contiguous; blocks may have other numbers between them.
 
     Attributes:
-        name: As it is registered.
         reads_empty_slots: Whether it reads slots of a block that hold no token (and multiplies them by zero).
         can_record: Whether its decode steps can be recorded in CUDA graphs.
         most_one_by_one: Rows of up to so many new tokens are faster as so many rows of one.
@@ -75,14 +70,13 @@ class Backend(ABC):
     most_one_by_one: ClassVar[int] = 1
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
-        """For a pool that `supports` found nothing against; `latent_dim` as in `PoolDescription`."""
         self._kv_cache = kv_cache
         self._latent_dim = latent_dim
 
     @classmethod
     @abstractmethod
     def supports(cls, pool: PoolDescription) -> str | None:
-        """Why it can't serve such a pool, as what follows its name in a sentence; `None`: it can."""
+        """Says why it can't serve such a pool, as what follows its name in a sentence; `None`: it can."""
 
     @abstractmethod
     def step(self, metadata: AttentionMetadata) -> PagedStep:
@@ -131,7 +125,7 @@ def register(
 
 
 def names() -> list[str]:
-    """All that are registered, in the order in which "auto" prefers them."""
+    """All registered names, in the order in which "auto" prefers them."""
     return sorted(_REGISTERED, key=lambda name: -_REGISTERED[name].preference)
 
 
@@ -140,9 +134,6 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype, latent_dim: int | No
 
     Args:
         name: One of `names()`, or "auto": the first of them that is for this device and supports the pool.
-        kv_cache: The KV tensor.
-        dtype: The model's.
-        latent_dim: See `PoolDescription`.
 
     Raises:
         ValueError: There is none of this name, or it can't serve the pool; the message says why.
@@ -178,7 +169,7 @@ def _supports(name: str, pool: PoolDescription) -> str | None:
 
 
 def block_pairs(copies: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sources and destinations of copies, `[P]` int64 each, in one transfer."""
+    """Copies sources and destinations of block copies to the device, `[P]` int64 each, in one transfer."""
     both = to_device(np.array(copies, dtype=np.int64).T, device)
     return both[0], both[1]
 

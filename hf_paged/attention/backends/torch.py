@@ -16,8 +16,6 @@ from hf_paged.kernels import reference
 
 @register("torch", device_types=None, preference=0)
 class TorchBackend(Backend):
-    """The operations of `kernels/reference.py`."""
-
     @classmethod
     def supports(cls, pool: PoolDescription) -> str | None:
         return None
@@ -30,15 +28,12 @@ class TorchBackend(Backend):
 
 
 class TorchStep:
-    """A step by `kernels/reference.py`."""
-
     def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self._kv_cache = kv_cache
         self._metadata = metadata
 
     @lazy
     def _slot_rows(self) -> Tensor:
-        """The same for all layers."""
         return reference.slot_rows(self._kv_cache, self._metadata.slot_mapping)
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
@@ -54,7 +49,6 @@ class TorchStep:
         return LatentAttention(self._kv_cache, self._metadata, self._attend_rows)
 
     def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
-        """See `LatentAttention`."""
         assert params.maps is not None
         return reference.paged_attention(
             query,

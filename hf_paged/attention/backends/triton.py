@@ -27,8 +27,6 @@ MAX_LATENT_ROW = 768  # elements of a latent and a rotary key
 # Not on CPU, where its interpreter is there to test with: only who asks for it gets it.
 @register("triton", device_types=("cuda",), preference=2)
 class TritonBackend(Backend):
-    """The operations of `kernels/ops.py`."""
-
     reads_empty_slots = False
     can_record = True
 
@@ -83,16 +81,12 @@ class TritonBackend(Backend):
 
 
 class TritonStep:
-    """A step by `kernels/ops.py`."""
-
     def __init__(
         self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials, scales: Tensor | None = None
     ) -> None:
         """Over a pool.
 
         Args:
-            kv_cache: The KV tensor.
-            metadata: The step's metadata.
             partials: Scratch, the same for all layers.
             scales: `[num_layers, 2, num_kv_heads]` float32, what fp8 keys and values are multiplied by.
         """
@@ -109,7 +103,6 @@ class TritonStep:
         return LatentAttention(self._kv_cache, self._metadata, self._attend_rows)
 
     def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
-        """See `LatentAttention`."""
         assert params.maps is not None
         ops, kv_cache, window, width = self._ops, self._kv_cache, params.sliding_window or 0, params.maps.latent_dim
         tile, slots = ops.latent_plan(query, kv_cache, width)
@@ -145,17 +138,15 @@ class TritonStep:
         alibi_slopes: Tensor | None = None,
         num_splits: int | None = None,
     ) -> Tensor:
-        """`reference.paged_attention` by the kernels, which read no slot that no query may see.
+        """Computes `reference.paged_attention` by the kernels, which read no slot that no query may see.
 
-        The sequences that the batch begins with and that have one new token each go to the decode kernel, the others to
-        the prefill kernel: one launch for either, one for the combination where sequences were split, and one for what
-        decoding sequences share, where that saves enough.
+        The sequences that the batch begins with and that have one new token each go to the decode kernel, the others
+        to the prefill kernel: one launch for either, one for the combination where sequences were split, and one for
+        what decoding sequences share, where that saves enough.
 
         Args:
             query: `[T, num_heads, head_dim]`, float32 or half precision; the keys and values are cast to it.
-            params: The layer's.
             alibi_slopes: `[num_heads]` slopes.
-            num_splits: Items that a decoding sequence is split into, where it has the tiles; `None`: as lengths say.
 
         Returns:
             `[T, num_heads, head_dim]` in the query's dtype, or autocast's.

@@ -32,14 +32,9 @@ class BoundModel:
     Holds the model weakly: the model owns the engine, not the reverse.
 
     Attributes:
-        traits: What was found out about its architecture.
-        takes_positions: Whether its forward takes position ids.
-        chooses_logits: Whether its forward can compute the logits of chosen columns only.
-        output_type: What its forward returns.
-        cache_argument: What its forward calls the cache.
+        cache_argument: The name of its forward's argument for the cache.
         configs: Those that its attention modules read their implementation from.
         wrapper: How it talks to its language model, if it is a multimodal one.
-        latents: What its layers make of latents.
     """
 
     def __init__(
@@ -55,13 +50,9 @@ class BoundModel:
         """Binds to a model.
 
         Args:
-            model: The patched model.
             forward: The forward function of its class before patching, unbound.
             layers: Within it, layers of the model are computed in the engine's way.
-            traits: What was found out about its architecture.
             is_plain: Whether nothing but known code runs in forwards now.
-            config: The settings.
-            latents: What its layers make of latents.
         """
         self._model = weakref.ref(model)
         self._placement = Placement(model)
@@ -100,17 +91,15 @@ class BoundModel:
 
     @property
     def living_model(self) -> PreTrainedModel | None:
-        """The patched model, `None` if it no longer exists."""
         return self._model()
 
     @property
     def placement(self) -> tuple[torch.dtype, torch.device]:
-        """The model's dtype and device."""
         return self._placement() or (self.model.dtype, self.model.device)
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where it takes inputs, and where its layers run."""
+        """The device that takes its inputs, and those that its layers run on."""
         main = self.placement[1]
         return {main} | {device or main for device in self.layer_devices or ()}
 
@@ -144,12 +133,11 @@ class BoundModel:
 
     @property
     def may_infer(self) -> bool:
-        """Whether forwards may run in inference mode now."""
         return self.runs_known_code and not self._placement.is_offloaded  # which gives the model tensors to keep
 
     @property
     def runs_known_code(self) -> bool:
-        """Whether a forward of no call's leaves the model as it is."""
+        """Whether a forward that belongs to no call leaves the model as it is."""
         return self.traits.allows_inference_mode and self._is_plain()
 
     def mode(self) -> AbstractContextManager[Any]:
@@ -158,18 +146,15 @@ class BoundModel:
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest sequence that the model is made for."""
         config = self.model.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it knows."""
         size: int = self.model.config.get_text_config(decoder=True).vocab_size
         return size
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The embeddings of ids."""
         embedding: nn.Module = self.model.get_input_embeddings()
         states: Tensor = embedding(ids)
         return states
@@ -191,7 +176,6 @@ class BoundModel:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is in a step's forward of this model."""
         return self._inside == threading.get_ident()
 
     @contextmanager
@@ -226,7 +210,6 @@ class BoundModel:
             self._prepared = None  # last: until then that thread waits
 
     def _scopes(self) -> AbstractContextManager[None]:
-        """What a forward of a step does to the model."""
         self._take_over()
         return nullcontext() if self.is_prepared else self._entering()
 
@@ -250,8 +233,6 @@ class BoundModel:
 
         Args:
             tokens: `[B, Q]`, as the layout has them.
-            attention_mask: What the layout says of them.
-            cache: What the layers are given as their cache.
             keep: The columns of which logits are wanted, or how many at the end; `None`: all.
             is_compiled: Whether it runs compiled, in the pieces that attention leaves (the same few for all layers).
 
@@ -297,7 +278,7 @@ class BoundModel:
             yield
 
     def forget_compiled(self) -> None:
-        """Its forward is compiled again when that is next needed."""
+        """Makes its forward compile again when a compiled one is next needed."""
         self._compiled = None
 
     def run_unpatched(self, *args: Any, twin: Twin | None = None, **kwargs: Any) -> Any:
@@ -309,10 +290,10 @@ class BoundModel:
             return self._run(self._forward, self.model if twin is None else twin.model, *args, **kwargs)
 
     def run_bare(self, **inputs: Any) -> Any:
-        """The forward of the unpatched class, on the model as its user left it: no step."""
+        """Runs the forward of the unpatched class on the model as its user left it; this is no step."""
         return self._forward(self.model, **inputs)
 
     def reach(self, twin: Twin, arguments: dict[str, Any]) -> InnerCall:
-        """What the wrapper that this model is hands to its language model; see `Wrapper.reach`."""
+        """Finds what the wrapper that this model is hands to its language model; see `Wrapper.reach`."""
         assert self.wrapper is not None
         return self.wrapper.reach(twin, self._forward, arguments)

@@ -28,7 +28,6 @@ class StateOutput(ModelOutput):
 
     Attributes:
         logits: `[B, columns, vocab_size]`.
-        cache_params: The cache.
     """
 
     logits: Tensor | None = None
@@ -36,7 +35,6 @@ class StateOutput(ModelOutput):
 
 
 def output_type(forward: Callable[..., Any]) -> type[ModelOutput]:
-    """What a forward says that it returns."""
     stated = inspect.signature(forward).return_annotation
     for kind in get_args(stated) or (stated,):
         if (

@@ -36,7 +36,7 @@ class Recording(Protocol):
 
     Attributes:
         output: What it returned, and what every replay writes to.
-        num_bytes: Device memory that it took.
+        num_bytes: The device memory that it took.
     """
 
     output: Tensor
@@ -84,7 +84,7 @@ class DecodeInputs:
         self.hold([])
 
     def hold(self, kinds: list[WorkKind]) -> None:
-        """From now on, steps come with work of these kinds; what `views` returned before is void."""
+        """Makes steps come with work of these kinds; what `views` returned before is void."""
         # Rows [., 4] of int32 for each list of work, then of int64: ids, positions, places of ids among chosen tokens,
         # the lengths (as int32); and the slots of each group.
         rows, device, num_lines = self.max_rows, self._tables.device, 4 + self.num_groups
@@ -149,7 +149,6 @@ class DecodeInputs:
             positions: `[B]` position ids.
             lens: `[B]` tokens of each sequence, the new one included.
             tables: `[G, B, N]` int32 block tables of each group.
-            chosen: Ids that only the device knows, as in `TokenInputs`.
         """
         rows = len(ids)
         self._wait()
@@ -171,7 +170,7 @@ class DecodeInputs:
             own.copy_(fill_in(own, chosen[0], self._numbers[2, :rows]))
 
     def _fill_rest(self, first: int, size: int) -> None:
-        """Padding from row `first` on, and how a step of `size` rows is shared out."""
+        """Fills padding from row `first` on, and how a step of `size` rows is shared out."""
         self._host[:2, first:] = 0
         self._host[4:, first:] = -1
         self._host_lens[first:] = 1
@@ -184,7 +183,7 @@ class DecodeInputs:
             host[num_items + len(split) :, 3] = 0
 
     def _wait(self) -> None:
-        """The last step's transfer may still read what is written now; it never does."""
+        """Waits for the last step's transfer, which may still read what is written now (it never does)."""
         if self._sent is not None:
             self._sent.synchronize()
 
@@ -194,7 +193,7 @@ class DecodeInputs:
             self._sent.record()
 
     def _send_tables(self, tables: np.ndarray) -> None:
-        """Most steps fill a slot of a block that they have."""
+        """Sends tables that have changed; most steps fill a slot of a block that they have."""
         if self._last_tables is not None and np.array_equal(self._last_tables, tables):
             return
         _, rows, width = tables.shape
@@ -226,7 +225,7 @@ class DecodeBatch:
     chosen: tuple[Tensor, np.ndarray] | None = None
 
     def first(self, rows: int) -> DecodeBatch:
-        """At most so many of them."""
+        """Its first rows, at most so many."""
         chosen = None if self.chosen is None else (self.chosen[0], self.chosen[1][:rows])
         return DecodeBatch(self.ids[:rows], self.positions[:rows], self.lens[:rows], self.tables[:, :rows], chosen)
 
@@ -238,7 +237,6 @@ class DecodeGraphs:
     the lists that share out the work of attention are among these: any lengths are right for them.
 
     Attributes:
-        max_blocks: Blocks of the longest sequence.
         reason: Why there are none, once that has turned out.
     """
 
@@ -250,15 +248,7 @@ class DecodeGraphs:
         max_blocks: int,
         record: Callable[[Callable[[], Tensor]], Recording],
     ) -> None:
-        """Takes no memory: all of it is, and everything recorded, at the first step.
-
-        Args:
-            forward: Runs the model.
-            kv_cache: The pool.
-            max_num_seqs: Sequences in the largest step.
-            max_blocks: Blocks of the longest sequence that is taken.
-            record: Makes a recording.
-        """
+        """Takes no memory: all of it is, and everything recorded, at the first step."""
         self._forward = forward
         self._kv_cache = weakref.ref(kv_cache)
         self._sizes = capture_sizes(max_num_seqs)
@@ -284,11 +274,9 @@ class DecodeGraphs:
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest batch."""
         return self._sizes[-1]
 
     def is_of(self, kv_cache: KVCache) -> bool:
-        """Whether it was made for this pool."""
         return self._kv_cache() is kv_cache
 
     def run(self, step: Batch, chosen: Tensor | None = None) -> Tensor | None:
@@ -415,7 +403,6 @@ class _UnrecordableError(Exception):
 
 
 def _in_words(error: Exception) -> str:
-    """What was raised, and where."""
     first_line, place = str(error).split("\n", 1)[0], raised_at(error)
     return f"{type(error).__name__}: {first_line}" + (f" ({place})" if place else "")
 
@@ -429,7 +416,7 @@ def _agree(result: Tensor, expected: Tensor) -> bool:
 
 
 def recorder(attention: PoolAttention) -> Callable[[Callable[[], Tensor]], Recording] | str:
-    """What records steps over this pool, or why nothing can."""
+    """Finds what records steps over this pool, or says why nothing can."""
     kv_cache = attention.kv_cache
     device = kv_cache.device
     if device.type != "cuda":

@@ -58,13 +58,7 @@ class DecoderLayers:
     """
 
     def __init__(self, model: nn.Module, fused: FusedLayers, linears: PackedLinears) -> None:
-        """Does nothing before the first `scope`.
-
-        Args:
-            model: Held weakly.
-            fused: Its norms, gated MLPs and rotary embeddings.
-            linears: Its linear layers.
-        """
+        """Does nothing before the first `scope`. The model is held weakly."""
         self._model = weakref.ref(model)
         self._fused = fused
         self._linears = linears
@@ -122,10 +116,7 @@ class _Parts:
     """What stands in for the modules of a decoder layer, and where these are found.
 
     Attributes:
-        attention: The layer's modules.
-        mlp: See above.
         norms: Before attention, and before the MLP; of queries' and of keys' heads, if there are any.
-        linears: Those of `LINEARS`.
         places: All with the dictionary that their module is in, and its name there; but for
         small: the same of linear layers that compute for themselves where they are called by themselves.
     """
@@ -156,7 +147,7 @@ class _Parts:
         return is_same and not (isinstance(mlp.activation, nn.Module) and has_hooks(mlp.activation))
 
     def state(self) -> list[object]:
-        """All else that the layer's result depends on, in numbers."""
+        """Everything else that the layer's result depends on, in numbers."""
         attention = vars(self.attention.module)
         state: list[object] = [value for value in attention.values() if type(value) in (int, float, bool)]
         for norm in self.norms:
@@ -237,13 +228,11 @@ def _code(forward: Any) -> CodeType | None:
 
 
 def _calculates(code: CodeType) -> bool:
-    """Whether it adds, multiplies or compares anything: with numbers that are 1 in a trial, say."""
+    """Whether it adds, multiplies or compares anything, with numbers that are 1 in a trial, say."""
     return any(one.opname in ("BINARY_OP", "COMPARE_OP", "UNARY_NEGATIVE") for one in dis.get_instructions(code))
 
 
 class _DecoderLayer(ModuleOverride):
-    """A decoder layer in a step."""
-
     __slots__ = ("is_last", "is_same", "kernels", "params", "parts", "scratch", "state")
 
     def __init__(self, module: Any, parts: _Parts, scratch: Scratch) -> None:

@@ -19,8 +19,6 @@ class ForwardCall:
     """One `model(...)` call over a `PagedCache`, in the caller's padded shape.
 
     Attributes:
-        input_ids: `[B, q]`, or `None`.
-        inputs_embeds: `[B, q, hidden_size]`, or `None`.
         attention_mask: `[B, columns so far + q]`, 0 at padding; `None`: no padding. A mask of another form rules out
             the packed batch.
         position_ids: `[B or 1, q]`, `[axes, B or 1, q]` where they differ from axis to axis, or `None`.
@@ -47,7 +45,6 @@ class ForwardCall:
 
     @property
     def tokens(self) -> Tensor:
-        """`input_ids` or `inputs_embeds`, whichever was given."""
         if (self.input_ids is None) == (self.inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         tokens = self.input_ids if self.input_ids is not None else self.inputs_embeds
@@ -55,7 +52,7 @@ class ForwardCall:
         return tokens
 
     def arguments(self) -> dict[str, Any]:
-        """What is given to the model's own forward, but for the cache."""
+        """The arguments for the model's own forward, without the cache."""
         if self.given is not None:
             return self.given
         named = {

@@ -38,8 +38,6 @@ _MLP_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3
 
 
 class Norm(ModuleOverride):
-    """An RMSNorm."""
-
     __slots__ = ("eps", "kernels", "offset", "rounds_first")
 
     def __init__(self, module: Any, kernels: LayerKernels, eps: str, offset: float, rounds_first: bool) -> None:
@@ -237,7 +235,6 @@ def _agrees_where_finite(result: Tensor, truth: Tensor) -> bool:
 
 
 def activation_of(module: Any) -> Any:
-    """What a gated MLP calls its activation."""
     activation = getattr(module, "act_fn", None)
     return getattr(module, "activation_fn", None) if activation is None else activation
 

@@ -25,14 +25,8 @@ class _Rotary:
     def __init__(
         self, names: dict[str, Any], kernels: LayerKernels, interleaved: bool, rounds: bool, takes_part: bool
     ) -> None:
-        """Does nothing yet.
-
-        Args:
-            names: Globals of the module that has the function.
-            kernels: What computes it.
-            interleaved: Which elements are pairs.
-            rounds: Whether products are rounded before they are added.
-            takes_part: Whether the function leaves what exceeds the width of `cos` as it is, instead of raising.
+        """`interleaved` says which elements are pairs, `rounds` whether products are rounded before they are added, and
+        `takes_part` whether the function leaves what exceeds the width of `cos` as it is, instead of raising.
         """
         self._names = names
         self._kernels = kernels
@@ -53,11 +47,7 @@ class _Rotary:
 
 
 class RotaryForward:
-    """The forward of a class of attention modules, with one of the names it uses standing for something else.
-
-    Attributes:
-        rotary: That.
-    """
+    """The forward of a class of attention modules that calls `rotary` in place of one of the names it uses."""
 
     def __init__(self, own: FunctionType, rotary: _Rotary) -> None:
         self._own = own
@@ -74,8 +64,6 @@ class RotaryForward:
 
 
 class RotaryAttention(ModuleOverride):
-    """An attention module that runs such a forward."""
-
     __slots__ = ("changed",)
 
     def __init__(self, module: Any, changed: RotaryForward) -> None:
@@ -96,10 +84,6 @@ def find_rotary(
     """A module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`.
 
     Args:
-        module: Any module.
-        kernels: What is to compute it.
-        dtype: The model's.
-        device: The model's.
         known: What was found for other modules, by their class's forward; added to.
     """
     forward: Any = type(module).forward

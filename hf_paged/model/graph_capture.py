@@ -34,7 +34,6 @@ class CUDARecording:
 
     Attributes:
         output: What the function returned; every replay writes to it.
-        num_bytes: Device memory taken by the recording.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class CUDARecording:
         self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
 
     def replay(self) -> None:
-        """On the current stream."""
+        """Replays on the current stream."""
         self._graph.replay()
 
 
@@ -169,7 +168,7 @@ def raised_at(error: BaseException) -> str | None:
 
 
 def describe(filename: str, lineno: int, function: str) -> str:
-    """A line of code in words, without the folder that packages are installed in."""
+    """Describes a line of code in words, without the folder that packages are installed in."""
     for name in ("site-packages/", "dist-packages/"):
         filename = filename.rpartition(name)[2]
     return f"{filename}:{lineno}, in {function}"

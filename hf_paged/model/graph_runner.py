@@ -30,14 +30,7 @@ class GraphRunner:
     def __init__(
         self, model: BoundModel, packed: PackedRunner, num_moves: Callable[[], int], config: PagedConfig
     ) -> None:
-        """Records the packed steps of one model.
-
-        Args:
-            model: The model.
-            packed: Runs its steps.
-            num_moves: How often the weights have moved in memory.
-            config: The settings.
-        """
+        """`num_moves` says how often the weights have moved in memory."""
         self._model = model
         self._packed = packed
         self._num_moves = num_moves
@@ -46,7 +39,7 @@ class GraphRunner:
         self.held: DecodeGraphs | None = None
 
     def replay(self, batch: Batch, attention: PoolAttention, chosen: Tensor | None) -> Tensor | None:
-        """A decode step; `None`: there is no graph for it. Arguments as in `ModelRunner.run`."""
+        """Replays a decode step; `None`: there is no graph for it. Arguments as in `ModelRunner.run`."""
         if self._config.cuda_graphs is False or batch.embedded or batch.axes is not None:
             return None
         if torch.is_autocast_enabled(attention.kv_cache.device.type):

@@ -66,7 +66,6 @@ class HookWatch:
     """
 
     def __init__(self) -> None:
-        """Has seen nothing."""
         self.numbers: tuple[int, ...] = ()
         self._held: list[tuple[dict[int, Any], int]] = []
         self._needing: list[tuple[dict[int, Any], int]] = []
@@ -74,7 +73,6 @@ class HookWatch:
         self._next = -1
 
     def look(self, model: nn.Module, modules: list[nn.Module]) -> None:
-        """Looks at all of a model's modules."""
         seen, needing = RemovableHandle.next_id, []
         tables: list[dict[int, Any]] = [_GLOBAL_PRE_HOOKS, _GLOBAL_HOOKS]
         for module in modules:

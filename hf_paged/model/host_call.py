@@ -66,10 +66,6 @@ class HostCall:
         """The call, if its preparation looks at nothing but these tensors; else `None`. Waits once for those on a GPU.
 
         Args:
-            model: The patched model.
-            device: The model's.
-            args: Of `generate()`.
-            kwargs: Of `generate()`.
             from_host: Tensors on the CPU stand for such on the device.
         """
         arguments = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
@@ -113,7 +109,7 @@ class HostCall:
                 setattr(item, name, self._placed(value))
 
     def place_config(self, config: GenerationConfig) -> GenerationConfig:
-        """A copy of the prepared config, with its tensors on the device."""
+        """Copies the prepared config, with its tensors on the device."""
         config = copy.copy(config)
         for name in _SPECIAL_TOKENS:
             if isinstance(value := getattr(config, name, None), Tensor):
@@ -121,7 +117,7 @@ class HostCall:
         return config
 
     def place(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a loop, tensors on the device."""
+        """Brings the tensors among a loop's arguments to the device."""
         return {
             name: to_device(value, self.device) if isinstance(value, Tensor) else value
             for name, value in arguments.items()
@@ -157,7 +153,6 @@ CALL: ContextVar[CallState | None] = ContextVar("hf_paged_call", default=None)
 
 
 def hides_device() -> bool:
-    """See `CallState`."""
     call = CALL.get()
     return call is not None and call.hides_device
 

@@ -34,28 +34,21 @@ class Latents:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[AttentionSpec | None]) -> None:
-        """Knows no map yet.
-
-        Args:
-            model: Held weakly.
-            layers: What each of its layers caches.
-        """
+        """Knows no map yet. The model is held weakly."""
         self._model = weakref.ref(model)
         self._specs = {index: layer for index, layer in enumerate(layers) if layer is not None and layer.is_latent}
         self._maps: dict[int, LatentMaps] = {}
         self.has_copies = False
 
     def forget(self) -> None:
-        """Has the maps found anew: weights have changed."""
+        """Makes the maps be found anew, since weights have changed."""
         self._maps = {}
         self.has_copies = False
 
     def takes(self, layer: int) -> bool:
-        """Whether this layer caches latents."""
         return layer in self._specs
 
     def get(self, layer: int) -> LatentMaps | None:
-        """Its maps, if they are known."""
         return self._maps.get(layer)
 
     @torch.inference_mode(False)
@@ -64,7 +57,6 @@ class Latents:
         """Takes what a module has made of `probes`.
 
         Args:
-            layer: Its number.
             probes: `[N, latent_dim + rotary_dim]`, what `probes` returned.
             key: `[1, num_heads, N, key_dim]`.
             value: `[1, num_heads, N, value_dim]`.
@@ -113,7 +105,6 @@ class Latents:
         return None
 
     def _weights(self, layer: int) -> Iterator[Tensor]:
-        """What this process holds of them."""
         model = self._model()
         for module in () if model is None else model.modules():
             if getattr(module, "layer_idx", None) == layer:
@@ -139,14 +130,7 @@ class LatentStepCache(StepCache):
     """The cache of a packed forward whose layers cache latents: it stores them at once."""
 
     def __init__(self, step: PagedStep, latents: Latents, states: Any = None, positions: Tensor | None = None) -> None:
-        """For one forward.
-
-        Args:
-            step: Writes to the pool.
-            latents: The model's.
-            states: See `StepCache`.
-            positions: See `StepCache`.
-        """
+        """Writes to `step`; see `StepCache` for `states` and `positions`."""
         super().__init__(states, positions)
         self._step = step
         self._latents = latents
@@ -189,13 +173,6 @@ class LatentStep:
     """A step that attends to latents where these are what a layer caches."""
 
     def __init__(self, step: PagedStep, latents: Latents, cache: LatentStepCache) -> None:
-        """For one forward.
-
-        Args:
-            step: Over the pool.
-            latents: The model's.
-            cache: The forward's.
-        """
         self._step = step
         self._latents = latents
         self._cache = cache

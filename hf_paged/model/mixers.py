@@ -32,14 +32,12 @@ from hf_paged.model.traits import ModelTraits
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a step with equally many tokens, side by side.
+    """Rows of a step with equally many tokens, side by side; `tokens` says where they are in the packed batch.
 
     Attributes:
-        tokens: Where they are in the packed batch.
-        num_rows: How many rows.
         first_row: Which of the step is the first of them.
         pages: `[rows, pages]` int64 on the device: of their states.
-        is_fresh: They have none yet.
+        is_fresh: Whether they have none yet.
     """
 
     tokens: slice
@@ -50,8 +48,6 @@ class _Part:
 
 
 class StateStep:
-    """The states of one step's rows."""
-
     def __init__(
         self,
         kv_cache: KVCache,
@@ -64,8 +60,6 @@ class StateStep:
         """Lays out a step.
 
         Args:
-            kv_cache: Where states are.
-            traits: What mixers keep, and how they are called.
             pages: `[S, pages]` int64, of each row.
             starts: `[S]` int64, tokens of each row before the step; without any it has no state.
             query_lens: `[S]` int64, its tokens in the step.
@@ -132,7 +126,6 @@ class StateStep:
         Args:
             mixer: Called once for each part.
             args: As it was called with, the cache of a step and tensors `[1, T, ...]` among them.
-            kwargs: The same by name.
         """
         num_tokens = self._parts[-1].tokens.stop
         if mixer.layer_idx != self._layer:
@@ -144,7 +137,7 @@ class StateStep:
         return tuple(_joined(list(values)) for values in zip(*outputs, strict=True))
 
     def _run_part(self, part: _Part, mixer: Any, num_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a mixer returns for some rows, with `[1, tokens, ...]` of them."""
+        """Runs a mixer for some rows, with `[1, tokens, ...]` of them."""
         own, states = self._states(part)
         cache = Cache(layers=[own] * (self._layer + 1))
         num_rows, length = part.num_rows, (part.tokens.stop - part.tokens.start) // part.num_rows
@@ -181,19 +174,18 @@ class StateStep:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tensor changed, or all of them in a tuple; anything else as it is."""
+    """Changes a tensor, or all of them in a tuple; leaves anything else as it is."""
     if isinstance(value, Tensor):
         return change(value)
     return tuple(_mapped(item, change) for item in value) if type(value) is tuple else value
 
 
 def _joined(values: list[Any]) -> Any:
-    """What all parts returned in one place."""
     return torch.cat(values, dim=1) if len(values) > 1 and isinstance(values[0], Tensor) else values[0]
 
 
 def _run_padded(cache: PaddedCache, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a mixer returns for padded rows: computed packed, with zeros at padding."""
+    """Runs a mixer for padded rows: computes them packed, with zeros at padding."""
     given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     shape, real = given.shape[:2], cache.real
 
@@ -224,14 +216,11 @@ class PaddedStates:
     def __init__(
         self, cache: StateCache, specs: dict[int, StateSpec], pages: Tensor, is_fresh: np.ndarray, num_layers: int
     ) -> None:
-        """Reads them.
+        """Reads the states of the rows.
 
         Args:
-            cache: Where states are.
-            specs: Of each layer that has one.
             pages: `[B, pages]` int64 on the device, of each row.
             is_fresh: `[B]`, whether a row has none yet. Beside others that have one, it begins with zeros.
-            num_layers: Of the model.
         """
         self._cache, self._pages = cache, pages
         self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
@@ -279,8 +268,6 @@ def store(layer: LinearAttentionLayer, states: LayerStates) -> None:
 
 
 class _Mixer(ModuleOverride):
-    """A mixer that is called with the cache of a step."""
-
     is_needed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,15 +280,8 @@ class _Mixer(ModuleOverride):
 
 
 class Mixers:
-    """The mixers of a model."""
-
     def __init__(self, model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
-        """Finds them.
-
-        Args:
-            model: Held weakly.
-            kinds: Their classes.
-        """
+        """Finds the mixers, which are of these classes, at the first `scope`. The model is held weakly."""
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._found: list[_Mixer] | None = None

@@ -49,7 +49,7 @@ class ModuleOverride:
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the module's forward."""
+        """Runs in place of the module's forward."""
         if len(args) == 1 and not kwargs:
             try:
                 return self.compute(args[0])
@@ -58,7 +58,7 @@ class ModuleOverride:
         return self.module._call_impl(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the module's own call."""
+        """Runs in place of the module's own call."""
         if threading.get_ident() == self.thread_id and not has_hooks(self.module):
             return self.forward(*args, **kwargs)
         return self.module._call_impl(*args, **kwargs)

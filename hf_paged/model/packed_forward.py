@@ -21,8 +21,6 @@ def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes
     """Left padding of each row, if its real tokens alone say what is to be stored; else `None`.
 
     Args:
-        cache: The call's cache.
-        call: The call, reduced to the active rows.
         active: Rows of the cache that the call is about.
         takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
@@ -67,8 +65,6 @@ def sees_padding(call: ForwardCall, padding: list[int], width: int) -> bool:
     """Whether a call with such padding asks for more than logits of real tokens.
 
     Args:
-        call: The call.
-        padding: Of each row.
         width: Columns of the cache before the call.
     """
     if call.others:
@@ -82,9 +78,7 @@ class PackedForward:
     """One call whose rows run in the packed batch.
 
     Attributes:
-        call: The call, reduced to its active rows.
-        sequences: Their sequences.
-        padding: Their left padding, in columns.
+        padding: The left padding of each row, in columns.
         width: Columns of the cache before the call.
         positions: `[axes, rows, columns]` on the host.
         offsets: Of each row, what the last token's position (on the first axis) exceeds its index in the sequence by.
@@ -120,7 +114,7 @@ class PackedForward:
 
     @property
     def length(self) -> int:
-        """Columns of the call."""
+        """The columns of the call."""
         return self.call.tokens.shape[1]
 
     @property
@@ -201,7 +195,6 @@ class PackedForward:
         return tokens, tuple(spans)
 
     def _is_plain(self, row: int, offset: int) -> bool:
-        """Whether all positions of a row follow from this offset."""
         return self.is_uniform[row] and self.offsets[row] == offset
 
     def wanted_logits(self) -> np.ndarray:
@@ -280,7 +273,6 @@ def _see_each_other(tokens: list[int], spans: list[tuple[int, int]], first: int,
     Args:
         tokens: Of a sequence, from its token number `first` on; changed in place.
         spans: Runs of them, as places in the sequence.
-        first: See above.
         offset: What positions of plain tokens exceed their place in the sequence by.
     """
     for start, stop in spans:

@@ -45,10 +45,7 @@ class _Rehearsal(AttentionMetadata):
 
 
 class PackedRunner:
-    """Runs real tokens side by side."""
-
     def __init__(self, model: BoundModel) -> None:
-        """Serves one model."""
         self._model = model
         self._latents = model.latents if model.traits.has_latents else None
 
@@ -65,11 +62,7 @@ class PackedRunner:
 
         Args:
             tokens: `[T]`, on the device.
-            metadata: Of each group of layers.
-            attention: Over the pool.
             rows: `[K]`, the tokens whose logits are wanted; `None`: all.
-            states: What mixers read and write.
-            is_compiled: Whether the forward runs compiled.
 
         Returns:
             `[K, vocab_size]`.
@@ -115,7 +108,6 @@ class PackedRunner:
         """A step of no sequence's: all tokens are in the null block, which is written to.
 
         Args:
-            attention: Over the pool.
             lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
         """
         kv_cache, device = attention.kv_cache, attention.kv_cache.device

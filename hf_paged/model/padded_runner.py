@@ -28,12 +28,9 @@ class CalledForward:
     """A caller's forward in its own shape: rows end in the last column, what is left of their tokens is padding.
 
     Attributes:
-        arguments: What the caller gave.
-        twin: See `BoundModel.run_unpatched`.
         rows: Which of the caller's rows the batch's are; all others are padding alone.
-        num_rows: The caller's rows.
-        width: Columns in all.
-        query_width: New ones.
+        width: The columns in all.
+        query_width: The new columns.
     """
 
     arguments: dict[str, Any]
@@ -51,10 +48,7 @@ class CalledForward:
 
 
 class PaddedRunner:
-    """Runs sequences as rows of equal width."""
-
     def __init__(self, model: BoundModel) -> None:
-        """Serves one model."""
         self._model = model
 
     def run(
@@ -70,10 +64,7 @@ class PaddedRunner:
 
         Args:
             tokens: `[T]`, on the device.
-            metadata: Of each group of layers.
-            attention: Over the pool.
             logit_rows: `[K]` int64, the tokens whose logits are wanted.
-            spans: See `Batch`: masks say which tokens see others behind them.
             batch: The step; of a model with states, its rows' are read and written.
 
         Returns:
@@ -126,11 +117,7 @@ class PaddedRunner:
         """One forward.
 
         Args:
-            tokens: Of the whole step.
-            layout: Of the rows.
-            cache: Of the rows.
             wanted: `[K]` rows, and `[K]` columns counted from the end (1: the last), whose logits are wanted.
-            masks: What the model is told of padding.
 
         Returns:
             `[K, vocab_size]`.
@@ -147,11 +134,6 @@ class PaddedRunner:
 
     def run_called(self, batch: Batch, attention: PoolAttention, called: CalledForward) -> Any:
         """A step that is one forward of a caller's, in its shape.
-
-        Args:
-            batch: The step.
-            attention: Over the pool.
-            called: The forward.
 
         Returns:
             What the model's forward does.

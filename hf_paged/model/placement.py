@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def is_spread(self) -> bool:
-        """Whether accelerate moves inputs or weights in its forwards."""
+        """Whether accelerate moves inputs or weights in the model's forwards."""
         return self._main is not None
 
     @property

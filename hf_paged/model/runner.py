@@ -22,22 +22,10 @@ from hf_paged.model.token_inputs import TokenInputs
 
 
 class ModelRunner:
-    """Runs a `Batch` in the layout that its model and its tokens want.
-
-    Attributes:
-        packed: Steps of real tokens side by side.
-        padded: Steps of a model's own attention.
-        graphs: Decode steps, recorded.
-    """
+    """Runs a `Batch` in the layout that its model and its tokens want."""
 
     def __init__(self, model: BoundModel, num_moves: Callable[[], int], config: PagedConfig) -> None:
-        """Runs the steps of one model.
-
-        Args:
-            model: The model.
-            num_moves: How often the weights have moved in memory.
-            config: The settings.
-        """
+        """`num_moves` says how often the weights have moved in memory."""
         self._model = model
         self.packed = PackedRunner(model)
         self.padded = PaddedRunner(model)
@@ -53,7 +41,6 @@ class ModelRunner:
 
         Args:
             batch: The step; what it does to blocks is done.
-            attention: Over the pool.
             embeddings: `[E, hidden_size]` or wider, what the tokens of `batch.embedded` were given as.
             chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
 

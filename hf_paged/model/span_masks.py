@@ -18,7 +18,7 @@ class MaskForm:
     """How layers of a kind see such runs.
 
     Attributes:
-        sees_ahead: Whether they do; if not, they are causal.
+        sees_ahead: Whether tokens of a run see those behind them; if not, layers are causal.
         keeps_window: Whether a token sees of its run only what its window reaches, too.
     """
 
@@ -75,11 +75,9 @@ class SpanMasks:
         """`[B, 1, Q, W]`, what is added to the scores of the last `Q` columns.
 
         Args:
-            kind: Of the layers.
             attention_mask: `[B, W]`, 0 at padding.
             query_width: `Q`.
             spans: Rows, and columns of theirs.
-            dtype: Of the model.
         """
         known = self._forms.get(kind, FORMS)
         form = next(form for form in FORMS if form in known)

@@ -18,7 +18,7 @@ _HOOK, _FORWARD, _OLD_FORWARD = "_hf_hook", "forward", "_old_forward"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Those of accelerate on a module, in the order in which they come."""
+    """The hooks of accelerate on a module, in their order."""
     hook: Any = module.__dict__.get(_HOOK)
     return [] if hook is None else list(getattr(hook, "hooks", (hook,)))
 

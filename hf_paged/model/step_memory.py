@@ -18,23 +18,15 @@ SCORE_BYTES = 42
 
 
 class StepMemory:
-    """What the steps of one model hold."""
-
     def __init__(self, model: BoundModel, config: PagedConfig) -> None:
-        """Asks a model, under these settings."""
         self._model = model
         self._config = config
 
     def reserved_bytes(self, num_tokens: int, block_size: int, num_groups: int = 1) -> int:
         """Bytes that steps hold at most beside weights and pool, on a GPU; 0 on CPU (see `activation_bytes`).
 
-        A sum: memory that a forward gives back is in pieces, which the sampler's tensors, the largest there are, need
-        not fit in.
-
-        Args:
-            num_tokens: Of the largest step.
-            block_size: Tokens in a block.
-            num_groups: Groups of layers.
+        A sum: memory that a forward gives back is in pieces, which the sampler's tensors, the largest there are,
+        need not fit in.
         """
         bound = self._model
         dtype, device = bound.placement
@@ -78,8 +70,6 @@ def sampler_bytes(rows: int, vocab_size: int, itemsize: int) -> int:
     takes 26 in place of the 42, and about as much again within its sort.
 
     Args:
-        rows: Sequences in the step.
-        vocab_size: Logits of each.
         itemsize: Bytes of a logit.
     """
     return rows * vocab_size * (2 * itemsize + SCORE_BYTES)
@@ -95,11 +85,7 @@ def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max
 
     Args:
         activations: Bytes that a step of one token a row holds at most.
-        rows: Sequences in the largest step.
-        vocab_size: Logits of each.
         itemsize: Bytes of a logit.
-        max_blocks: Blocks of the longest sequence.
-        groups: Of layers.
     """
     return activations + rows * (vocab_size * itemsize + (4 + groups) * 8 + 2 * 4 * max_blocks * groups)
 
@@ -107,12 +93,8 @@ def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max
 def workspace_bytes(device: torch.device, num_workspaces: int) -> int:
     """Scratch of cuBLAS, of which torch allocates one for each thread and stream that multiplies matrices.
 
-    32 MiB each from compute capability 9.0 on, 8 MiB and 128 KiB below, or what `CUBLAS_WORKSPACE_CONFIG` says in pairs
-    of KiB and how many, `":4096:2:16:8"`.
-
-    Args:
-        device: Where.
-        num_workspaces: How many.
+    32 MiB each from compute capability 9.0 on, 8 MiB and 128 KiB below, or what `CUBLAS_WORKSPACE_CONFIG` says in
+    pairs of KiB and how many, `":4096:2:16:8"`.
     """
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or (
         ":4096:8" if torch.cuda.get_device_capability(device) >= (9, 0) else ":4096:2:16:8"

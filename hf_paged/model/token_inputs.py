@@ -38,9 +38,7 @@ class TokenInputs:
         """The tokens of a step, on the CPU.
 
         Args:
-            batch: The step.
             embeddings: What its tokens of `embedded` were given as.
-            chosen: The tokens that the step before has chosen.
         """
         ids = torch.from_numpy(np.frombuffer(batch.token_ids, np.int64))
         positions = torch.from_numpy(np.frombuffer(batch.positions, np.int64))
@@ -57,7 +55,6 @@ class TokenInputs:
         return known
 
     def as_row(self) -> TokenInputs:
-        """As the one row of a batch."""
         return TokenInputs(
             self.input_ids[None],
             self.position_ids[..., None, :],
@@ -66,7 +63,7 @@ class TokenInputs:
         )
 
     def select(self, places: Tensor) -> TokenInputs:
-        """Those at `[...]` places, in the places' shape; they are on their device."""
+        """Selects tokens by `[...]` places, which are on their device, in the places' shape."""
         return TokenInputs(
             self.input_ids[places],
             self.position_ids[..., places],
@@ -75,7 +72,7 @@ class TokenInputs:
         )
 
     def to(self, device: torch.device) -> TokenInputs:
-        """The same on a device, where all ids are known."""
+        """Copies to a device on which all ids are known."""
         ids = to_device(self.input_ids, device)
         if self.chosen is not None:
             ids = fill_in(ids, self.chosen[0], to_device(self.chosen[1], device))

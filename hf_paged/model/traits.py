@@ -68,11 +68,10 @@ class ModelTraits:
 
     @property
     def num_layers(self) -> int:
-        """Its layers, those that store nothing included."""
+        """The number of layers, including those that store nothing."""
         return len(self.layers)
 
     def geometry(self, groups: CacheGroups, dtype: torch.dtype, block_size: int) -> KVGeometry:
-        """What the pages of these groups hold, in a pool of this dtype."""
         if not groups.sizes:  # a block for a whole state
             width, size = 64, sum(spec.num_bytes(torch.float32) for spec in self.states.values())
             return KVGeometry.uniform(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)

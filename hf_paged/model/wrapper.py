@@ -76,19 +76,14 @@ class _ReachedError(Exception):
 class Twin:
     """A copy of a wrapper that shares all parts but those on the way to its language model, which hold a call's state.
 
-    transformers' wrappers keep what one forward finds out for the next on themselves (the offsets of positions behind a
-    picture). On a twin that is the call's own, whatever other threads do.
-
-    Attributes:
-        model: The copy.
+    transformers' wrappers keep what one forward finds out for the next on themselves (the offsets of positions
+    behind a picture). On a twin that is the call's own, whatever other threads do.
     """
 
     def __init__(self, model: Any, path: tuple[str, ...], state: State | None) -> None:
-        """Copies a model.
+        """Copies a model, or a twin of it, along the `path` to its language model.
 
         Args:
-            model: A wrapper, or a twin of it.
-            path: Where its language model is.
             state: What an earlier call has left; `None`: what the model holds itself.
         """
         self.model = part = _shallow_copy(model)
@@ -108,7 +103,7 @@ class Twin:
 
     @property
     def innermost(self) -> Any:
-        """The part that has the language model."""
+        """The part that holds the language model."""
         return self._parts[-1]
 
     def state(self) -> State:
@@ -122,7 +117,7 @@ class Twin:
         return self._state | changed
 
     def write_back(self, model: Any, path: tuple[str, ...]) -> None:
-        """Leaves on the model itself what forwards have left on the twin."""
+        """Copies to the model itself what forwards have left on the twin."""
         parts = [model]
         for name in path[:-1]:
             parts.append(parts[-1]._modules[name])
@@ -144,7 +139,6 @@ class Wrapper:
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        """Finds the language model at this place."""
         self.path = tuple(path.split("."))
         parts = model.get_submodule(path).modules()
         self.is_causal = all(getattr(part, "is_causal", True) is not False for part in parts)
@@ -159,16 +153,10 @@ class Wrapper:
         return None if path is None else cls(model, path)
 
     def twin(self, model: Any, state: State | None) -> Twin:
-        """See `Twin`."""
         return Twin(model, self.path, state)
 
     def reach(self, twin: Twin, forward: Callable[..., Any], arguments: dict[str, Any]) -> InnerCall:
-        """Runs a wrapper's forward up to the call of its language model.
-
-        Args:
-            twin: Of the model.
-            forward: Of its class, unbound.
-            arguments: Of the forward.
+        """Runs a wrapper's forward, the unbound one of its class, up to the call of its language model.
 
         Raises:
             ValueError: It never called its language model.
@@ -227,7 +215,6 @@ class Wrapper:
         """A twin of a model that hands its language model something else for some tokens.
 
         Args:
-            model: A wrapper.
             given: `[E, hidden_size + width]`, see `Wrapper`; `width` may be 0.
             places: `[B, q]` int64, of each token its place in these, or -1: what the wrapper makes of its id is right.
         """
@@ -287,7 +274,7 @@ def _shallow_copy(module: Any) -> Any:
 
 
 def _arguments_of(inner: Any) -> Callable[..., dict[str, Any]]:
-    """From what a language model is called with to the same by name."""
+    """Returns what names the arguments that a language model is called with."""
     signature = inspect.signature(inner.forward)
 
     def names(*args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -26,13 +26,7 @@ from hf_paged.sampling.sampler import Outcome
 
 @dataclass(slots=True)
 class Hypothesis:
-    """One row of the result.
-
-    Attributes:
-        tokens: Generated.
-        finish_reason: Why it ended.
-        logprobs: Never said here.
-    """
+    """One row of the result."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = "stop"
@@ -48,7 +42,6 @@ class _Prompt:
         tokens: `[num_beams, n]`, what they generated.
         hypotheses: The best that have ended, best first; an empty one where there are fewer.
         may_improve: Whether a better one may come.
-        is_full: Whether there are as many as beams.
         all_end: Whether all its candidates ended in the last step.
         is_decided: Nothing can change any more: its beams are gone.
     """
@@ -65,17 +58,12 @@ class _Prompt:
 class BeamRequest:
     """Beams that are scheduled, scored, forked and finished by the engine.
 
-    The prompts of a call keep in step with each other, as in transformers' loop, whose end depends on all of them; of
-    different calls they don't. Which beams go on is known on the host only after the step: it forks and frees
+    The prompts of a call keep in step with each other, as in transformers' loop, whose end depends on all of them;
+    of different calls they don't. Which beams go on is known on the host only after the step: it forks and frees
     sequences, which copies no keys.
 
     Attributes:
         rows: The rows of the result, when it is done.
-        scores: Of each row.
-        error: Why it failed.
-        num_drafts: None here, as of
-        num_accepted: those that were right.
-        is_assisted: Never.
     """
 
     num_drafts = 0
@@ -123,7 +111,6 @@ class BeamRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over, or has failed."""
         return self._done.is_set()
 
     @property
@@ -231,7 +218,7 @@ class BeamRequest:
         ]
 
     def _note(self, prompt: _Prompt, outcome: Selection, place: int) -> None:
-        """What the beams and hypotheses of a prompt are now; its sequences follow."""
+        """Updates the beams and hypotheses of a prompt; its sequences follow."""
         parents, tokens = outcome.parents[place], outcome.tokens[place]
         num_beams = self._settings.num_beams
         prompt.hypotheses = [
@@ -281,7 +268,6 @@ class BeamRequest:
                 scheduler.free(sequence)
 
     def _drop(self, prompt: _Prompt, reason: str) -> None:
-        """Frees the beams of a prompt."""
         prompt.is_decided = True
         for sequence in {sequence.seq_id: sequence for sequence in prompt.beams}.values():
             self._worker.loop.remove(sequence)
@@ -298,7 +284,6 @@ class BeamRequest:
         self._end()
 
     def _reason(self, hypothesis: np.ndarray) -> str:
-        """Why a hypothesis ended."""
         if len(hypothesis) and int(hypothesis[-1]) in self._settings.eos:
             return "eos"
         return "length" if len(hypothesis) >= self._settings.max_length - self._settings.prompt_length else "stop"

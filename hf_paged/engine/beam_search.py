@@ -19,13 +19,7 @@ class BeamSearchLoop:
     """
 
     def __init__(self, model: Any, cache: PagedCache, retires: bool) -> None:
-        """Watches one call.
-
-        Args:
-            model: The patched model.
-            cache: The call's.
-            retires: Whether decided prompts may leave the batch.
-        """
+        """Watches one call; `retires` says whether decided prompts may leave the batch."""
         self._model = model
         self._cache = cache
         self._retires = retires

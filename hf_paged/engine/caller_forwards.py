@@ -35,7 +35,6 @@ class CallerForwards:
     """Runs forwards of callers beside whatever else runs, in the layout that they can run in."""
 
     def __init__(self, core: EngineCore, store: RowStore) -> None:
-        """Serves one engine, over caches of `store`."""
         self._core = core
         self._store = store
 
@@ -43,10 +42,6 @@ class CallerForwards:
     @torch.no_grad()
     def forward(self, cache: PagedCache, call: ForwardCall) -> ModelOutput:
         """Runs one forward of the patched model over a cache of its pool, beside whatever else runs.
-
-        Args:
-            cache: Grows by the call's columns.
-            call: The arguments.
 
         Returns:
             What the model's own forward would, in the caller's shape. The logits of finished (retired) rows are zeros.
@@ -162,7 +157,6 @@ class CallerForwards:
         return True
 
     def _pack(self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]) -> PackedForward:
-        """The call's real tokens, to be added to its sequences."""
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         cache.set_padding(padding, active)
         takes_positions = self._core.bound.takes_positions
@@ -199,7 +193,7 @@ class CallerForwards:
         self._core.executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
 
     def _forward_padded(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
-        """The model's own padded forward, by itself; `cache.update` stores and gathers."""
+        """Runs the model's own padded forward by itself; `cache.update` stores and gathers."""
         sequences = [sequence for sequence in cache.sequences if sequence is not None]
         with self._store.residency.holding(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
@@ -220,7 +214,7 @@ class CallerForwards:
     def _forward_packed(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
     ) -> ModelOutput:
-        """The call's real tokens, in the next steps' packed batches."""
+        """Runs the call's real tokens in the next steps' packed batches."""
         packed = self._pack(cache, call, active, padding)
         request: ForwardRequest | None = None
         try:
@@ -270,8 +264,6 @@ class CallerForwards:
 
 @dataclass(slots=True)
 class _Mark:
-    """A sequence's state before a forward, to go back to if the forward fails."""
-
     sequence: Sequence
     num_tokens: int
 

@@ -27,7 +27,6 @@ class Calls:
     """Starts `generate()` calls and requests, on their callers' threads."""
 
     def __init__(self, core: EngineCore, store: RowStore, room: Room) -> None:
-        """Serves one engine."""
         self._core = core
         self._store = store
         self._room = room
@@ -37,7 +36,6 @@ class Calls:
         """The length of one of transformers' decoding loops over a cache, on the caller's thread.
 
         Args:
-            cache: The cache.
             num_blocks: What its rows need in the pool beside each other and can't give back before the end. The loop
                 begins when earlier ones leave so many.
         """
@@ -69,7 +67,6 @@ class Calls:
         """Starts a call whose rows the engine samples.
 
         Args:
-            call: What to generate.
             on_token: Called with every token, by the loop: it must only hand it on.
             waits: The caller waits: while the queue is full, and then for the result.
             on_end: Called when the run is over, by the loop.
@@ -123,10 +120,9 @@ class Calls:
             self._core.worker.loop.order(run.cancel)
 
     def leading(self) -> AbstractContextManager[None]:
-        """Around a run that is waited for: see `StepWorker.leading`."""
+        """Wraps the wait for a run: see `StepWorker.leading`."""
         return self._core.worker.leading()
 
     def wake(self) -> None:
-        """Has the worker look at what there is to do."""
         with self._core.pool.lock:
             self._core.worker.notify()

@@ -52,22 +52,13 @@ class EngineCore:
     """State, and who runs the steps over it. What callers may do to it is elsewhere: rows, forwards, calls.
 
     Attributes:
-        config: The settings.
-        traits: What `is_supported` found out about the model's architecture.
-        linears: Layers of the engine's forwards, and
-        fused: more of them, and
-        decoder_layers: what consists of both.
-        weights_version: What keys and values depend on in the model.
+        linears: Other ways to compute linear layers,
+        fused: norms, gated MLPs and rotary embeddings, and
+        decoder_layers: decoder layers that consist of both.
         bound: The model as forwards call it.
-        runner: Runs steps.
-        pool: Tables, scheduler and tensor.
-        executor: Runs steps of the scheduler.
-        worker: Finds a thread for them.
-        stop_strings: Tables of vocabularies.
-        runs: Calls whose rows the engine samples.
         ranks: This rank's end of what several do together; `None`: the model is whole.
-        num_generated_tokens: Of calls that are over.
-        num_drafts: Verified in them: all, and those that were right.
+        num_generated_tokens: The tokens of calls that are over.
+        num_drafts: The drafts verified in these calls: all, and those that were right.
     """
 
     def __init__(
@@ -77,14 +68,7 @@ class EngineCore:
         forward: Callable[..., Any],
         traits: ModelTraits,
     ) -> None:
-        """Binds to a model.
-
-        Args:
-            model: The model; held weakly.
-            config: The settings.
-            forward: The forward function of the model's class before patching, unbound.
-            traits: What `is_supported` found out about its architecture.
-        """
+        """Binds to a model, which is held weakly; `forward` is that of its class before patching, unbound."""
         chunk = next((layer.chunk for layer in traits.layers if layer and layer.chunk), config.block_size)
         if chunk % config.block_size:
             raise ValueError(
@@ -123,7 +107,7 @@ class EngineCore:
 
     @contextmanager
     def _layers(self) -> Iterator[None]:
-        """Within it, forwards of the model on this thread compute its layers in the engine's way."""
+        """Within it, the engine's ways compute the layers of forwards on this thread."""
         with self.linears.scope(), self.fused.scope(), self.decoder_layers.scope():
             yield
 
@@ -134,12 +118,10 @@ class EngineCore:
 
     @property
     def manager(self) -> BlockManager:
-        """The block tables, made at first use with the pool's size."""
         return self.pool.manager
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler over `manager`."""
         return self.pool.scheduler
 
     @property
@@ -155,13 +137,12 @@ class EngineCore:
 
     @property
     def current_loop(self) -> DecodingLoop | None:
-        """The request of this engine's whose loop this thread runs."""
+        """The request of this engine whose loop this thread runs."""
         current = _CURRENT.get()
         return current[1] if current is not None and current[0] is self else None
 
     @contextmanager
     def running_request(self, loop: DecodingLoop) -> Iterator[None]:
-        """Within it this thread runs a request's loop."""
         token = _CURRENT.set((self, loop))
         try:
             yield
@@ -213,7 +194,7 @@ class EngineCore:
             self._posted.popleft()()
 
     def batch_key(self) -> Hashable:
-        """What the rows of a step have in common: this thread's autocast state."""
+        """What the rows of a step must have in common: the autocast state, here that of this thread."""
         return autocast_state(self.bound.placement[1])
 
     def weights_key(self) -> WeightsKey:
@@ -240,16 +221,14 @@ class EngineCore:
 
     @property
     def num_running(self) -> int:
-        """Sequences with keys and values in the pool."""
         with self.transaction():
             return self.scheduler.queues.num_running if self.pool.is_made else 0
 
     def count_generated(self, num_tokens: int) -> None:
-        """Books tokens that a call handed out. The pool's lock is held."""
         self.num_generated_tokens += num_tokens
 
     def stats(self, num_waiting: int) -> EngineStats:
-        """A snapshot of the gauges and counters. The pool's lock is held."""
+        """Takes a snapshot of the gauges and counters. The pool's lock is held."""
         if not self.pool.is_made:
             num_blocks = self.config.num_blocks or 0
             return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
@@ -284,7 +263,6 @@ class EngineCore:
     # Everything at once
 
     def reset_prefix_cache(self) -> int:
-        """See `Engine.reset_prefix_cache`."""
         with self.transaction():
             self.weights_version.forget()
             if not self.pool.is_made:
@@ -293,7 +271,6 @@ class EngineCore:
             return self.scheduler.reset_prefix_cache()
 
     def release(self) -> None:
-        """See `Engine.release`."""
         with self.worker.loop.exclusive(), self.transaction():
             self.pool.release()
             if isinstance(self.ranks, Leader):

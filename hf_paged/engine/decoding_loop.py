@@ -34,12 +34,8 @@ class DecodingLoop:
     Attributes:
         num_rows: Rows of its last forward.
         is_between_forwards: Processors, criteria and streamers run.
-        is_waiting: Its forward is in the queue.
         is_cancelled: Its next forward raises `CallCancelledError`.
         cache: What it runs over; `None` before it has begun.
-        thread_id: Where it runs.
-        priority: Of its sequences.
-        request_id: The request whose loop it is.
     """
 
     def __init__(self, priority: int = 0, request_id: str | None = None) -> None:
@@ -63,7 +59,6 @@ class DecodingLoop:
             on_cancel()
 
     def check_cancelled(self) -> None:
-        """Raises `CallCancelledError` if it is cancelled."""
         if self.is_cancelled:
             raise CallCancelledError
 
@@ -93,28 +88,27 @@ class DecodingLoops:
                 self._condition.notify_all()
 
     def arrive(self, loop: DecodingLoop | None, num_rows: int) -> None:
-        """A caller's next forward is here."""
+        """Notes that a caller's next forward is here."""
         if loop is not None:
             if loop.is_between_forwards and loop.retry_at <= self._executor.num_steps:
                 loop.num_misses = 0
             loop.is_between_forwards, loop.is_waiting, loop.num_rows = False, True, num_rows
 
     def leave(self, loop: DecodingLoop | None) -> None:
-        """A caller's forward is done, and it goes on to choose tokens."""
+        """Notes that a caller's forward is done, and that it goes on to choose tokens."""
         if loop is not None:
             loop.is_between_forwards, loop.is_waiting = True, False
 
     @property
     def is_any_between_forwards(self) -> bool:
-        """Whether one of them is choosing tokens."""
         return any(loop.is_between_forwards for loop in self._loops)
 
     def is_any_away(self, but: int | None = None) -> bool:
-        """Whether one of them does not wait for a step, on another thread than `but`."""
+        """Whether one of them, on another thread than `but`, does not wait for a step."""
         return any(not loop.is_waiting and loop.thread_id != but for loop in self._loops)
 
     def are_all_on(self, thread_id: int) -> bool:
-        """Whether there are none on other threads."""
+        """Whether none of them runs on another thread."""
         return all(loop.thread_id == thread_id for loop in self._loops)
 
     def gather(self) -> None:

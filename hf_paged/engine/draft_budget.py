@@ -18,15 +18,15 @@ LEAST_PAUSE, MOST_PAUSE = 8, 64  # tokens of a row without drafts, after which o
 class StepCosts:
     """What steps cost, by their number of tokens: a straight line through those that were measured.
 
-    What else runs on the machine makes all of them slower for a while, with many tokens or few. So they are measured in
-    a unit that becomes slower or faster with them.
+    What else runs on the machine makes all of them slower for a while, with many tokens or few. So they are measured
+    in a unit that becomes slower or faster with them.
 
     Attributes:
-        num_rows: Of the last such step.
+        num_rows: The rows of the last such step.
     """
 
     def __init__(self) -> None:
-        """Nothing is known: more tokens are taken to cost nothing."""
+        """Begins without measurements: more tokens are taken to cost nothing."""
         self.num_rows = 1
         self._unit = 1.0  # seconds
         self._weight = self._tokens = self._units = 0.0  # of all steps; their mean
@@ -34,7 +34,7 @@ class StepCosts:
         self._slope = 0.0
 
     def note(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A step has run all of whose tokens' logits were wanted."""
+        """Books a step all of whose tokens' logits were wanted."""
         self.num_rows = num_rows
         if not self._weight:
             self._unit, self._units = seconds, 1.0
@@ -53,7 +53,7 @@ class StepCosts:
         self._slope = max(0.0, slope)
 
     def seconds(self, num_tokens: float) -> float:
-        """What a step of so many tokens would take."""
+        """The seconds that a step of so many tokens would take."""
         if not self._weight:
             return self._unit
         return self._unit * max(self._units + self._slope * (num_tokens - self._tokens), LEAST * self._units)
@@ -64,12 +64,12 @@ class RowBudget:
     """How many drafts one row gets.
 
     Attributes:
-        limit: Drafts at most.
-        num_right: Drafts that were right, and
-        num_wrong: ended what was right, older ones counting less.
+        limit: The most drafts.
+        num_right: The drafts that were right, and
+        num_wrong: those that ended what was right; older ones count less.
         pause: Tokens to come before drafts are tried again, where they don't pay.
         next_pause: How many after that, should that try be wrong, too.
-        is_due: That try is to come.
+        is_due: Whether drafts are to be tried again.
     """
 
     limit: int
@@ -80,12 +80,7 @@ class RowBudget:
     is_due: bool = False
 
     def most(self, costs: StepCosts, draft_seconds: float = 0.0) -> int:
-        """How many drafts promise most tokens a second, were all rows of the step to have so many.
-
-        Args:
-            costs: Of steps.
-            draft_seconds: That it takes to get one more for all of them.
-        """
+        """How many drafts promise most tokens a second, were all rows of the step to have so many."""
         if self.pause:
             return 0
         right = self.num_right / (self.num_right + self.num_wrong)
@@ -107,7 +102,7 @@ class RowBudget:
         self.pause += -(num_tokens + self.pause) % LEAST_PAUSE
 
     def note(self, num_drafts: int, num_right: int, num_new: int) -> None:
-        """So many of its drafts were right, and it has so many tokens more."""
+        """Books that so many of its drafts were right, and that it has so many tokens more."""
         if num_drafts:
             self.is_due = False
             self.num_right = OLD * self.num_right + num_right

@@ -25,9 +25,7 @@ class DraftModel:
         has_room: Whether the draft model's pool and context have room for a row of so many tokens.
         check: Raises `UnsupportedCallError` if that model waits for another's drafts itself.
         processors: Of the call that it guesses for: those that take rows of any lengths together.
-        pad_token_id: In front of shorter rows.
-        num_tokens: Drafts at most.
-        adapts: There may be fewer, where more don't pay.
+        adapts: Whether there may be fewer drafts, where more don't pay.
         seconds: That a draft of each row costs, as measured.
     """
 

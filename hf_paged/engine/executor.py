@@ -39,7 +39,6 @@ class LogitsConsumer(Protocol):
         """Receives what it wanted. The pool's lock is held.
 
         Args:
-            batch: The step.
             rows: Its rows of which the step has logits; without any, a chunk was computed that it wants none of.
             places: The rows of the batch that they are.
             logits: `[K, vocab_size]`, in the order of `batch.logit_rows`.
@@ -54,7 +53,6 @@ class LogitsConsumer(Protocol):
         """Told that tokens are being chosen for rows: those that go on can be scheduled again. The lock is held.
 
         Args:
-            rows: The rows.
             place: Of the first one's among all tokens that the step chooses; the others' follow.
         """
 
@@ -68,7 +66,7 @@ class LogitsConsumer(Protocol):
         """
 
     def fail(self, error: BaseException) -> None:
-        """Ends with an error. The pool's lock is held."""
+        """Ends the wait with an error. The pool's lock is held."""
 
 
 _Part = tuple[SampledTokens | SelectedBeams | Exception, list[tuple[LogitsConsumer, list[int]]]]
@@ -79,16 +77,11 @@ class _StepInFlight:
     """A step that the device may still be busy with.
 
     Attributes:
-        number: Of the step, among those that were run.
-        rows: What it computes.
-        is_stalled: See `Batch`.
-        timer: Of the step.
-        chosen: The tokens it chooses; `None`: none.
         parts: Tokens it chooses and beams it selects, or what that raised, each with those who take them, batch by
             batch, and their rows.
         offers: Blocks that it filled, to be shared if they are finite, and
         check: sums that tell, or what asking for them raised; `None`: there are no offers.
-        is_decode: The logits of all its tokens were wanted.
+        is_decode: Whether the logits of all its tokens were wanted.
     """
 
     number: int
@@ -105,14 +98,13 @@ class _StepInFlight:
 class StepExecutor:
     """Runs steps in two halves: `launch` queues one on the device, `collect` hands out the tokens that it chose.
 
-    Between the two, its sequences have a token that only the device knows, and the next step may be launched with it.
-    Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
+    Between the two, its sequences have a token that only the device knows, and the next step may be launched with
+    it. Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
 
     Attributes:
         leader: Where the model is shared out between ranks: tells the others of each step.
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
-        num_steps: Model steps run.
-        num_prefill_tokens: Tokens computed beyond one a sequence and step.
+        num_prefill_tokens: The tokens computed beyond one a sequence and step.
         is_handing_out: The tokens of a step are on their way to their requests.
         costs: What steps have cost, if there is a use for that.
         deferred: What is to be done when they are, with the step lock held and not the pool's.
@@ -155,7 +147,6 @@ class StepExecutor:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps launched and not collected."""
         return len(self._in_flight)
 
     @property
@@ -172,23 +163,19 @@ class StepExecutor:
         return self._tables.setdefault(device, TokenTable(device))
 
     def check_outside(self) -> None:
-        """See `BoundModel.check_outside`."""
         self._model.check_outside()
 
     def prepared(self) -> AbstractContextManager[None]:
-        """See `BoundModel.prepared`."""
         return self._model.prepared()
 
     @property
     def is_prepared(self) -> bool:
-        """See `BoundModel.is_prepared`."""
         return self._model.is_prepared
 
     def launch(self, batch: Batch, called: CalledForward | None = None) -> Any:
         """Queues a step. Takes it back if anything raises. The step lock is held.
 
         Args:
-            batch: The step.
             called: The caller's forward that it is, if it is one in its caller's shape.
 
         Returns:
@@ -359,14 +346,7 @@ class StepExecutor:
         return self.num_steps
 
     def note_step(self, number: int, rows: StepRows, seconds: float, is_stalled: bool = False) -> None:
-        """Puts a step that was counted, with all that it led to, into the log. The pool's lock is held.
-
-        Args:
-            number: What `count_step` said.
-            rows: What was computed.
-            seconds: How long it took.
-            is_stalled: The first waiting group did not fit.
-        """
+        """Writes a step that was counted, with all that it led to, into the log. The pool's lock is held."""
         scheduler = self._pool.scheduler
         self._pool.log.add_step(
             number,
@@ -399,7 +379,7 @@ def autocasting(batch_key: Any) -> AbstractContextManager[Any]:
 
 
 def autocast_state(device: torch.device) -> tuple[str, bool, torch.dtype]:
-    """The calling thread's, hashable."""
+    """The calling thread's autocast state, hashable."""
     if not torch.amp.is_autocast_available(device.type):
         return "cpu", False, torch.bfloat16
     return device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

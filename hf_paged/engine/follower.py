@@ -31,7 +31,6 @@ class Follower:
     """Receives rank 0's messages on a thread of its own, for as long as the model is patched.
 
     Attributes:
-        channel: From rank 0.
         mail: What rank 0 said of its calls.
         ended: Set when nothing comes any more.
     """
@@ -41,15 +40,7 @@ class Follower:
     def __init__(
         self, channel: Channel, pool: KVPool, model: BoundModel, runner: ModelRunner, look: Callable[[], Any]
     ) -> None:
-        """Begins to listen.
-
-        Args:
-            channel: From rank 0.
-            pool: This rank's share of it.
-            model: Whose steps run.
-            runner: Runs them.
-            look: Notices what changed in the model; called when a call begins.
-        """
+        """Begins to listen; `look` notices what changed in the model, and is called when a call begins."""
         self.channel = channel
         self.mail = Mail(pool.config.rank_timeout)
         self.ended = threading.Event()
@@ -107,7 +98,7 @@ class Follower:
     # Ends
 
     def fail(self, error: BaseException) -> None:
-        """This rank can't go on: says so, and fails all that wait."""
+        """Says that this rank can't go on, and fails all that wait."""
         text = f"{type(error).__name__}: {error}"
         if not self.ended.is_set():
             logger.warning(f"hf_paged: rank {self.channel.index} can't go on: {text}")
@@ -118,7 +109,6 @@ class Follower:
         self.end(RankError(f"the ranks of this model can't go on: rank {self.channel.index}: {text}"))
 
     def end(self, error: BaseException) -> None:
-        """Nothing comes any more."""
         self._fault = self._fault or error
         self.mail.close(self._fault)
         self.ended.set()
@@ -186,12 +176,11 @@ class Follower:
             self.mail.fail_overdue()
 
     def outcome(self, call: RemoteCall) -> Any:
-        """What rank 0 said when it ended."""
         return pickle.loads(self.mail.fetch(call))
 
 
 def only_on_first(name: str) -> UnsupportedCallError:
-    """What other ranks say to a question that rank 0 alone can answer."""
+    """The error of a rank that is asked what rank 0 alone can answer."""
     return UnsupportedCallError(
         f"{name}() is for rank 0, which alone schedules: ask there (torch.distributed.get_rank() == 0)"
     )

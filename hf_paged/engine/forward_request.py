@@ -33,15 +33,7 @@ class ForwardRequest:
         wanted: np.ndarray,
         loop: DecodingLoop | None = None,
     ) -> None:
-        """Queues the sequences. The pool's lock is held.
-
-        Args:
-            pool: The pool they are in.
-            worker: Runs them.
-            sequences: What to compute.
-            wanted: `[rows, K]`, tokens of each sequence whose logits are wanted.
-            loop: The loop that this is a forward of.
-        """
+        """Queues the sequences, for the logits of the tokens `wanted`, `[rows, K]`. The pool's lock is held."""
         self._pool = pool
         self._worker = worker
         self._sequences = sequences
@@ -66,7 +58,6 @@ class ForwardRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns at once."""
         return self._done.is_set()
 
     def wait(self) -> Tensor | None:

@@ -39,7 +39,6 @@ class PoolSize:
     """How large a pool is.
 
     Attributes:
-        num_blocks: Blocks that sequences can own.
         max_context: Tokens of the longest sequence that the model is made for.
     """
 
@@ -66,8 +65,6 @@ class KVPool:
     Attributes:
         lock: Re-entrant; held by any code that changes tables or the tensor.
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
-        cost: What recomputation and swapping have taken so far.
-        log: What happened lately.
     """
 
     def __init__(
@@ -83,11 +80,9 @@ class KVPool:
         """Makes an empty pool; no memory is taken yet.
 
         Args:
-            config: The settings.
             groups: Which of the model's layers share pages.
             geometry: Shape of a token's keys and values, in a pool of this dtype.
             placement: The model's dtype and device, which the tensor follows.
-            find_size: Called at the first use.
             states: What its layers keep of all of a sequence's tokens together.
             layer_devices: Where each layer runs; `None`: all where the model is.
         """
@@ -111,12 +106,10 @@ class KVPool:
 
     @property
     def is_made(self) -> bool:
-        """Whether the pool has been used and so has a size."""
         return self._manager is not None
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest sequence that the model is made for."""
         return self._size.max_context
 
     @property
@@ -132,12 +125,11 @@ class KVPool:
                 self._found_size = self._find_size()
 
     def limit(self, num_blocks: int) -> None:
-        """At its first use it takes no more blocks than these."""
+        """Limits its size, before its first use, to so many blocks."""
         self._found_size = replace(self._size, num_blocks=min(num_blocks, self._size.num_blocks))
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it has, or (before the first use) will have."""
         return self._size.num_blocks
 
     @property
@@ -156,7 +148,6 @@ class KVPool:
 
     @property
     def manager(self) -> BlockManager:
-        """The block tables, made at first use with the pool's size."""
         if self._manager is None:
             self._make()
         assert self._manager is not None
@@ -215,7 +206,6 @@ class KVPool:
         """Swaps, copies and clears blocks before a step; returns what it is to run over.
 
         Args:
-            moves: What is to be done.
             tell: Told of it before, in place of the pool's own `tell`; also where there is nothing to be done.
         """
         self._pending += [(name, blocks) for name in COPIES if (blocks := getattr(moves, name))]
@@ -263,7 +253,6 @@ class KVPool:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler over `manager`."""
         if self._manager is None:
             self._make()
         assert self._scheduler is not None
@@ -271,7 +260,6 @@ class KVPool:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The pool tensor; see `attention`."""
         return self.attention.kv_cache
 
     @property
@@ -317,8 +305,6 @@ class KVPool:
 
         Args:
             num_tokens: Tokens whose keys and values it would hold at its longest.
-            prompt_tokens: Tokens of its prompt, for the message.
-            new_tokens: Tokens it may generate, for the message.
 
         Raises:
             ValueError: With both sizes, and the setting that would help.
@@ -350,20 +336,19 @@ class KVPool:
             self.drop()
 
     def drop(self) -> None:
-        """Gives the tensor back, whatever is in it."""
+        """Gives the tensor back, without regard for what is in it."""
         with self.lock:
             self._pending.clear()
             self._attention = None
 
     def record_peak(self) -> None:
-        """Notes the moment if more blocks are in use than ever before."""
         manager = self.manager
         # Tables are only walked when a step took more blocks than any before.
         if manager.pool.num_in_use > self.peak[0]:
             self.peak = (manager.pool.num_in_use, manager.num_stored_tokens, manager.num_allocated_slots)
 
     def out_of_blocks(self, error: OutOfBlocksError) -> OutOfBlocksError:
-        """The same error with what the caller can do about it."""
+        """Returns the same error with what the caller can do about it."""
         num_blocks = self.manager.pool.num_blocks
         needed, free = error.needed, error.free
         if needed > num_blocks:

@@ -23,12 +23,7 @@ logger = logging.get_logger(__name__)
 
 
 class SharedCall:
-    """A call of rank 0's that the other ranks may end.
-
-    Attributes:
-        number: Among all of them.
-        ended_by: The rank that has ended it.
-    """
+    """A call of rank 0's that the other ranks may end; `number` is unique among all of them."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -37,7 +32,7 @@ class SharedCall:
         self._cancel: Callable[[int | None], None] = lambda index: None
 
     def on_cancel(self, cancel: Callable[[int | None], None]) -> None:
-        """What ends it, or one of its samples."""
+        """Sets what ends the call, or one of its samples."""
         self._cancel = cancel
         if self.ended_by is not None:
             cancel(self._index)
@@ -63,7 +58,7 @@ def within(call: SharedCall | None) -> Iterator[None]:
 
 
 def sendable(error: BaseException) -> Exception:
-    """The error, or one that says the same and can be sent."""
+    """Returns the error, or one that says the same and can be sent."""
     try:
         if isinstance(error, Exception):
             copy = pickle.loads(pickle.dumps(error))
@@ -75,16 +70,11 @@ def sendable(error: BaseException) -> Exception:
 
 
 class Leader:
-    """Tells the other ranks of steps, copies of blocks and calls, in the order in which they happen here.
-
-    Attributes:
-        channel: To the others.
-    """
+    """Tells the other ranks of steps, copies of blocks and calls, in the order in which they happen here."""
 
     is_first = True
 
     def __init__(self, channel: Channel) -> None:
-        """Listens to what the other ranks have to say."""
         self.channel = channel
         self._fault: RankError | None = None
         self._fail: Callable[[BaseException], None] = lambda error: None
@@ -97,17 +87,16 @@ class Leader:
         lifetime.at_end(self.part)
 
     def on_fault(self, fail: Callable[[BaseException], None]) -> None:
-        """`fail` is called, on any thread, when nothing can run any more."""
+        """Has `fail` called, on any thread, when nothing can run any more."""
         self._fail = fail
 
     # What is said
 
     def step(self, batch: Batch, copies: list[Copy], embeddings: Tensor | None) -> None:
-        """A step, and what is done to blocks before it."""
+        """Tells the other ranks of a step, and of what is done to blocks before it."""
         self._send(Kind.STEP, pack(batch, copies, _extra(batch.batch_key, embeddings)))
 
     def copies(self, copies: list[Copy]) -> None:
-        """What is done to blocks between two steps."""
         self._send(Kind.STEP, pack(Batch(), copies))
 
     def forward(self, digest: bytes) -> None:
@@ -115,7 +104,6 @@ class Leader:
         self._send(Kind.FORWARD, digest)
 
     def release(self) -> None:
-        """The pool's memory has been given back."""
         self._send(Kind.RELEASE)
 
     @contextmanager
@@ -129,18 +117,17 @@ class Leader:
             self._open.pop(call.number, None)
 
     def begin(self, digest: bytes, text: str, entry: bytes) -> SharedCall:
-        """A call begins, which `end` ends."""
+        """Tells the other ranks that a call begins; `end` ends it."""
         call = SharedCall(next(self._numbers))
         self._open[call.number] = call
         self._send(Kind.BEGIN, pickle.dumps((call.number, digest, text, entry)))
         return call
 
     def is_open(self, call: SharedCall) -> bool:
-        """Whether it has not ended."""
         return call.number in self._open
 
     def end(self, call: SharedCall, outcome: Any) -> None:
-        """A call has ended with this."""
+        """Tells the other ranks how a call has ended."""
         self._open.pop(call.number, None)
         self._send(Kind.END, call.number.to_bytes(8, "little") + pickle.dumps(outcome))
 
@@ -159,7 +146,7 @@ class Leader:
             raise self._fault
 
     def fail(self, text: str) -> RankError:
-        """Nothing runs any more, on any rank; returns the error that says why."""
+        """Ends all runs, on all ranks; returns the error that says why."""
         if self._fault is None:
             self._fault = RankError(f"the ranks of this model can't go on: {text}")
             logger.warning(f"hf_paged: {self._fault}")
@@ -197,7 +184,7 @@ class Leader:
         return lose
 
     def part(self) -> None:
-        """Nothing comes any more; waits for the others to have heard it."""
+        """Says that nothing comes any more, and waits until the others have heard it."""
         lifetime.never_mind(self.part)
         if self._is_stopped:
             return

@@ -16,8 +16,6 @@ EXIT_SECONDS = 1.0  # at the interpreter's end, for our threads to come to a res
 
 
 class Lasting(Hashable, Protocol):
-    """What is told of them."""
-
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
     def freeze(self) -> None: ...
@@ -28,7 +26,7 @@ _ENGINES: weakref.WeakSet[Lasting] = weakref.WeakSet()  # of this process
 
 
 def watch(engine: Lasting) -> None:
-    """Tells an engine of both."""
+    """Tells an engine of a fork and of the interpreter's end."""
     _ENGINES.add(engine)
     _watch_forks()
 
@@ -43,7 +41,6 @@ def at_end(farewell: Callable[[], None]) -> None:
 
 
 def never_mind(farewell: Callable[[], None]) -> None:
-    """Takes `at_end` back."""
     if farewell in _FAREWELLS:
         _FAREWELLS.remove(farewell)
 
@@ -55,7 +52,6 @@ class _Threads:
 
     Attributes:
         at_work: By thread, whether it may be stopped nevertheless.
-        is_over: None may begin anything.
     """
 
     def __init__(self) -> None:
@@ -114,7 +110,7 @@ def _after_fork_in_child() -> None:
 
 
 def at_exit() -> None:
-    """No step runs any more."""
+    """From here on no step runs any more."""
     for engine in list(_ENGINES):
         engine.freeze()
     for farewell in list(_FAREWELLS):

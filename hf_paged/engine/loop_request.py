@@ -31,18 +31,7 @@ class LoopRequest:
         logprobs: LogprobsWanted | None = None,
         logit_rows: LogitRows | None = None,
     ) -> None:
-        """Serves one engine.
-
-        Args:
-            core: Where it runs.
-            state: Of the request.
-            call: Its loop.
-            loop: What it counts as.
-            cache_salt: Of what it generates.
-            on_end: Called when it is over.
-            logprobs: What is to be said of each token, of the model's own logits.
-            logit_rows: What those count among.
-        """
+        """Serves one engine; `logprobs` are of the model's own logits, `loop` is what it counts as."""
         self._core = core
         self._state = state
         self._call = call
@@ -53,7 +42,6 @@ class LoopRequest:
         self._logit_rows = logit_rows
 
     def run(self) -> None:
-        """Runs it to its end."""
         state, call = self._state, self._call
         try:
             with self._core.running_request(self._loop), torch.no_grad(), salted(self._cache_salt):
@@ -83,8 +71,6 @@ class LoopRequest:
 
 
 class _TokenStreamer(BaseStreamer):
-    """Hands the tokens of transformers' loop to a request."""
-
     def __init__(self, state: RequestState) -> None:
         self._state = state
 
@@ -97,7 +83,7 @@ class _TokenStreamer(BaseStreamer):
 
 
 def _read_row(tokens: list[int], generation_config: Any, max_tokens: int) -> tuple[list[int], str]:
-    """A generated row up to its end, and why it ended there."""
+    """Returns a generated row up to its end, and why it ended there."""
     eos = getattr(generation_config, "_eos_token_tensor", None)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     eos_ids = set() if eos is None else set(eos.reshape(-1).tolist())

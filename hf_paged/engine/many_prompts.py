@@ -27,16 +27,7 @@ def generate_all(
     while_waiting: Callable[[], AbstractContextManager[None]],
     progress_bar: bool,
 ) -> list[RequestOutput]:
-    """Submits all prompts and waits for them; see `Engine.generate`.
-
-    Args:
-        core: The engine's state.
-        room: How many requests may wait.
-        prompts: Of token ids, in order.
-        submit: Begins a request.
-        while_waiting: What a wait for a request is to be done in.
-        progress_bar: Show a tqdm bar.
-    """
+    """Submits all prompts and waits for them; see `Engine.generate`."""
     if isinstance(prompts, str | Tensor) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be a list of prompts, each of token ids, got a {type(prompts).__name__}")
     prompts = list(prompts)
@@ -50,7 +41,6 @@ def generate_all(
     remaining = deque(enumerate(prompts))
 
     def finished(seconds: float) -> Iterator[int]:
-        """All that have ended; waits so long for the first."""
         with suppress(queue.Empty):
             with while_waiting(), allowed_interrupt():
                 first = done.get(timeout=seconds) if seconds else done.get_nowait()

@@ -28,13 +28,6 @@ class Pause:
     """A switch. While it is on, a step runs only if it is asked for, on the thread that asks."""
 
     def __init__(self, pool: KVPool, loop: StepLoop, notify: Callable[[], None]) -> None:
-        """Holds up one loop.
-
-        Args:
-            pool: Its pool.
-            loop: What it holds back.
-            notify: See `StepWorker.notify`.
-        """
         self._pool = pool
         self._loop = loop
         self._notify = notify
@@ -53,11 +46,10 @@ class Pause:
         return self._is_on and threading.main_thread().is_alive()
 
     def allows(self) -> bool:
-        """Whether a step may run that was not asked for."""
         return not self.is_on
 
     def begin(self) -> None:
-        """From the step on that runs now, and is waited for, no other does. See `Engine.pause`."""
+        """Waits for the step that runs now, and lets none run after it. See `Engine.pause`."""
         with self._pool.lock:
             was_off, self._is_on = not self._is_on, True
             self._thread_id = threading.get_ident()
@@ -72,7 +64,6 @@ class Pause:
             raise
 
     def end(self) -> None:
-        """Steps run again."""
         with self._pool.lock:
             self._is_on = False
             self._loop.forget_refusals()  # the time of the pause doesn't count

@@ -29,7 +29,6 @@ class PreemptionCost:
         self.seconds_per_token = _average(self.seconds_per_token, seconds / num_tokens)
 
     def note_swap(self, num_blocks: int, seconds: float) -> None:
-        """Books a copy of blocks, one way."""
         self.seconds_per_block = _average(
             self.seconds_per_block, max(seconds - self.FIXED_SECONDS / 2, seconds / 10) / num_blocks
         )

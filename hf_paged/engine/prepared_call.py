@@ -81,7 +81,7 @@ class PreparedCall:
         work.grammar = grammar
 
     def seed(self, seed: int) -> None:
-        """Has it draw as after `torch.manual_seed`."""
+        """Makes it draw as after `torch.manual_seed`."""
         if isinstance(self.work, SampleCall):
             if self.work.generator is not None:
                 self.work.generator.manual_seed(seed)

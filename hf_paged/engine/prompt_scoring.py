@@ -28,17 +28,8 @@ class PromptScoring:
         then: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
-        """Serves one request, of the thread that it is made on.
-
-        Args:
-            core: Where it runs.
-            state: Of the request.
-            wanted: What is to be said of each token.
-            loop: What it counts as.
-            rows: What its logits count among.
-            cache_salt: Of the request.
-            then: Begins the request, or ends it.
-            on_failure: Called where that does not come about.
+        """Serves one request, of the thread that it is made on. `then` begins the request, or ends it; `on_failure` is
+        called where that does not come about.
         """
         self._core = core
         self._state = state
@@ -51,7 +42,6 @@ class PromptScoring:
         self._on_failure = on_failure
 
     def run(self) -> None:
-        """Runs it to its end."""
         state, wanted = self._state, self._wanted
         try:
             with (

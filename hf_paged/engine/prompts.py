@@ -61,7 +61,7 @@ def one_prompt(input_ids: Any, model: Any) -> Tensor:
 
 
 def check_arguments(arguments: dict[str, Any], priority: Any, cache_salt: Any) -> None:
-    """Raises `ValueError` for what a request can't have."""
+    """Raises `ValueError` for arguments that a request can't have."""
     for name, reason in _NOT_TAKEN.items():
         if arguments.get(name) is not None and arguments[name] is not False:
             raise ValueError(f"submit() does not take {name}: {reason}")

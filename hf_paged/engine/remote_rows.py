@@ -18,18 +18,15 @@ class RemoteRows:
     """What a `PagedCache` asks for (`cache.SequenceStore`): sequences without blocks, changed at once."""
 
     def __init__(self, traits: ModelTraits) -> None:
-        """For caches of a model of these traits."""
         self._traits = traits
         self._lock = RLock()
         self._numbers = itertools.count()
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self._traits.num_layers
 
     def windows(self) -> list[int | None]:
-        """See `RowStore.windows`."""
         return [None if layer is None else layer.window for layer in self._traits.stored]
 
     def stores(self, layer: int) -> bool:
@@ -37,27 +34,22 @@ class RemoteRows:
         return 0 <= layer < len(self._traits.stored) and self._traits.stored[layer] is not None
 
     def caches_tokens(self) -> list[bool]:
-        """Whether each layer has keys and values."""
         return [layer is not None for layer in self._traits.layers]
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Its lock."""
         with self._lock:
             yield
 
     def post(self, change: Callable[[], None]) -> None:
-        """Makes the change."""
         with self._lock:
             change()
 
     def new_sequence(self) -> Sequence:
-        """One with nothing in it."""
         number = next(self._numbers)
         return Sequence(number, SequenceGroup(number))
 
     def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
-        """Another one with nothing in it."""
         return self.new_sequence()
 
     def free_sequences(self, sequences: Iterable[Sequence]) -> None:
@@ -86,13 +78,11 @@ class RemoteRows:
         width: int,
         is_first_layer: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Raises `UnsupportedCallError`."""
         raise not_shared_out("PagedCache.update()")
 
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        """Raises `UnsupportedCallError`."""
         raise not_shared_out("reading the keys and values of a PagedCache")
 
 

@@ -128,7 +128,6 @@ class RequestState:
         scores: list[float] | None = None,
         logprobs: list[list[TokenLogprobs]] | None = None,
     ) -> None:
-        """The end, with a result."""
         with self.condition:
             if self.is_done:
                 return
@@ -148,7 +147,6 @@ class RequestState:
             self.announce()
 
     def fail(self, error: BaseException) -> None:
-        """The end, with an error."""
         with self.condition:
             if not self.is_done:
                 self.error = error

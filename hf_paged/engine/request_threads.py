@@ -26,7 +26,6 @@ _THREAD = _RequestThread()  # one for all engines, which may wait for each other
 
 
 def is_request_thread() -> bool:
-    """Whether this thread runs a request, of whatever engine."""
     return _THREAD.owner is not None
 
 
@@ -49,12 +48,9 @@ def waiting() -> Iterator[None]:
 
 @dataclass(slots=True, order=True)
 class LoopJob:
-    """A request to run.
+    """A request to run; those of a lower `priority` come first, then those with a lower `number`.
 
     Attributes:
-        priority: The lower, the earlier.
-        number: In order of arrival.
-        loop: The loop it is.
         run: Runs it, to its end, on one of the threads. Raises nothing.
     """
 
@@ -83,11 +79,9 @@ class RequestThreads:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a thread."""
         return len(self._jobs)
 
     def add(self, loop: DecodingLoop, run: Callable[[], None]) -> LoopJob:
-        """Queues a request by its loop's priority."""
         with self._lock:
             job = LoopJob(loop.priority, next(self._numbers), loop, run)
             heapq.heappush(self._jobs, job)
@@ -113,7 +107,7 @@ class RequestThreads:
                 self._start_thread()
 
     def _start_thread(self) -> None:
-        """Starts one for what is queued, if there may be one more. The lock is held."""
+        """Starts a thread for what is queued, if there may be one more. The lock is held."""
         if self._jobs and self.num_threads < self._max_threads:
             self.num_threads += 1
             threading.Thread(target=self._serve, name="hf_paged_request", daemon=True).start()

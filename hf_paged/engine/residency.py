@@ -18,7 +18,6 @@ class Residency:
     """Brings sequences into one engine's pool and keeps them there."""
 
     def __init__(self, core: EngineCore) -> None:
-        """Over the pool of `core`."""
         self._core = core
 
     @contextmanager
@@ -26,7 +25,6 @@ class Residency:
         """Within it these sequences are in the pool, all of them beside each other, and no step runs.
 
         Args:
-            sequences: The sequences.
             has_forward: The model is run within: while the engine is paused, that waits, or is a step.
 
         Raises:
@@ -58,7 +56,6 @@ class Residency:
                         group.num_pins -= 1
 
     def _bring_back(self, sequences: list[Sequence]) -> None:
-        """Computes preempted sequences again, or swaps them in. The step lock is held."""
         core = self._core
         with core.transaction():
             lost = [s for s in sequences if s.num_uncomputed_tokens > 0 or s.group.status == "swapped"]

@@ -16,7 +16,7 @@ from hf_paged.engine.step_loop import ROOM_SECONDS
 
 
 class Room:
-    """What calls wait for before they begin."""
+    """Makes calls wait until they may begin."""
 
     def __init__(self, core: EngineCore, threads: RequestThreads) -> None:
         """Serves one engine, whose requests with loops of their own wait for `threads`."""
@@ -27,7 +27,7 @@ class Room:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no blocks: not started yet, or preempted."""
+        """The requests that hold no blocks: not started yet, or preempted."""
         with self._core.pool.lock:
             waiting = self._core.scheduler.queues.num_waiting if self._core.pool.is_made else 0
             return waiting + self._threads.num_queued

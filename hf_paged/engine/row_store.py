@@ -26,29 +26,21 @@ from hf_paged.memory.streams import among_steps, hand_out
 
 
 class RowStore:
-    """Rows in one engine's pool, for `PagedCache` (`cache.SequenceStore`).
-
-    Attributes:
-        residency: Has rows in the pool beside each other.
-    """
+    """Rows in one engine's pool, for `PagedCache` (`cache.SequenceStore`)."""
 
     def __init__(self, core: EngineCore) -> None:
-        """Over the pool of `core`."""
         self._core = core
         self._pool = core.pool
         self.residency = Residency(core)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self._core.traits.num_layers
 
     def transaction(self) -> AbstractContextManager[None]:
-        """See `EngineCore.transaction`."""
         return self._core.transaction()
 
     def post(self, change: Callable[[], None]) -> None:
-        """See `EngineCore.post`."""
         self._core.post(change)
 
     # Rows
@@ -60,18 +52,14 @@ class RowStore:
         return scheduler.new_sequence(group)
 
     def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
-        """A sequence equal to this one that shares all its blocks.
-
-        Args:
-            sequence: The parent.
-            apart: Scheduled and preempted by itself, not together with its parent.
+        """Makes a sequence equal to this one that shares all its blocks; `apart`: it is scheduled and preempted by
+        itself.
         """
         scheduler = self._core.scheduler
         is_apart = apart and sequence.group.status != "swapped"
         return scheduler.fork(sequence, scheduler.new_group() if is_apart else None)
 
     def free_sequences(self, sequences: Iterable[Sequence]) -> None:
-        """Ends sequences and releases their blocks."""
         for sequence in sequences:
             self._core.free(sequence)
 
@@ -111,16 +99,13 @@ class RowStore:
         return 0 <= layer < len(stored) and stored[layer] is not None
 
     def caches_tokens(self) -> list[bool]:
-        """Whether each layer has keys and values."""
         return [layer is not None for layer in self._core.traits.layers]
 
     @contextmanager
     def held(self, cache: PagedCache, loop: DecodingLoop | None = None) -> Iterator[None]:
-        """The length of a call over a cache. Its rows are idle afterwards, if it is kept; if they were, it comes last.
+        """Lasts as long as a call over a cache: a single forward, or a `loop`, with which prompts begin anew.
 
-        Args:
-            cache: The cache.
-            loop: What decodes over it, if not a single forward: prompts begin anew.
+        The rows of a cache that is kept are idle afterwards; if they were idle before, they come last.
         """
         if any(s.group.is_idle and s.num_uncomputed_tokens for s in _live(cache)):
             with self._core.transaction():  # what was dropped is still of the model that it was computed with
@@ -164,12 +149,7 @@ class RowStore:
         No step runs meanwhile, and all of it is in the pool.
 
         Args:
-            layer: The layer.
-            sequences: Of each row.
             key: `[B, num_kv_heads, q, head_dim]`.
-            value: The same.
-            padding: Left columns of each row that hold no token.
-            width: Columns, the new ones included.
             is_first_layer: The tokens get their slots here, and are unknown.
 
         Returns:

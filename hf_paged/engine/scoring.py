@@ -25,7 +25,7 @@ class LogitRows:
 
     @contextmanager
     def taken(self, num_rows: int) -> Iterator[None]:
-        """Waits until there may be so many more."""
+        """Waits until so many more rows may be there."""
         with self._condition:
             self._condition.wait_for(lambda: self._free >= num_rows)
             self._free -= num_rows
@@ -44,12 +44,8 @@ def token_logprobs(
     """How likely each token of a text was, from one on, by the model's own logits. Steps are shared as always.
 
     Args:
-        model: A patched model.
-        tokens: The text.
         first: Index of the first token to be looked at, 1 at least. What the prefix cache has of those before the one
             in front of it is not computed again.
-        num_top: Likeliest tokens beside each.
-        rows: What the logits count among.
     """
     device = model.paged.core.bound.placement[1]
     ids = torch.tensor([tokens], dtype=torch.int64, device=device)

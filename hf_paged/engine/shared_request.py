@@ -15,13 +15,13 @@ from hf_paged.parallel.channel import RankError
 
 
 def request_key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str, bytes]:
-    """By which ranks find each other's requests: see `Leader.begin`."""
+    """The key by which ranks find each other's requests: see `Leader.begin`."""
     digest = call_key("submit", {"prompt": prompt, "wanted": repr(wanted)}, generation_config)
     return digest, f"submit() of a prompt of {prompt.shape[1]} tokens", b""
 
 
 def tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
-    """When a request is over, the other ranks hear how."""
+    """Tells the other ranks how a request ended, when it has."""
     if not state.is_done or not leader.is_open(shared):
         return
     output, said = state.output, None
@@ -39,7 +39,7 @@ def tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
 
 
 def hear_end(state: RequestState, outcome: bytes | BaseException) -> None:
-    """On another rank than 0: the request ends as `tell_end` said, or with an error."""
+    """On any rank but 0, ends the request as `tell_end` said, or with an error."""
     if isinstance(outcome, BaseException):
         state.fail(outcome)
         return

@@ -15,14 +15,7 @@ _TAIL = 8  # last tokens of a sequence that are shown
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is where at one moment: taken quickly, with the pool's lock held, and spelled out without it.
-
-    Attributes:
-        facts: Single numbers.
-        cells: Ref count and hash of each block.
-        groups: The live groups, spelled out.
-        events: The newest events, and the id of the first of them.
-    """
+    """What is where at one moment: taken quickly, with the pool's lock held, and spelled out without it."""
 
     facts: dict[str, Any]
     cells: list[tuple[int, bytes | None]]
@@ -31,13 +24,6 @@ class Snapshot:
 
     @classmethod
     def take(cls, pool: KVPool, since: int, **facts: Any) -> Snapshot:
-        """The pool's lock is held.
-
-        Args:
-            pool: The pool.
-            since: Only events with a greater id.
-            **facts: More single numbers.
-        """
         facts |= {"num_blocks": 0, "block_size": pool.config.block_size, "bytes_per_block": 0, "num_swap_blocks": 0}
         with suppress(RuntimeError):  # the model is gone
             facts["bytes_per_block"] = pool.bytes_per_block
@@ -51,7 +37,6 @@ class Snapshot:
         return cls(facts, manager.pool.cells(), groups, events)
 
     def as_dict(self) -> dict[str, Any]:
-        """As `Engine.snapshot` describes it."""
         return self.facts | {
             "blocks": [count or (0 if block_hash is None else -1) for count, block_hash in self.cells],
             "hashes": ["" if block_hash is None else block_hash[:4].hex() for _, block_hash in self.cells],

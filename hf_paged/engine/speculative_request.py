@@ -31,7 +31,7 @@ class _Guess:
         rest: Tokens to come for which there is nothing to be guessed.
         plain_until: So many tokens the row has when it is next to wait for what it goes on with; until then it goes on
             with the token that is chosen, like a row of a call without drafts.
-        drafts: Of the row's sequence, behind its last token.
+        drafts: The drafts behind the last token of the row's sequence.
         chosen: What the model chose behind that token and each draft, as far as it is known; whether that meets a
             criterion, and how likely it was.
     """
@@ -191,7 +191,6 @@ class SpeculativeRequest(SampledRequest):
         self._guess(index)
 
     def _guess(self, index: int) -> None:
-        """Finds new drafts for a row whose tokens are known."""
         most = 0 if self._call.draft_model is None else self._most(index)
         if most:
             if not self._waiting:
@@ -218,7 +217,7 @@ class SpeculativeRequest(SampledRequest):
         return []
 
     def _most(self, index: int) -> int:
-        """How many drafts a row may have; if none, also how long."""
+        """How many drafts a row may have; if none, also for how long."""
         call, guess, row = self._call, self._guesses[index], self.rows[index]
         source = call.lookup or call.draft_model
         assert source is not None

@@ -44,13 +44,7 @@ class StepLoop:
     """
 
     def __init__(self, pool: KVPool, executor: StepExecutor, carry_out: Callable[[], None]) -> None:
-        """Runs the steps over one pool.
-
-        Args:
-            pool: Tables and tensor.
-            executor: Runs steps.
-            carry_out: Makes the changes that were posted; called before every step, under the pool's lock.
-        """
+        """Runs the steps over one pool. `carry_out` makes the posted changes before each, under the pool's lock."""
         self._pool = pool
         self._executor = executor
         self._carry_out = carry_out
@@ -77,7 +71,7 @@ class StepLoop:
             self._pool.scheduler.wake(sequence.group)
 
     def remove(self, sequence: Sequence) -> None:
-        """This sequence's tokens are not waited for any more. The pool's lock is held."""
+        """Drops a sequence whose tokens are not waited for any more. The pool's lock is held."""
         self._executor.consumers.pop(sequence.seq_id, None)
         sequence.is_wanted = False
 
@@ -86,18 +80,17 @@ class StepLoop:
         self._orders.append(action)
 
     def wake(self) -> None:
-        """Has the worker's thread and those that wait look again. The pool's lock is held."""
+        """Makes the worker's thread and those that wait look again. The pool's lock is held."""
         self.woken.set()
         self.condition.notify_all()
 
     @property
     def has_orders(self) -> bool:
-        """Whether something is to be done whether or not steps may run."""
+        """Whether something is to be done even if steps may not run."""
         return bool(self._orders)
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything."""
         return (
             self.has_orders
             or self._executor.num_in_flight > 0
@@ -121,7 +114,7 @@ class StepLoop:
             self._lock.release()
 
     def do_while(self, is_needed: Callable[[], bool], action: Callable[[], None]) -> None:
-        """Does something with the step lock, unless it isn't needed any more when that is had."""
+        """Calls `action` with the step lock, unless it is no longer needed once the lock is taken."""
         while is_needed():
             if self._lock.acquire(timeout=SLICE_SECONDS):
                 try:
@@ -160,7 +153,6 @@ class StepLoop:
 
     @property
     def is_free(self) -> bool:
-        """Whether no thread has it."""
         return self._holder is None
 
     def keep(self) -> None:
@@ -181,7 +173,7 @@ class StepLoop:
     # A turn
 
     def turn(self, may_step: Callable[[], bool]) -> None:
-        """What was ordered, and if `may_step` a step of whatever can run."""
+        """Carries out what was ordered and, if it `may_step`, runs a step of whatever can run."""
         with self.holding(keeps_in_flight=True):
             self._is_turn = True
             try:
@@ -218,7 +210,7 @@ class StepLoop:
         threading.Thread(target=fail, name="hf_paged_fault", daemon=True).start()
 
     def forget_refusals(self) -> None:
-        """Groups that found no room begin to wait for it now."""
+        """Makes groups that found no room wait for it anew."""
         self._stuck = (-1, 0.0)
 
     def _advance(self) -> None:

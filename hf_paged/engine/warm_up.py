@@ -45,15 +45,11 @@ class WarmUp:
 def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop, runs_packed: bool) -> WarmUp:
     """Runs steps of no sequence's and records the graphs; what runs otherwise waits meanwhile.
 
-    Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros again
-    at the end.
+    Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros
+    again at the end.
 
     Args:
-        pool: Makes its tensor, if it has none.
-        model: The model.
-        runner: Runs its steps.
-        loop: Of the other steps.
-        runs_packed: Whether steps run over the pool: for a model that doesn't, there is nothing to prepare.
+        runs_packed: Whether steps run over the pool: nothing is prepared for a model that doesn't.
 
     Raises:
         RuntimeError: This thread is inside a step (in a hook of the model).
@@ -90,7 +86,7 @@ def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAt
 
 
 def _counting(attention: PoolAttention) -> AbstractContextManager[list[str]]:
-    """Within it, names of the kernels that Triton loads."""
+    """Within it, collects the names of the kernels that Triton loads."""
     if attention.backend.name != "triton":
         return nullcontext([])
     from hf_paged.kernels.launch import loaded_kernels
@@ -100,11 +96,6 @@ def _counting(attention: PoolAttention) -> AbstractContextManager[list[str]]:
 
 def rehearsals(longest: int, max_tokens: int, max_rows: int) -> list[list[Lens]]:
     """Steps that launch every kernel there is for a model: which one, follows from lengths.
-
-    Args:
-        longest: Tokens of the longest sequence.
-        max_tokens: Of a step.
-        max_rows: Sequences of a step.
 
     Returns:
         Decode steps of one sequence of every length (in powers of two: how it is split), of as many as there can be,

@@ -26,23 +26,12 @@ IDLE_SECONDS = 2.0  # a worker without work ends after this; the next call start
 class StepWorker:
     """Finds a thread for the steps.
 
-    A caller whose work is all there is leads: it runs the steps on its own thread, without a hand-over between threads
-    for each, until its work is done or other work arrives. In all other cases the worker's thread runs them, for all
-    callers that wait. On the main thread, callers hold Ctrl-C back (`interrupts.py`).
-
-    Attributes:
-        loop: The steps, and the locks.
-        pause: What holds them back.
+    A caller whose work is all there is leads: it runs the steps on its own thread, without a hand-over between
+    threads for each, until its work is done or other work arrives. In all other cases the worker's thread runs them,
+    for all callers that wait. On the main thread, callers hold Ctrl-C back (`interrupts.py`).
     """
 
     def __init__(self, pool: KVPool, executor: StepExecutor, carry_out: Callable[[], None]) -> None:
-        """Makes a worker; its thread is started by the first piece of work.
-
-        Args:
-            pool: Tables and tensor.
-            executor: Runs steps.
-            carry_out: See `StepLoop`.
-        """
         self._pool = pool
         self._executor = executor
         self.loop = StepLoop(pool, executor, carry_out)
@@ -58,12 +47,10 @@ class StepWorker:
         self.notify()
 
     def token_table(self, device: torch.device) -> TokenTable:
-        """See `StepExecutor.token_table`."""
         return self._executor.token_table(device)
 
     @property
     def overlaps(self) -> bool:
-        """See `StepExecutor.overlaps`."""
         return self._executor.overlaps
 
     def costs(self) -> StepCosts:
@@ -136,7 +123,6 @@ class StepWorker:
         """Runs steps as long as this thread leads, at most until `done` is set.
 
         Args:
-            done: See `wait`.
             between: A caller's code, called after each step; whether to leave the steps to the worker's thread from
                 here on.
         """
@@ -180,7 +166,6 @@ class StepWorker:
         """Blocks until `done` is set. The thread that has the step lock runs the steps meanwhile.
 
         Args:
-            consumer: What is waited for.
             done: Set by its end.
             timeout: Seconds; `None`: without end. A thread that runs the steps doesn't look at the time.
 

@@ -26,14 +26,9 @@ _RETRY_SECONDS = 0.01
 
 
 class BatchFeeder:
-    """Requests, from when they are added until they end.
-
-    Attributes:
-        status: Whether it takes requests, in transformers' own words.
-    """
+    """Holds requests from when they are added until they end."""
 
     def __init__(self, model: Any, results: BatchResults) -> None:
-        """Serves one manager of a patched model."""
         self._model = model
         self._results = results
         self.status = BackgroundThreadStatus()
@@ -44,12 +39,12 @@ class BatchFeeder:
         self._numbers = itertools.count()
 
     def new_id(self) -> str:
-        """An id that no request has, nor an output that waits to be taken."""
+        """Makes an id that no request has, nor an output that waits to be taken."""
         names = (f"req_{number}" for number in self._numbers)
         return next(name for name in names if name not in self._live and not self._results.holds(name))
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request has not ended; also by the id of one of its sequences."""
+        """Whether a request has not ended; the id may be that of one of its sequences."""
         return request_id in self._live or request_of(request_id) in self._live
 
     def add(self, request: BatchRequest) -> bool:
@@ -93,7 +88,7 @@ class BatchFeeder:
             handle.cancel()
 
     def stop(self, status: int) -> None:
-        """Has `run` end: behind the requests that are there, or at once."""
+        """Makes `run` return, once the requests that are there have ended or at once."""
         self.status.request_stop(status, 0)
         with self._news:
             self._news.notify_all()
@@ -158,7 +153,7 @@ class BatchFeeder:
         handle.listen(lambda: self._look(request, handle))
 
     def _look(self, request: BatchRequest, handle: Request) -> None:
-        """On whatever thread has news of a request: only hands them on."""
+        """Only hands on: it runs on whatever thread has news of a request."""
         if not request.is_dropped:
             for output in request.take(handle.events_since(request.num_events)):
                 self._results.deliver(output, lambda: not request.is_dropped)

@@ -55,17 +55,11 @@ class BatchRequest:
 
     Attributes:
         request_id: Its id; further sequences are its children, `ID__child#0` on.
-        prompt: Token ids.
-        config: With its own settings.
-        batching: What else its manager was told.
-        is_streaming: An output a token, each with all tokens so far.
-        has_timestamps: Whether it notes when each token came.
+        batching: What its manager was told beside the config.
         created_time: As of `time.perf_counter`, like the next.
         start_time: When it was handed to the engine; below 0 before.
-        handle: In the engine.
-        is_dropped: Its caller wants no output any more.
+        is_dropped: Whether its caller wants no output any more.
         is_over: Its last output is there, or about to be.
-        num_events: Tokens that have come.
     """
 
     request_id: str
@@ -95,7 +89,7 @@ class BatchRequest:
         self._times = [[] for _ in self._names()]
 
     def generate_arguments(self, max_context: int, vocab_size: int) -> dict[str, Any]:
-        """What `submit()` is to be given.
+        """The arguments for `submit()`.
 
         Args:
             max_context: Tokens of the model's longest sequence: without any other limit the request ends there.
@@ -116,7 +110,7 @@ class BatchRequest:
         return {"generation_config": config}
 
     def take(self, events: list[TokenEvent]) -> list[GenerationOutput]:
-        """Notes tokens that have come; returns what a stream tells of them: one output a token."""
+        """Notes tokens that have come; returns a stream's outputs, one a token."""
         now = time.perf_counter()
         told = []
         for event in events:
@@ -128,7 +122,6 @@ class BatchRequest:
         return told
 
     def outputs(self, output: RequestOutput) -> list[GenerationOutput]:
-        """Its results."""
         results = []
         for index, tokens in enumerate(output.sequences):
             said = [] if output.logprobs is None else [each.logprob for each in output.logprobs[index]]
@@ -136,13 +129,12 @@ class BatchRequest:
         return results
 
     def failures(self, error: str) -> list[GenerationOutput]:
-        """Its results when there are none, with the tokens that have come. `error` says why."""
+        """Returns the results of a request that has failed, with the tokens that have come; `error` says why."""
         return [
             self._output(index, tokens, RequestStatus.FAILED, error=error) for index, tokens in enumerate(self._tokens)
         ]
 
     def _names(self) -> list[str]:
-        """Names of its results, the best one first."""
         num_children = (self.config.num_return_sequences or 1) - 1
         return [self.request_id, *(f"{self.request_id}{CHILD}{i}" for i in range(num_children))]
 

@@ -16,12 +16,12 @@ CHILD = "__child#"  # in the id of a request's further sequences, behind its own
 
 
 def request_of(name: str) -> str:
-    """The id of the request that an output of this name is of."""
+    """The id of the request that an output of this name belongs to."""
     return name.partition(CHILD)[0]
 
 
 class BatchResults:
-    """Outputs in the order in which they came, until they are taken."""
+    """Keeps outputs in the order in which they came, until they are taken."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -29,7 +29,7 @@ class BatchResults:
         self._handlers: dict[str, tuple[OutputHandler, asyncio.AbstractEventLoop]] = {}
 
     def deliver(self, output: GenerationOutput, is_wanted: Callable[[], bool]) -> None:
-        """Hands one on, if it is still wanted; calls nothing of a user's. From any thread."""
+        """Hands on an output that is still wanted, on any thread; calls none of the user's code."""
         with self._condition:
             if not is_wanted():
                 return
@@ -41,7 +41,7 @@ class BatchResults:
                 self._call(handler, output)
 
     def wake(self) -> None:
-        """Has those who wait look whether there is still something to wait for."""
+        """Makes the threads that wait check whether anything may still come."""
         with self._condition:
             self._condition.notify_all()
 
@@ -51,9 +51,8 @@ class BatchResults:
         """The next output, of one request or of any.
 
         Args:
-            request_id: `None`: any.
+            request_id: Of which request; `None`: of any.
             timeout: Seconds to wait at most; `None`: as long as it takes.
-            may_come: Whether there is something to wait for.
 
         Returns:
             `None` when the time is over, or none can come.
@@ -91,7 +90,6 @@ class BatchResults:
             self._outputs = deque(output for output in self._outputs if request_of(output.request_id) != request_id)
 
     def holds(self, request_id: str) -> bool:
-        """Whether outputs of a request wait to be taken."""
         with self._condition:
             return any(request_of(output.request_id) == request_id for output in self._outputs)
 

@@ -18,10 +18,6 @@ class LoopCall:
     """One of transformers' decoding loops, about to begin.
 
     Attributes:
-        input_ids: `[rows, width]`.
-        processors: Logits processors.
-        criteria: Stopping criteria.
-        generation_config: Prepared.
         others: The loop's other arguments, `past_key_values` among them.
         is_assisted: It is the one that verifies candidates.
     """
@@ -35,13 +31,12 @@ class LoopCall:
 
     @property
     def cache(self) -> PagedCache | None:
-        """Its cache, if that is a paged one."""
+        """The call's cache, if it is a paged one."""
         caches = (self.others.get(name) for name in CACHE_ARGUMENTS)
         return next((cache for cache in caches if isinstance(cache, PagedCache)), None)
 
     @property
     def named(self) -> dict[str, Any]:
-        """The arguments but for the ids, by name."""
         return self.others | {
             "logits_processor": self.processors,
             "stopping_criteria": self.criteria,
@@ -50,5 +45,5 @@ class LoopCall:
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether no processor or criterion looks at more than one row, or is the caller's own."""
+        """Whether each processor and criterion looks at one row at a time, and none is the caller's own."""
         return are_row_wise((*self.processors, *self.criteria))

@@ -101,14 +101,12 @@ class _Stream:
         self._is_over = False
 
     def put(self, row: int, token: int, said: TokenLogprobs | None, is_last: bool) -> None:
-        """One more token of the call's one row."""
         self._new.append(token)
         if is_last:
             self._tokens.put(self._new)
             self._new = []
 
     def close(self, run: EngineRequest) -> None:
-        """No more tokens come."""
         self._tokens.put(None)
 
     def hand_out(self) -> bool:
@@ -119,7 +117,6 @@ class _Stream:
         return time.perf_counter() - started > SLOW_STREAMER
 
     def follow(self) -> None:
-        """Gives the streamer all tokens, until there are no more."""
         while not self._is_over:
             self._hand_out_one()
 
@@ -143,10 +140,6 @@ def run_loop(
     """Runs one of transformers' decoding loops over a `PagedCache`, and returns the blocks when they are not needed.
 
     Args:
-        model: The patched model.
-        preparation: See `end_of_preparation`.
-        loop: The unpatched class's loop.
-        call: Its arguments.
         spare_tokens: Slots a sequence needs at times beyond those of its longest result.
         watch: What stands in for the model in a beam search.
 
@@ -262,7 +255,7 @@ def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
 
 
 def _num_generated(sequences: Tensor, input_ids: Tensor, generation_config: GenerationConfig) -> int:
-    """Tokens in the result behind the prompts, up to each row's first end-of-sequence token."""
+    """Counts the tokens in the result behind the prompts, up to each row's first end-of-sequence token."""
     new = sequences[:, input_ids.shape[1] :]
     eos = getattr(generation_config, "_eos_token_tensor", None)
     if eos is None:

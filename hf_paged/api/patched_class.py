@@ -65,8 +65,6 @@ def attach(model: Any, config: PagedConfig, traits: ModelTraits, channel: Channe
 
     Args:
         model: A supported model; patched already only while it is being unpickled.
-        config: The settings.
-        traits: What `is_supported` found out about its architecture.
         channel: To the other processes that it is shared out to.
     """
     base = base_class(model)

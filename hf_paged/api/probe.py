@@ -48,12 +48,7 @@ _AS_LATENTS = "; as latents: "
 
 
 def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits | str:
-    """How a model of this class and config can be run over the pool, or why not.
-
-    Args:
-        base: The model's class, unpatched.
-        config: Its own; not changed.
-    """
+    """How a model of this class and config can be run over the pool, or why not."""
     tiny = _tiny(base, config)
     if isinstance(tiny, str):
         return tiny
@@ -96,12 +91,8 @@ class _Tiny:
     """A tiny model, and what it does over a stock cache.
 
     Attributes:
-        model: The model.
-        noted: What its layers stored.
         expected: Its last logits; where the cache does not carry states into several tokens, not stock's, but those of
             prompts that were computed whole.
-        carries_state: See `ModelTraits`.
-        forms_differ: See `ModelTraits`.
     """
 
     model: PreTrainedModel
@@ -141,7 +132,6 @@ def _why_padded(base: type[PreTrainedModel], config: PreTrainedConfig, found: St
 
 
 def _tiny(base: type[PreTrainedModel], config: PreTrainedConfig) -> _Tiny | str:
-    """A tiny model that runs, or why there is none."""
     failure = ""
     beginnings = (False, True) if keeps_states(config) else (False,)
     for heads, is_beginning in itertools.product((2, 4, None), beginnings):  # CodeGen's come in fours

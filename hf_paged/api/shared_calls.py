@@ -25,15 +25,7 @@ logger = logging.get_logger(__name__)
 
 
 def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device, run: Callable[[], Any]) -> Any:
-    """One of transformers' loops, or what stands for it: on one rank, or on rank 0 for all.
-
-    Args:
-        engine: The model's.
-        method: Its name.
-        call: What it is given.
-        device: Where the caller has its tensors.
-        run: Runs it here.
-    """
+    """Runs one of transformers' loops, or what stands for it, on one rank, or on rank 0 for all."""
     if engine.ranks is None or call.cache is None or SHARED_CALL.get() is not None:
         return run()
     assistant = call.others.get("assistant_model")
@@ -60,7 +52,7 @@ def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device
 
 
 def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run: Callable[[], Any]) -> Any:
-    """A caller's forward over a `PagedCache`, on one rank, or on rank 0 for all."""
+    """Runs a caller's forward over a `PagedCache` on one rank, or on rank 0 for all."""
     if engine.ranks is None or SHARED_CALL.get() is not None:
         return run()
     ids = given.get("input_ids")
@@ -94,8 +86,6 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
 
 
 class _Recorder:
-    """Notes what a streamer is given."""
-
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
         self.pieces: list[Tensor] = []
@@ -182,7 +172,7 @@ def _follow(
 
 
 class _Here:
-    """In the place of the call's own cache."""
+    """Marks the place of the call's own cache in what is sent."""
 
 
 def _on_host(value: Any) -> Any:

@@ -41,7 +41,6 @@ def shrink(config: PreTrainedConfig, heads: int | None, is_beginning: bool = Fal
     """A model in small: its language model shrunken, its towers, which are not tried, of one layer.
 
     Args:
-        config: Of the model.
         heads: See `_shrink_text`.
         is_beginning: See `_shrink_text`.
     """
@@ -71,7 +70,6 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
     """The same kinds of layers, few of them, a tiny vocabulary.
 
     Args:
-        config: Of the model.
         heads: So many key/value heads, and as narrow; `None`: the width as it is.
         is_beginning: Its first layers, of which kinds they may be: for configs that tell this by a rule, not by a list.
     """
@@ -150,7 +148,7 @@ def put(config: PreTrainedConfig, name: str, value: Any) -> None:
 
 
 def _shrunken(name: str, value: Any) -> Any:
-    """A size, or all in a list of them, as small as the table says."""
+    """Makes a size, or all in a list of them, as small as the table says."""
     limit = next((limit for pattern, limit in _SIZES if re.fullmatch(pattern, name)), None)
     if name.startswith("vocab_size"):  # one that is smaller grows: the special ids are in it
         return _VOCAB if isinstance(value, int) and value > 0 else value
@@ -249,7 +247,6 @@ def _mixer_widths(config: PreTrainedConfig, widths: dict[str, int]) -> dict[str,
 
 
 def _ratio(config: PreTrainedConfig) -> float:
-    """The narrow heads' width over the wide ones'."""
     width = _head_dim(config)
     return 1.0 if width is None else 16 / width
 
@@ -261,7 +258,7 @@ def _head_dim(config: PreTrainedConfig) -> int | None:
 
 
 def _widths(config: PreTrainedConfig, heads: int) -> dict[str, int]:
-    """Heads and widths, few and narrow. What differs goes on to differ."""
+    """Chooses few heads and narrow widths; those that differ go on to differ."""
     num_heads = stated(config, "num_attention_heads") or heads
     num_kv_heads = stated(config, "num_key_value_heads") or stated(config, "num_kv_heads") or num_heads
     kv_heads = 1 if num_kv_heads == 1 else heads
@@ -305,7 +302,7 @@ def _take_overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
 
 
 def _narrow(config: PreTrainedConfig, name: str, value: Any, widths: dict[str, int], ratio: float) -> Any:
-    """A layer's own number, as its kind is narrow."""
+    """Narrows a layer's own number like the others of its kind."""
     if not isinstance(value, int) or isinstance(value, bool) or not widths:
         return value
     if name == "head_dim":

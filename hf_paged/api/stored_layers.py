@@ -31,7 +31,6 @@ class NotingCache(DynamicCache):
         noted: Of each layer that stored keys: their heads and width, then the values' heads and width.
         indexed: Of each layer whose indexer stored something: one head, the width of its keys, one head, nothing.
         states: Of each layer that stored states, by kind and number: shape of one row's, and element type.
-        mixers: The classes of the modules that stored states.
         is_asked: Whether a layer has asked how much is cached.
         is_shared: Whether keys were stored under another number than that of the module that stored them.
     """
@@ -108,12 +107,11 @@ def noting(model: PreTrainedModel) -> Iterator[NotingCache]:
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:
-    """Whether a stock cache of a model with this config has layers that keep states."""
     return any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=config).layers)
 
 
 def on_meta(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole model, without numbers."""
+    """Makes the whole model on the meta device, where it has no numbers."""
     with torch.device("meta"):  # in the dtype that grouped matrix products take
         return base._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
 
@@ -158,9 +156,9 @@ class Stored:
     """What the layers of a model cache.
 
     Attributes:
-        layers: Of each token, one spec a layer; `None`: nothing.
-        indexers: Of each token, beside that; empty if no layer has an indexer.
-        states: Of all tokens together, by the layer's number.
+        layers: The specs of what is cached of each token, one a layer; `None`: nothing.
+        indexers: The specs of what the layers' indexers cache beside that; empty if no layer has one.
+        states: The specs of what layers keep of all tokens together, by the layer's number.
     """
 
     layers: Layers
@@ -216,7 +214,7 @@ def with_latents(layers: Layers) -> Layers:
 
 
 def as_their_modules_say(layers: Layers, model: PreTrainedModel) -> Layers:
-    """The layers without those windows that their modules gainsay."""
+    """Takes from the layers those windows that their modules contradict."""
     found = list(layers)
     for module in model.get_submodule(inner_path(model) or "").modules():
         index = getattr(module, "layer_idx", None)

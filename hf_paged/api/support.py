@@ -236,7 +236,6 @@ def _structural_reasons(model: nn.Module) -> list[str]:
 
 
 def _why_not_spread(model: PreTrainedModel) -> str | None:
-    """Why a model that accelerate has spread can't be served, or `None`."""
     if ranks_of(model) is not None:
         return "it is shared out between processes (tp_plan) and spread by accelerate: one of the two is taken"
     if inner_path(model) not in (None, ""):
@@ -250,7 +249,6 @@ def _why_not_spread(model: PreTrainedModel) -> str | None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> list[str]:
-    """What rules out any model of its kind."""
     if not model.can_generate():
         return [f"{type(model).__name__} has no language-model head, so it can't generate()"]
     config = model.config
@@ -270,6 +268,6 @@ def _architecture_reasons(model: PreTrainedModel) -> list[str]:
 
 
 def _is_all_attention(config: PreTrainedConfig) -> bool:
-    """Whether it names its layers' types, and all of them are attention."""
+    """Whether the config names its layers' types, and all of them are attention."""
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     return bool(kinds) and kinds <= {*_PAGED_LAYER_TYPES, "attention"}

@@ -57,8 +57,6 @@ def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, r
     """Last logits of forwards over these columns of a ragged left-padded batch: `[rows, forwards, vocab]`.
 
     Args:
-        model: Any.
-        past: An empty cache.
         edges: Where forwards begin and end.
         row: One row alone, without its padding; `None`: all.
     """
@@ -90,12 +88,12 @@ def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, r
 
 
 def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:
-    """Whether logits do, by more than this share of the largest of `other`."""
+    """Whether logits differ by more than this share of the largest of `other`."""
     return bool((one - other).abs().max() > tolerance * other.abs().max())
 
 
 def difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> str:
-    """What is wrong with the tiny model's logits over the pool; empty if they are as expected."""
+    """Says how the tiny model's logits over the pool differ from those expected; empty if they don't."""
     keeps_tokens = traits.is_batched or traits.regime_length is not None
     try:
         backend = "torch" if traits.has_latents else "auto"  # kernels may have to be compiled, for other widths
@@ -123,7 +121,6 @@ def _state_pages(traits: ModelTraits) -> int:
 
 
 def error_text(error: Exception) -> str:
-    """Its type and the beginning of its message."""
     return f"{type(error).__name__}: {error!s:.200}"
 
 
@@ -168,5 +165,5 @@ def sees_padding(model: PreTrainedModel) -> bool:
 
 
 def _num_plain(model: PreTrainedModel) -> int:
-    """Ids below the special ones."""
+    """The number of ids below the special ones."""
     return min(SPECIAL, model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type,type-var]

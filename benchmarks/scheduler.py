@@ -76,7 +76,7 @@ class Case:
         sequence = self.scheduler.new_sequence()
         sequence.token_ids, sequence.num_tokens, sequence.is_wanted = token_ids, len(token_ids), True
         sequence.logits_from = len(token_ids) - 1
-        self.scheduler.wake(sequence.group)
+        self.scheduler.queues.wake(sequence.group)
         return sequence
 
     def advance(self) -> None:
@@ -87,7 +87,7 @@ class Case:
             sequence.token_ids.append(token)
             sequence.logits_from = sequence.num_tokens
             sequence.num_tokens += 1
-            self.scheduler.wake(sequence.group)
+            self.scheduler.queues.wake(sequence.group)
         if self.mixed and (self.prompt is None or not self.prompt.num_uncomputed_tokens):
             if self.prompt is not None:
                 self.scheduler.free(self.prompt)

@@ -198,7 +198,7 @@ class Simulation:
     def start(self, request: Request, to_fork: int) -> None:
         """Queues the group of the sequences added last."""
         self.jobs[self._newest.arrival] = Job(request, to_fork)
-        self.scheduler.wake(self._newest)
+        self.scheduler.queues.wake(self._newest)
 
     def token_ids(self, request: Request) -> list[int]:
         """Its prompt."""
@@ -275,7 +275,7 @@ class Simulation:
         sequence.token_ids.append(next(self.next_token))
         sequence.logits_from = sequence.num_tokens
         sequence.num_tokens += 1
-        self.scheduler.wake(sequence.group)
+        self.scheduler.queues.wake(sequence.group)
 
     def end(self, sequence: Sequence) -> None:
         """A sequence is done."""

@@ -146,7 +146,7 @@ class PaperSimulation(Simulation):
                 self.add(sequence, request, ids.copy())
                 sequence.extra_key = (index,)  # whatever is equal in them, nothing is shared
         self.jobs[group.arrival] = job
-        self.scheduler.wake(group)
+        self.scheduler.queues.wake(group)
 
     def add(self, sequence: Sequence, request: Request, token_ids: list[int]) -> None:
         super().add(sequence, request, token_ids)

@@ -14,7 +14,6 @@ from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.support import is_supported, unwrap
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError
-from hf_paged.core.recorder import check_place
 from hf_paged.engine.engine import Engine
 from hf_paged.model.int8_linears import why_not_int8
 from hf_paged.model.packed_linears import why_not_replaced
@@ -56,8 +55,6 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     if report.traits is None:
         raise UnsupportedModelError(type(inner).__name__, report.reasons)
     _check_weights(inner, wanted)
-    if wanted.record is not None:
-        check_place(wanted.record)
     attach(inner, wanted, report.traits, _channel(inner, wanted, report.traits))
     if wanted.warm_up:
         try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Hashable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import add
 
 from hf_paged.core.sequence import GivenToken, Sequence
@@ -119,19 +118,6 @@ class Batch(BlockMoves):
         """The sequence, first token and number of tokens of each row."""
         return list(zip(self.seq_ids, self.starts, self.query_lens, strict=True))
 
-    def digests(self) -> dict[str, str]:
-        """A short hash of each field that says something: what two runs of the same inputs agree on.
-
-        Without the batch key, which is an object of the caller's.
-        """
-        empty = Batch()
-        values = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "batch_key")
-        return {name: _digest(value) for name, value in values if value != getattr(empty, name)}
-
-    def digest(self) -> str:
-        """A short hash of all that `digests` covers."""
-        return _digest(self.digests())
-
 
 def group_tables(tables: list[list[array[int]]]) -> tuple[GroupTables, ...]:
     """Copies of some rows' block tables in each group of layers."""
@@ -145,10 +131,6 @@ def _joined(tables: list[array[int]]) -> array[int]:
     blocks = array("i")
     blocks.frombytes(b"".join(tables))
     return blocks
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()
 
 
 def lay_out(

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,6 +24,10 @@ _CHOICES: dict[str, Sequence[str]] = {
     "attention_backend": attention_backends,
     "packed_weights": ("copy", "replace"),
     "weight_dtype": ("auto", "int8"),
+}
+# Settings that are gone, and what to do instead. A release later their names are as unknown as any other.
+_GONE = {
+    "record": "model.paged.snapshot() has what happened to requests and blocks lately, under 'events'",
 }
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
 
@@ -79,8 +83,6 @@ class PagedConfig:
         warm_up: Call `model.paged.warm_up()` in `patch()`: kernels are compiled and CUDA graphs recorded there, and not
             while the first requests wait.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
-        record: A file to write down what the scheduler is told, prompts and generated tokens included, for
-            `python -m hf_paged replay`.
         rank_timeout: Of a model over several processes (tensor parallel): seconds that a call on one of them waits for
             rank 0 to make the same call, and that its result is kept for one that comes later.
     """
@@ -103,10 +105,11 @@ class PagedConfig:
     use_async_batching: bool | None = None
     warm_up: bool = False
     strict: bool = False
-    record: str | None = None
     rank_timeout: float = 600.0
+    record: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, record: None) -> None:
+        _refuse_gone(record=record)
         for name in _POSITIVE:
             value = getattr(self, name)
             optional = name in ("num_blocks", "max_waiting")
@@ -132,8 +135,6 @@ class PagedConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        if self.record == "" or not isinstance(self.record, str | None):
-            raise ValueError(f"record must be the name of a file or None, got {self.record!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
         if self.weight_dtype == "int8" and self.packed_weights == "replace":
@@ -162,7 +163,7 @@ class PagedConfig:
                 raise ValueError(f"config must be a PagedConfig, got {type(config).__name__}")
             return config
         names = [field.name for field in fields(cls)]
-        unknown = sorted(set(settings) - set(names))
+        unknown = sorted(set(settings) - set(names) - set(_GONE))
         if unknown:
             raise ValueError(f"unknown setting {', '.join(unknown)}; PagedConfig has: {', '.join(names)}")
         return replace(cls(), **(_from_environment(os.environ) | settings))
@@ -178,9 +179,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _refuse_gone(**settings: object) -> None:
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: this setting is gone; {_GONE[name]}")
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Field values named by `HF_PAGED_*` variables; `ValueError` for one that does not parse."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {name: environ.get(ENV_PREFIX + name.upper()) for name in _GONE}
     known = {ENV_PREFIX + field.name.upper() for field in fields(PagedConfig)}
     for name in sorted({name for name in environ if name.startswith(ENV_PREFIX)} - known - _OTHER_VARIABLES):
         if close := get_close_matches(name.upper(), known, 1):

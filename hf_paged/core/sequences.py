@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import Policy
 from hf_paged.core.preemption import Preemption
@@ -139,14 +138,6 @@ class Sequences:
         """
         self._manager.slide(sequence.seq_id, sequence.num_computed_tokens)
 
-    def keep_past(self, sequence: Sequence) -> None:
-        """From now on nothing of the sequence is given back, but by a `crop`."""
-        self._manager.keep_past(sequence.seq_id)
-
-    def reset_prefix_cache(self) -> int:
-        """See `BlockManager`."""
-        return self._manager.prefix.reset()
-
     def add_placeholder(self, sequence: Sequence, placeholder: int) -> None:
         """Books a token that is being chosen: it can be scheduled before the host knows which one it is.
 
@@ -192,25 +183,3 @@ class Sequences:
             self.crop(sequence, sequence.num_tokens - num_cut)
         if self._manager.sliding:
             self.slide(sequence)
-
-    # Of its parts, what changes anything: a recording is of the scheduler's calls
-
-    def wake(self, group: SequenceGroup) -> None:
-        """See `Queues`."""
-        self.queues.wake(group)
-
-    def renew(self, group: SequenceGroup) -> None:
-        """See `Queues`."""
-        self.queues.renew(group)
-
-    def make_room(self, num_blocks: int, protected: Iterable[SequenceGroup]) -> list[tuple[int, int]]:
-        """See `Preemption`."""
-        return self.preemption.make_room(num_blocks, protected)
-
-    def swap_in_now(self, group: SequenceGroup) -> BlockMoves:
-        """See `Preemption`."""
-        return self.preemption.swap_in_now(group)
-
-    def preempt_all(self) -> int:
-        """See `Preemption`."""
-        return self.preemption.preempt_all()

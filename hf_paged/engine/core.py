@@ -268,7 +268,7 @@ class EngineCore:
             if not self.pool.is_made:
                 return 0
             self.scheduler.queues.note_state(None)
-            return self.scheduler.reset_prefix_cache()
+            return self.manager.prefix.reset()
 
     def release(self) -> None:
         with self.worker.loop.exclusive(), self.transaction():

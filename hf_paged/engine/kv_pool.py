@@ -19,7 +19,6 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
-from hf_paged.core.recorder import RecordingScheduler, new_file
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.core.state_blocks import StateBlockManager
@@ -173,7 +172,9 @@ class KVPool:
                         *arguments, state_blocks=layout.num_pages, takes_snapshots=self._states.carried
                     )
                 )
-                self._scheduler = self._make_scheduler(manager)
+                self._scheduler = Scheduler(
+                    manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
+                )
                 self._manager = manager  # last: other threads look without the lock
 
     @property
@@ -182,12 +183,6 @@ class KVPool:
         if self._states is None:
             return None
         return StateLayout.of(self._states.specs, self.bytes_per_block, self._placement()[0])
-
-    def _make_scheduler(self, manager: BlockManager) -> Scheduler:
-        arguments = manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
-        if self.config.record is None:
-            return Scheduler(*arguments)
-        return RecordingScheduler(*arguments, file=new_file(self.config.record))
 
     def _num_swap_blocks(self, num_blocks: int) -> int:
         space = self.config.swap_space_gib
@@ -326,13 +321,13 @@ class KVPool:
         with self.lock:
             if self._manager is None or self._attention is None:
                 return
-            lost = self.scheduler.preempt_all()
+            lost = self.scheduler.preemption.preempt_all()
             if lost:
                 raise ValueError(
                     f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
                     "reset() or drop those caches first"
                 )
-            self.scheduler.reset_prefix_cache()
+            self._manager.prefix.reset()
             self.drop()
 
     def drop(self) -> None:

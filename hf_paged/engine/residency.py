@@ -68,7 +68,7 @@ class Residency:
             swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
             for group in swapped.values():
                 try:
-                    core.pool.execute_moves(core.scheduler.swap_in_now(group))
+                    core.pool.execute_moves(core.scheduler.preemption.swap_in_now(group))
                 except OutOfBlocksError as error:
                     core.pool.execute_swap_outs(error.swap_outs)
                     raise core.pool.out_of_blocks(error) from None

@@ -87,7 +87,7 @@ class RowStore:
 
     def keep_past(self, sequence: Sequence) -> None:
         """From now on layers with a window keep what lies behind it, until the next crop."""
-        self._core.scheduler.keep_past(sequence)
+        self._core.manager.keep_past(sequence.seq_id)
 
     def windows(self) -> list[int | None]:
         """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
@@ -120,7 +120,7 @@ class RowStore:
     def _begin(self, sequences: list[Sequence], loop: DecodingLoop | None) -> None:
         for group in {sequence.group.arrival: sequence.group for sequence in sequences}.values():
             if group.is_idle:
-                self._core.scheduler.renew(group)
+                self._core.scheduler.queues.renew(group)
             group.is_idle = False
             group.request_id = None if loop is None else loop.request_id
         if loop is not None:

@@ -68,7 +68,7 @@ class StepLoop:
             self._executor.consumers[sequence.seq_id] = (consumer, row)
             sequence.is_wanted = True
             sequence.group.owner = consumer
-            self._pool.scheduler.wake(sequence.group)
+            self._pool.scheduler.queues.wake(sequence.group)
 
     def remove(self, sequence: Sequence) -> None:
         """Drops a sequence whose tokens are not waited for any more. The pool's lock is held."""

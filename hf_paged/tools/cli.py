@@ -30,7 +30,6 @@ from transformers.utils import logging as transformers_logging
 
 from hf_paged.api.patching import patch, unpatch
 from hf_paged.core.errors import needs
-from hf_paged.core.replay import replay
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.tools.families import families, families_table, family_names
 from hf_paged.tools.report import RunReport, comparison_table, generated_lengths, paged_kv_usage, stock_kv_usage
@@ -330,24 +329,6 @@ class _FirstRowStreamer(TextStreamer):
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompts `[rows, length]` first, then the next token of each row, `[rows]`."""
         super().put(value[:1])
-
-
-@app.command("replay")
-def replay_recording(
-    file: Annotated[Path, typer.Argument(help="What HF_PAGED_RECORD=file has written.", exists=True, dir_okay=False)],
-) -> None:
-    """Feed a recording to the scheduler again: do the same steps follow? Exits with 1 at the first that doesn't."""
-    try:
-        with file.open(encoding="utf-8") as lines:
-            num_steps, difference = replay(lines)
-    except ValueError as error:
-        _fail(ValueError(f"{file}: {error}"))
-    if difference is not None:
-        console.print(
-            f"{num_steps} steps are the same; line {difference.line}, {difference.call}: {difference.message}"
-        )
-        raise typer.Exit(code=1)
-    console.print(f"all {num_steps} steps are the same")
 
 
 @app.command()

@@ -78,8 +78,7 @@ def test_a_limit_may_be_as_high_as_one_likes(make_pair: MakePair, name: str, val
     [
         ({"block_size": 0}, "block_size must be a positive integer, got 0"),
         ({"block_size": 10**9}, "block_size must be at most 16777216 tokens, got 1000000000"),
-        ({"record": "/nowhere/at/all"}, "record='/nowhere/at/all': '/nowhere/at' is no folder"),
-        ({"record": "~nobody-of-that-name/file"}, "record='~nobody-of-that-name/file'"),
+        ({"record": "file"}, "record='file': this setting is gone; model.paged.snapshot"),
         ({"block_sizes": 4}, "unknown setting block_sizes; PagedConfig has: block_size"),
         ({"config": {"block_size": 4}}, "config must be a PagedConfig, got dict"),
         ({"config": PagedConfig(), "block_size": 4}, "either config=.* or single settings, not both .*block_size"),

@@ -50,7 +50,6 @@ def test_fields_and_defaults() -> None:
         "use_async_batching": None,
         "warm_up": False,
         "strict": False,
-        "record": None,
         "rank_timeout": 600.0,
     }
 
@@ -140,7 +139,6 @@ INVALID: list[tuple[str, Any]] = [
     *(("memory_fraction", value) for value in (0, 0.0, -0.1, 1.01, 25, float("nan"), float("inf"), "0.5", True, None)),
     *(("enable_prefix_caching", value) for value in BOOLEAN),
     *(("strict", value) for value in BOOLEAN),
-    *(("record", value) for value in ("", 3, True)),
     *(("rank_timeout", value) for value in (0, -1.0, float("inf"), float("nan"), True, "1")),
     *(("compile_decode", value) for value in BOOLEAN),
     *(("warm_up", value) for value in BOOLEAN),
@@ -189,6 +187,18 @@ def test_messages_say_what_is_allowed() -> None:
     with pytest.raises(ValueError) as caught:
         PagedConfig(block_size=0)
     assert "None" not in str(caught.value)
+
+
+def test_a_setting_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = re.escape("record='file': this setting is gone; model.paged.snapshot()")
+    for make in (PagedConfig, PagedConfig.from_settings):
+        with pytest.raises(ValueError, match=message):
+            make(record="file")
+        assert make(record=None) == PagedConfig()
+    set_env(monkeypatch, record="file")
+    with pytest.raises(ValueError, match=message):
+        PagedConfig.from_settings()
+    assert replace(PagedConfig(), block_size=4).block_size == 4
 
 
 def test_replace_validates_too() -> None:
@@ -244,11 +254,10 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, name: str, text: str, valu
 def test_every_field_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         with monkeypatch.context() as context:
-            text = "" if name == "record" else "a bad value"  # all others are names of files
-            set_env(context, **{name: text})
+            set_env(context, **{name: "a bad value"})
             with pytest.raises(ValueError) as caught:
                 PagedConfig.from_settings()
-            assert text in str(caught.value) and name in str(caught.value).lower()
+            assert "a bad value" in str(caught.value) and name in str(caught.value).lower()
 
 
 @pytest.mark.parametrize(

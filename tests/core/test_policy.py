@@ -98,7 +98,7 @@ def test_the_order_is_the_policys(
     for priority in (1, 0):
         sequence = scheduler.new_sequence(scheduler.new_group(priority))
         sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1, 2, 3], 3, True
-        scheduler.wake(sequence.group)
+        scheduler.queues.wake(sequence.group)
     ran = []
     for _ in range(2):
         step = scheduler.schedule()
@@ -123,7 +123,7 @@ def test_a_policy_that_says_not_now_is_asked_in_every_step() -> None:
     for _ in range(2):
         sequence = scheduler.new_sequence()
         sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1, 2, 3], 3, True
-        scheduler.wake(sequence.group)
+        scheduler.queues.wake(sequence.group)
         sequences.append(sequence)
     rows = []
     for _ in range(3):
@@ -135,5 +135,5 @@ def test_a_policy_that_says_not_now_is_asked_in_every_step() -> None:
         assert first.token_ids is not None
         first.token_ids.append(4)
         first.num_tokens += 1
-        scheduler.wake(first.group)
+        scheduler.queues.wake(first.group)
     assert rows == [1, 1, 2]

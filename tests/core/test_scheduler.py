@@ -57,7 +57,7 @@ class Setup:
         sequence.num_tokens = len(tokens)
         sequence.logits_from = len(tokens) - 1 if logits_from is None else logits_from
         sequence.is_wanted = is_wanted
-        self.scheduler.wake(group)
+        self.scheduler.queues.wake(group)
         return sequence
 
     def extend(self, *sequences: Sequence, num_tokens: int = 1) -> None:
@@ -67,7 +67,7 @@ class Setup:
             sequence.num_tokens += num_tokens
             sequence.logits_from = sequence.num_tokens - 1
             sequence.is_wanted = True
-            self.scheduler.wake(sequence.group)
+            self.scheduler.queues.wake(sequence.group)
 
     def step(self, **options: Any) -> Batch:
         step = self.scheduler.schedule(**options)
@@ -188,7 +188,7 @@ def test_an_unwanted_sequence_stays_pending() -> None:
     assert [step.chunks for step in setup.run()] == [[(2, 0, 3)]]
     assert not setup.scheduler.queues.has_work and a.num_uncomputed_tokens == 2 and a.num_wanted_tokens == 0
     a.is_wanted = True
-    setup.scheduler.wake(a.group)
+    setup.scheduler.queues.wake(a.group)
     assert setup.scheduler.queues.has_work and [step.chunks for step in setup.run()] == [[(1, 0, 2)]]
     assert b.num_uncomputed_tokens == 0
 
@@ -206,7 +206,7 @@ def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
     b = setup.add(2)
     assert setup.step().chunks[0][0] == b.seq_id
     a.is_wanted = True
-    setup.scheduler.wake(a.group)
+    setup.scheduler.queues.wake(a.group)
     setup.run()
     assert a.num_uncomputed_tokens == 0
 
@@ -725,30 +725,30 @@ def test_a_swapped_group_left_with_nothing_computed_is_a_waiting_one() -> None:
 def test_swap_in_now_and_make_room() -> None:
     setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
     a = setup.computed(6)
-    swap_outs = setup.scheduler.make_room(3, [])
+    swap_outs = setup.scheduler.preemption.make_room(3, [])
     assert len(swap_outs) == 3 and status(a) == [SWAPPED]
     b = setup.computed(4)
-    assert setup.scheduler.make_room(4, [b.group]) == [] and status(b) == [RUNNING]
+    assert setup.scheduler.preemption.make_room(4, [b.group]) == [] and status(b) == [RUNNING]
     b.group.num_pins += 1
     with pytest.raises(OutOfBlocksError) as caught:
-        setup.scheduler.swap_in_now(a.group)
+        setup.scheduler.preemption.swap_in_now(a.group)
     assert caught.value.group is a.group and status(a) == [SWAPPED]
     b.group.num_pins -= 1
     setup.scheduler.free(b)
-    setup.scheduler.swap_in_now(a.group)
+    setup.scheduler.preemption.swap_in_now(a.group)
     assert status(a) == [RUNNING] and setup.pool.num_in_use == 3
 
 
 def test_preempt_all_is_all_or_nothing() -> None:
     setup = Setup(num_swap_blocks=16)
     a, b, unknown = setup.computed(2), setup.computed(2), setup.computed(2, is_known=False)
-    assert setup.scheduler.preempt_all() == 1
+    assert setup.scheduler.preemption.preempt_all() == 1
     assert setup.scheduler.preemption.num_preemptions == 0 and status(a, b, unknown) == [RUNNING] * 3
     setup.scheduler.free(unknown)
     a.group.num_pins = 1
-    assert setup.scheduler.preempt_all() == 1 and status(a, b) == [RUNNING] * 2
+    assert setup.scheduler.preemption.preempt_all() == 1 and status(a, b) == [RUNNING] * 2
     a.group.num_pins = 0
-    assert setup.scheduler.preempt_all() == 0
+    assert setup.scheduler.preemption.preempt_all() == 0
     assert status(a, b) == [WAITING] * 2 and setup.pool.num_in_use == setup.scheduler.queues.num_running == 0
 
 
@@ -832,7 +832,7 @@ def test_nothing_to_do() -> None:
 def test_a_renewed_group_is_the_newest() -> None:
     setup = Setup(num_blocks=6)
     a, b, c = setup.computed(4), setup.computed(4), setup.computed(4)
-    setup.scheduler.renew(a.group)
+    setup.scheduler.queues.renew(a.group)
     assert [g.order for g in setup.scheduler.queues.groups] == sorted(g.order for g in setup.scheduler.queues.groups)
     setup.extend(a, b)
     assert list(setup.step().seq_ids) == ids(b)

@@ -243,7 +243,7 @@ class World:
             return
         for group in request.groups:
             if group.is_idle:
-                self.scheduler.renew(group)
+                self.scheduler.queues.renew(group)
                 group.is_idle = False
                 self.events["renewal"] += 1
         for row in request.rows:
@@ -288,7 +288,7 @@ class World:
         """A caller is to cut its rows back to where they are now."""
         request = self._pick_thinking(pick)
         for row in request.rows if request is not None else ():
-            self.scheduler.keep_past(row.sequence)
+            self.manager.keep_past(row.sequence.seq_id)
 
     def fork(self, pick: int) -> None:
         """A copy of a cache: its rows share the blocks and go their own ways."""
@@ -354,7 +354,7 @@ class World:
         self.events["forward interrupted"] += 1
 
     def reset_prefix_cache(self) -> None:
-        self.scheduler.reset_prefix_cache()
+        self.manager.prefix.reset()
 
     def make_room(self, num_blocks: int) -> None:
         """A caller needs blocks outside of a step."""
@@ -362,7 +362,7 @@ class World:
         kept = [request for request in self.requests if request.is_between_forwards][:1]
         protected = [group for request in kept for group in request.groups]
         before = {row: self._table(row) for request in kept for row in request.rows}
-        self._execute_copies(BlockMoves(swap_outs=self.scheduler.make_room(num_blocks, protected)))
+        self._execute_copies(BlockMoves(swap_outs=self.scheduler.preemption.make_room(num_blocks, protected)))
         assert before == {row: self._table(row) for row in before}, "a protected group was preempted"
         if self.pool.num_free < num_blocks:
             assert not self._preemptible(protected), "some could have been preempted"
@@ -375,7 +375,7 @@ class World:
             return
         group = swapped[pick % len(swapped)]
         try:
-            step = self.scheduler.swap_in_now(group)
+            step = self.scheduler.preemption.swap_in_now(group)
         except OutOfBlocksError as error:
             assert error.group is group and group.status is SWAPPED
             self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
@@ -425,11 +425,11 @@ class World:
         holders = [group for group in self.scheduler.queues.groups if group.status is not WAITING]
         fixed = [g for g in holders if g.num_pins or self.scheduler.queues.is_in_flight(g) or not g.is_recomputable]
         before = (self.pool.num_in_use, self.manager.swap.num_in_use)
-        assert self.scheduler.preempt_all() == sum(len(group.sequences) for group in fixed)
+        assert self.scheduler.preemption.preempt_all() == sum(len(group.sequences) for group in fixed)
         assert (self.pool.num_in_use, self.manager.swap.num_in_use) == (before if fixed else (0, 0))
         if not fixed:
             self.events["release of a filled pool"] += bool(holders)
-            self.scheduler.reset_prefix_cache()
+            self.manager.prefix.reset()
             self.slots = [[None] * self.block_size for _ in self.slots]
 
     # A step
@@ -562,7 +562,7 @@ class World:
         assert step.token_ids.tolist() == ids and step.num_tokens == len(ids)
         assert step.logit_rows.tolist() == logit_rows
         assert [group.blocks.tolist() for group in step.tables] == blocks
-        assert pickle.loads(pickle.dumps(step)).digest() == step.digest()
+        assert pickle.loads(pickle.dumps(step)) == step
 
     def _write(self, chunks: list[Chunk]) -> None:
         """Runs the model: all of a chunk's context is read from the memory."""
@@ -933,7 +933,7 @@ class World:
         sequence.logits_from = sequence.num_tokens - 1
         sequence.is_wanted = True
         row.has_logits = False
-        self.scheduler.wake(sequence.group)
+        self.scheduler.queues.wake(sequence.group)
 
     def _stop_waiting(self, rows: list[Row]) -> None:
         for row in rows:
@@ -1181,7 +1181,7 @@ def random_call(world: World, rng: random.Random) -> None:
                 grows=rng.randint(1, 14),
                 key=rng.random() < 0.1,
                 priority=rng.choice((0,) * 8 + (-1, 1)),
-                batch_key=int(rng.random() < 0.15),  # a recording tells keys apart by their looks
+                batch_key=int(rng.random() < 0.15),
                 has_no_ids=rng.random() < 0.3,
                 keeps_logits=rng.random() < 0.9,
             )
@@ -1219,7 +1219,7 @@ def random_call(world: World, rng: random.Random) -> None:
             world.reset_prefix_cache()
 
 
-def random_world(episode: int, scheduler: Callable[..., WatchedScheduler] = WatchedScheduler) -> World:
+def random_world(episode: int) -> World:
     rng = random.Random(episode)
     num_blocks = rng.choice((rng.randint(1, 8), rng.randint(6, 20), rng.randint(6, 20), rng.randint(20, 40)))
     return World(
@@ -1232,7 +1232,6 @@ def random_world(episode: int, scheduler: Callable[..., WatchedScheduler] = Watc
         caching=episode % 10 != 9,
         overlaps=episode % 2 == 1,
         windows=WINDOWS[episode // 2 % len(WINDOWS)],
-        scheduler=scheduler,
     )
 
 

@@ -126,7 +126,7 @@ class World:
             sequence.num_at_once = sequence.num_tokens
         sequence.logits_from = sequence.num_tokens - 1
         sequence.is_wanted = True
-        self.scheduler.wake(sequence.group)
+        self.scheduler.queues.wake(sequence.group)
 
     def _pages(self, batch: Batch) -> list[list[int]]:
         blocks, size = batch.state_blocks.tolist(), self.num_state_blocks
@@ -246,7 +246,7 @@ def test_a_budget_with_one_token_left() -> None:
         sequence.token_ids += range(3, 3 + count)
         sequence.num_tokens += count
         sequence.logits_from = sequence.num_tokens - 1
-        scheduler.wake(sequence.group)
+        scheduler.queues.wake(sequence.group)
 
     def step() -> list[int]:
         batch = scheduler.schedule()
@@ -278,6 +278,6 @@ def test_other_models_have_none() -> None:
     plain = Scheduler(BlockManager(4, 2), 8, 4)
     sequence = plain.new_sequence()
     sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1], 1, True
-    plain.wake(sequence.group)
+    plain.queues.wake(sequence.group)
     batch = plain.schedule()
     assert not batch.state_blocks and not batch.nums_at_once

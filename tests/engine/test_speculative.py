@@ -146,7 +146,7 @@ def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[Specula
             if row.finish_reason is None and row.num_chosen > num_tokens and num_tokens not in seen:
                 seen.add(num_tokens)
                 with pair.engine.core.transaction():
-                    assert pair.engine.core.pool.scheduler.preempt_all() == 0
+                    assert pair.engine.core.pool.scheduler.preemption.preempt_all() == 0
     assert request.result(PATIENCE).token_ids == expected
     assert len(seen) > 2, "the test is too easy"
     pair.engine.resume()

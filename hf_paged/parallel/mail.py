@@ -205,13 +205,6 @@ class Mail:
                 raise RankError(f"the call was running when this happened: {self._end}")
             return call.outcome
 
-    def on_outcome(self, call: RemoteCall, is_over: Callable[[], bool]) -> bool:
-        """Waits until a call is over, or `is_over` (asked for now and then). Returns whether it is over."""
-        with self._condition:
-            while call.outcome is None and self._end is None and not is_over():
-                self._condition.wait(0.1)
-            return call.outcome is not None
-
     def take_turn(self, digest: bytes, text: str) -> Callable[[], None]:
         """Waits until rank 0 runs the same forward; returns what is to be called when it is over here.
 

@@ -764,8 +764,7 @@ def sanitizer_points(bench: Bench) -> Points:
     """Every kernel once, small: for compute-sanitizer to watch."""
     small = Bench(Sanitized, bench.device, {})
     n, heads = Sanitized.check_tokens, Sanitized.heads
-    sinks, slopes = (torch.rand(heads, device=bench.device) for _ in range(2))
-    features = {"sliding_window": 21, "softcap": 5.0, "sinks": sinks, "alibi_slopes": slopes}
+    features = {"sliding_window": 21, "softcap": 5.0, "sinks": torch.rand(heads, device=bench.device)}
     query_lens, seq_lens = [1, 1, 1, n // 3, 9], [n - 3, 1, n // 2, n // 3, n]
 
     def attention(num_splits: int, **options: Any) -> Row:

@@ -145,7 +145,6 @@ def launches(case: Case, target: str) -> list[Specialisation]:
                 100 if "window" in features else 0,
                 50.0 if "softcap" in features else 0.0,
                 on_meta(heads, dtype=dtype) if "sinks" in features else None,
-                on_meta(heads, dtype=torch.float32) if "alibi" in features else None,
                 on_meta(32, 2, kv_heads, dtype=torch.float32) if "scales" in features else None,
                 on_meta(1 << 20, dtype=torch.float32),
             )
@@ -162,8 +161,8 @@ def launches(case: Case, target: str) -> list[Specialisation]:
 def cases(target: str) -> Iterator[Case]:
     """All specialisations: features are compiled one at a time and all at once, not in all combinations."""
     device = device_of(target)
-    all_features = "window+softcap+sinks+alibi"
-    features = ("", "window", "softcap", "sinks", "alibi", all_features)
+    all_features = "window+softcap+sinks"
+    features = ("", "window", "softcap", "sinks", all_features)
     head_dims = (64, 80, 96, 112, 128, 192, 256)
     pairs = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2")]
     for kernel, (dtype, pool), head_dim in itertools.product(("decode", "prefill"), pairs, head_dims):
@@ -190,7 +189,7 @@ def cases(target: str) -> Iterator[Case]:
     for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
         suffix = "+scales" if pool not in DTYPES else ""
         rows = shared_decode.tiling(head_dim, DTYPES[dtype].itemsize, POOLS[pool].itemsize, device).rows
-        for feature in ("", "softcap+sinks+alibi"):
+        for feature in ("", "softcap+sinks"):
             yield Case("shared", dtype, pool, head_dim, 16, 4, (feature + suffix).strip("+"), rows)
     for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
         yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
@@ -341,7 +340,7 @@ def table(rows: list[dict[str, Any]], targets: list[str]) -> str:
     """The most that any variant of a kernel takes, by its types and head dim."""
     lines = [
         f"Triton {triton.__version__}. Registers of a thread / KiB of shared memory of a program / bytes spilled /",
-        "spill instructions inside loops: the most over all features (window, softcap, sinks, ALiBi), block sizes, GQA",
+        "spill instructions inside loops: the most over all features (window, softcap, sinks), block sizes, GQA",
         "groups and tile sizes.",
         "",
         "| kernel | query | pool | head dim | variants | " + " | ".join(targets) + " |",

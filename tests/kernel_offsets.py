@@ -272,7 +272,7 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
     query = on_meta(TOKENS, heads, HEAD_DIM, dtype=dtype)
     tables, lens, starts = on_meta(ROWS, LONGEST // BLOCK_SIZE), on_meta(ROWS), on_meta(ROWS + 1)
     call = launch.LayerAttention(
-        query, query, pool, layer, tables, lens, starts, 0.1, window, 0.0, None, None, scales,
+        query, query, pool, layer, tables, lens, starts, 0.1, window, 0.0, None, scales,
         on_meta(1 << 24, dtype=torch.float32),
     )  # fmt: skip
     paged_decode.paged_decode(call, on_meta(2 * ROWS, 4), on_meta(ROWS, 4))

@@ -105,7 +105,6 @@ class LayerAttention:
         window: Tokens a query sees, itself included; 0: all before it.
         softcap: Bound of the scores; 0: none.
         sinks: `[num_heads]` scores or `None`.
-        alibi_slopes: `[num_heads]` or `None`.
         kv_scales: `[num_layers, 2, num_kv_heads]` float32 or `None`.
         partials: Float32 scratch for split sequences.
     """
@@ -121,7 +120,6 @@ class LayerAttention:
     window: int
     softcap: float
     sinks: Tensor | None
-    alibi_slopes: Tensor | None
     kv_scales: Tensor | None
     partials: Tensor
 

@@ -24,7 +24,6 @@ def attend_tiles(
     row_sum,  # [M] float32, l above
     query,  # [M, D]
     positions,  # [M], of the query rows in their sequence
-    slopes,  # [M] float32, ALiBi's, in units of log2
     key_base,  # pointer to this layer's and head's keys in block 0
     value_base,
     table,  # pointer to the sequence's block table
@@ -44,7 +43,6 @@ def attend_tiles(
     NATIVE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
     MASKED: tl.constexpr,  # whether some row of some tile must not see some token of it
 ):
     """Adds the tiles `[first_tile, last_tile)` to `(acc, row_max, row_sum)`."""
@@ -68,10 +66,8 @@ def attend_tiles(
             scores = tanh(scores * score_scale) * softcap
         else:
             scores = scores * score_scale
-        distance = positions[:, None] - tokens[None, :]
-        if HAS_ALIBI:
-            scores = scores - slopes[:, None] * distance.to(tl.float32)
         if MASKED:
+            distance = positions[:, None] - tokens[None, :]
             visible = distance >= 0
             if HAS_WINDOW:
                 visible = visible & (distance < window)

@@ -31,7 +31,7 @@ _LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor? decode_items, Tensor? split, Tensor? shared_items, Tensor? members, "
     "int max_parts, Tensor? query_tiles, int query_rows, float scale, int window, float softcap, Tensor? sinks, "
-    "Tensor? alibi_slopes, Tensor? kv_scales, Tensor(a!) partials) -> Tensor"
+    "Tensor? kv_scales, Tensor(a!) partials) -> Tensor"
 )
 _LIBRARY.define(
     "write_latents(Tensor latent, Tensor rotary, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
@@ -82,7 +82,6 @@ def _paged_attention(
     window: int,
     softcap: float,
     sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
     kv_scales: Tensor | None,
     partials: Tensor,
 ) -> Tensor:
@@ -117,7 +116,6 @@ def _paged_attention(
         window,
         softcap,
         sinks.contiguous() if sinks is not None else None,
-        alibi_slopes.contiguous() if alibi_slopes is not None else None,
         kv_scales,
         partials,
     )

@@ -15,13 +15,11 @@ class GatherView:
     Attributes:
         block_table: `[G, N]` int64, physical blocks to gather; past a sequence's end, the null block.
         mask: `[G, 1, Q, N * block_size]` additive, 0 where a query may attend and -inf elsewhere.
-        distance: `[G, 1, Q, N * block_size]` query position minus key position, for ALiBi.
         block_rows: Row indices of the gather, the same for all layers; filled in by the first.
     """
 
     block_table: Tensor
     mask: Tensor
-    distance: Tensor
     block_rows: Tensor | None = None
 
 
@@ -78,4 +76,4 @@ class PaddedGroup:
         if window is not None:
             hidden |= distance >= window
         mask = torch.zeros(distance.shape, dtype=dtype, device=table.device).masked_fill_(hidden, float("-inf"))
-        return GatherView(table, mask[:, None], distance[:, None])
+        return GatherView(table, mask[:, None])

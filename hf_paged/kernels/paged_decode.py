@@ -35,7 +35,6 @@ def _decode_kernel(
     seq_lens,  # [S] int32; 0: padding
     items,  # [I, 4] int32: part, sequence, first tile, tiles; a sequence below 0: nothing to do
     sinks,  # [H] or None
-    slopes,  # [H] or None
     kv_scales,  # [layers, 2, kv_heads] float32 or None
     layer,
     scale,
@@ -89,9 +88,6 @@ def _decode_kernel(
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
     if sinks is not None:  # counted once: what has maximum -inf is worth nothing beside the first tile
         row_max = tl.where(is_first, row_max, float("-inf"))
-    row_slopes = tl.zeros([M], tl.float32)
-    if slopes is not None:
-        row_slopes = tl.load(slopes + heads).to(tl.float32) * LOG2_E
     key_scale = 1.0
     value_scale = 1.0
     if kv_scales is not None:
@@ -106,7 +102,6 @@ def _decode_kernel(
         row_sum,
         q,
         tl.zeros([M], tl.int32) + (seq_len - 1),
-        row_slopes,
         key_base,
         key_base + stride_kv,
         block_tables + sequence.to(tl.int64) * stride_table,
@@ -126,7 +121,6 @@ def _decode_kernel(
         NATIVE,
         HAS_WINDOW,
         HAS_SOFTCAP,
-        slopes is not None,
         True,
     )
 
@@ -241,7 +235,6 @@ def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         call.seq_lens,
         items,
         call.sinks,
-        call.alibi_slopes,
         call.kv_scales,
         call.layer,
         call.scale,

@@ -30,7 +30,6 @@ def _prefill_kernel(
     query_start_loc,  # [S + 1] int32
     query_tiles,  # [tiles, 2] int32: sequence, first of its new tokens; a sequence below 0: nothing to do
     sinks,  # [H] or None
-    slopes,  # [H] or None
     kv_scales,  # [layers, 2, kv_heads] float32 or None
     layer,
     scale,
@@ -97,9 +96,6 @@ def _prefill_kernel(
     query_rows = token_rows * stride_query_token + heads.to(tl.int64) * stride_query_head
     q = tl.load(query + query_rows[:, None] + columns[None, :], mask=stored, other=0.0)
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
-    row_slopes = tl.zeros([M], tl.float32)
-    if slopes is not None:
-        row_slopes = tl.load(slopes + heads).to(tl.float32) * LOG2_E
     key_scale = 1.0
     value_scale = 1.0
     if kv_scales is not None:
@@ -117,7 +113,6 @@ def _prefill_kernel(
             row_sum,
             q,
             positions,
-            row_slopes,
             key_base,
             key_base + stride_kv,
             table,
@@ -137,7 +132,6 @@ def _prefill_kernel(
             NATIVE,
             HAS_WINDOW,
             HAS_SOFTCAP,
-            slopes is not None,
             part != 1,
         )
 
@@ -199,7 +193,6 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
         call.query_start_loc,
         query_tiles,
         call.sinks,
-        call.alibi_slopes,
         call.kv_scales,
         call.layer,
         call.scale,

@@ -172,13 +172,12 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     output: Tensor | None = None,
     read: Read | None = None,
 ) -> Tensor:
     """Causal attention of the packed batch over block tables: prefill, chunked prefill and decode in one.
 
-    `softmax(softcap(scale * q k^T) - slope * distance + mask) v`, with `softcap(x) = cap * tanh(x / cap)` (Gemma 2)
+    `softmax(softcap(scale * q k^T) + mask) v`, with `softcap(x) = cap * tanh(x / cap)` (Gemma 2)
     and a sink logit per head that joins the softmax's denominator only (GPT-OSS). This step's keys and values must be
     in the cache already. Memory a masked slot holds must be finite: the engine zeroes blocks when it hands them out.
 
@@ -191,7 +190,6 @@ def paged_attention(
         sliding_window: Tokens a query sees, itself included; `None`: all before it.
         softcap: Bound of the scores; `None`: none.
         sinks: `[num_heads]` logits.
-        alibi_slopes: `[num_heads]` slopes of linear position biases.
         output: `[T, num_heads, head_dim]`, where other sequences' tokens are done: those of `groups` are written to it.
             `None`: these are all tokens, to be written to a new tensor.
         read: Where the pool holds latents: keys and values `[G, heads, S, ...]` of whole rows `[G, 1, S, width]`.
@@ -199,7 +197,7 @@ def paged_attention(
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
     """
-    is_plain = softcap is None and sinks is None and alibi_slopes is None
+    is_plain = softcap is None and sinks is None
 
     def attend(rows: Tensor, group: PaddedGroup) -> Tensor:
         if is_plain and group.is_whole and (sliding_window is None or group.longest <= sliding_window):
@@ -222,9 +220,7 @@ def paged_attention(
             mask = _repeat_mask(view.mask, packed.shape[2])
             result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
         else:
-            result = _explicit_attention(
-                packed, key, value, view.mask, view.distance, scale, softcap, sinks, alibi_slopes
-            )
+            result = _explicit_attention(packed, key, value, view.mask, scale, softcap, sinks)
         return _unpack_heads(result, rows.shape[1])
 
     first = groups[0]
@@ -276,11 +272,9 @@ def _explicit_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    distance: Tensor,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
 ) -> Tensor:
     """The formula of `paged_attention` written out, for what `scaled_dot_product_attention` has no argument for."""
     groups, num_kv_heads, packed_length, head_dim = packed.shape
@@ -288,8 +282,6 @@ def _explicit_attention(
     scores = (packed @ key.transpose(-1, -2) * scale).view(groups, num_kv_heads, -1, length, keys)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.view(num_kv_heads, -1, 1, 1) * distance[:, :, None]
     scores = scores + mask[:, :, None]
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)

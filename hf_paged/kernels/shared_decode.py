@@ -31,11 +31,9 @@ def _shared_decode_kernel(
     query,  # [T, H, HEAD_DIM]
     kv_cache,  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, HEAD_DIM]
     block_tables,  # [S, N] int32
-    seq_lens,  # [S] int32
     items,  # [J, 4] int32: first member, members, first tile, tiles
     members,  # [S, 4] int32: sequence, its part that item 0 would make, 0, 0
     sinks,  # [H] or None
-    slopes,  # [H] or None
     kv_scales,  # [layers, 2, kv_heads] float32 or None
     layer,
     scale,
@@ -79,9 +77,6 @@ def _shared_decode_kernel(
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
     if sinks is not None:  # counted once
         row_max = tl.where(first_tile == 0, row_max, float("-inf"))
-    row_slopes = tl.zeros([M], tl.float32)
-    if slopes is not None:
-        row_slopes = tl.load(slopes + heads).to(tl.float32) * LOG2_E
     key_scale = 1.0
     value_scale = 1.0
     if kv_scales is not None:
@@ -95,8 +90,7 @@ def _shared_decode_kernel(
         row_max,
         row_sum,
         q,
-        tl.load(seq_lens + sequences) - 1,
-        row_slopes,
+        rows,  # wherever they are: all of them see these tiles
         key_base,
         key_base + stride_kv,
         block_tables + tl.load(members + first_member * 4).to(tl.int64) * stride_table,
@@ -116,7 +110,6 @@ def _shared_decode_kernel(
         NATIVE,
         False,
         HAS_SOFTCAP,
-        slopes is not None,
         False,
     )
 
@@ -175,11 +168,9 @@ def shared_decode(call: LayerAttention, items: Tensor, members: Tensor) -> None:
         call.query,
         call.pool,
         call.block_tables,
-        call.seq_lens,
         items,
         members,
         call.sinks,
-        call.alibi_slopes,
         call.kv_scales,
         call.layer,
         call.scale,

@@ -112,11 +112,11 @@ class Batch:
         assert max(queries) <= 2 * min(queries) and width <= 2 * min(len(used[row]) for row in rows), "too much padding"
 
     def check_view(self, group: PaddedGroup, window: int | None) -> None:
-        """A query token sees exactly the tokens of its own sequence that it should, at the right distance."""
+        """A query token sees exactly the tokens of its own sequence that it should."""
         view, size = self.view(group, window), self.block_size
         rows = self.rows_of(group)
         num_columns = view.block_table.shape[1]
-        assert view.mask.shape == view.distance.shape == (len(rows), 1, group.token_index.shape[1], num_columns * size)
+        assert view.mask.shape == (len(rows), 1, group.token_index.shape[1], num_columns * size)
         num_needed = []
         for index, row in enumerate(rows):
             table, (query, length) = self.tables[row], self.shapes[row]
@@ -134,8 +134,6 @@ class Batch:
                     first * size + key for key, value in enumerate(view.mask[index, 0, column].tolist()) if value == 0
                 ]
                 assert visible == list(range(oldest, position + 1))
-                distances = view.distance[index, 0, column].tolist()
-                assert distances == [position - first * size - key for key in range(num_columns * size)]
         assert num_columns == max(num_needed), "the gather is wider than its longest row"
         assert set(view.mask.unique().tolist()) <= {0.0, -INF}
 

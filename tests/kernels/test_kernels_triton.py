@@ -107,7 +107,6 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    has_alibi: bool = False
     num_splits: int | None = None
     mix: str = "small"
     pool_dtype: torch.dtype | None = None  # the query's if not given
@@ -123,7 +122,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "window": (None, 1, 33, 64, 533),
     "softcap": (None, 50.0),
     "has_sinks": (False, True),
-    "has_alibi": (False, True),
     "num_splits": (None, 2, 5),
     "mix": (
         "mixed",
@@ -326,8 +324,6 @@ class Batch:
         self.scale = 0.7 / math.sqrt(dim)
         sinks = 2 * random_tensor(num_heads, dtype=case.dtype, seed=5)
         self.sinks = sinks.to(device) if case.has_sinks else None
-        slopes = 2.0 ** -torch.linspace(1, 6, num_heads)
-        self.slopes = slopes.to(device) if case.has_alibi else None
 
     def metadata(self, device: torch.device | None = None) -> AttentionMetadata:
         query_lens, seq_lens = zip(*self.shapes)
@@ -350,7 +346,7 @@ class Batch:
         num_splits = self.case.num_splits if num_splits == -1 else num_splits
         query = self.query if query is None else query
         with poisoned_outputs():
-            return step.attend(query, self.params(), alibi_slopes=self.slopes, num_splits=num_splits).cpu()
+            return step.attend(query, self.params(), num_splits=num_splits).cpu()
 
     def expected(self, truth: Tensor | None = None, **changes: Any) -> Tensor:
         """In float64, on the CPU, of what the pool's numbers mean."""
@@ -359,7 +355,6 @@ class Batch:
             "sliding_window": case.window,
             "softcap": case.softcap,
             "sinks": None if self.sinks is None else self.sinks.double().cpu(),
-            "alibi_slopes": None if self.slopes is None else self.slopes.double().cpu(),
         }
         return reference.paged_attention(
             self.query.double().cpu(),
@@ -415,7 +410,7 @@ def test_paged_attention_at_large(first: int, device: torch.device) -> None:
 
 UNCUT = [
     Case(torch.float32, 64, 16, group=4, num_kv_heads=1, mix="mixed"),
-    Case(torch.bfloat16, 80, 24, 7, 1, None, 50.0, has_sinks=True, has_alibi=True, num_splits=5, mix="decode"),
+    Case(torch.bfloat16, 80, 24, 7, 1, None, 50.0, has_sinks=True, num_splits=5, mix="decode"),
     Case(torch.float16, 128, 8, group=8, num_kv_heads=1, window=533, mix="mixed"),
     Case(torch.float16, 256, 32, group=64, num_kv_heads=1, has_sinks=True, mix="decode"),
 ]
@@ -440,10 +435,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "window": {"window": 33},
     "softcap": {"softcap": 5.0},
     "sinks": {"has_sinks": True},
-    "alibi": {"has_alibi": True},
-    "all": {"window": 33, "softcap": 5.0, "has_sinks": True, "has_alibi": True},
+    "all": {"window": 33, "softcap": 5.0, "has_sinks": True},
 }
-PLAIN = {"sliding_window": None, "softcap": None, "sinks": None, "alibi_slopes": None}
+PLAIN = {"sliding_window": None, "softcap": None, "sinks": None}
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -645,7 +639,6 @@ SHARED_AXES: dict[str, tuple[Any, ...]] = {
     "window": (None, None, 33),
     "softcap": (None, 50.0),
     "has_sinks": (False, True),
-    "has_alibi": (False, True),
     "num_splits": (None, 3),
 }
 
@@ -969,7 +962,7 @@ FP8_CASES = [
     (torch.bfloat16, 64, {"num_splits": 2, "group": 7, "num_kv_heads": 1}),
     (torch.float16, 80, {"window": 33, "has_sinks": True}),
     (torch.float32, 128, {"softcap": 50.0, "num_splits": 3}),
-    (torch.float16, 256, {"has_alibi": True, "block_size": 24}),
+    (torch.float16, 256, {"block_size": 24}),
 ]
 
 
@@ -1390,14 +1383,14 @@ def test_bad_copies(device: torch.device) -> None:
         ops.copy_blocks(pool, one, one + 1)
 
 
-@pytest.mark.parametrize("name", ["sources", "destinations", "slot_mapping", "query_tiles", "sinks", "alibi_slopes"])
+@pytest.mark.parametrize("name", ["sources", "destinations", "slot_mapping", "query_tiles", "sinks"])
 def test_small_tensors_of_any_strides(name: str, device: torch.device) -> None:
     """What an op is given is used as it is, or refused: not read from other places in memory."""
 
     def spread(tensor: Tensor) -> Tensor:
         return torch.stack([tensor, tensor[:1].expand_as(tensor)], dim=-1)[..., 0]
 
-    batch = finite_batch(device, has_sinks=True, has_alibi=True)
+    batch = finite_batch(device, has_sinks=True)
     if name in ("sources", "destinations"):
         op = OPS.copy_blocks
         arguments = dict(zip(("kv_cache", "sources", "destinations"), (batch.pool, *torch.tensor([[0, 1], [3, 4]]))))

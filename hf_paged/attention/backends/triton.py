@@ -135,7 +135,6 @@ class TritonStep:
         query: Tensor,
         params: AttentionParams,
         *,
-        alibi_slopes: Tensor | None = None,
         num_splits: int | None = None,
     ) -> Tensor:
         """Computes `reference.paged_attention` by the kernels, which read no slot that no query may see.
@@ -146,7 +145,6 @@ class TritonStep:
 
         Args:
             query: `[T, num_heads, head_dim]`, float32 or half precision; the keys and values are cast to it.
-            alibi_slopes: `[num_heads]` slopes.
 
         Returns:
             `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
@@ -191,7 +189,6 @@ class TritonStep:
             window,
             params.softcap or 0.0,
             params.sinks,
-            alibi_slopes,
             self._scales,
             self._partials.get(ops.partials_size(max_parts, query.shape[1], query.shape[2]), query.device),
         )

@@ -223,8 +223,6 @@ class Step:
         for metadata in self._sets:
             metadata.least_saved = least_saved
         self.query = bench.random(sum(query_lens), scale.heads, scale.head_dim)
-        is_fp8 = self.memory.dtype == E4M3
-        self._kv_scales = torch.ones(self.layers, 2, scale.kv_heads, device=bench.device) if is_fp8 else None
 
     @property
     def flops(self) -> int:
@@ -240,7 +238,7 @@ class Step:
 
     def __call__(self, number: int, num_splits: int | None = None) -> Tensor:
         layer, metadata = number % self.layers, self._sets[number // self.layers % len(self._sets)]
-        step = TritonStep(self.pool, metadata, self._bench.partials, self._kv_scales)
+        step = TritonStep(self.pool, metadata, self._bench.partials)
         return step.attend(self.query, AttentionParams(layer, **self._options), num_splits=num_splits)
 
     def chosen_splits(self) -> int:

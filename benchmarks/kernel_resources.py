@@ -126,9 +126,8 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             latent_attention.write_latents(*states, pool, 3, slots)
         elif case.kernel == "write":
             states = on_meta(64, kv_heads, case.head_dim, dtype=dtype)
-            scales = on_meta(32, 2, kv_heads, dtype=torch.float32) if case.pool not in DTYPES else None
             slots = on_meta(64, dtype=torch.int64)
-            reshape_and_cache.reshape_and_cache(states, states, pool, 3, slots, scales)
+            reshape_and_cache.reshape_and_cache(states, states, pool, 3, slots)
         else:
             heads = kv_heads * case.group
             query = on_meta(64, heads, case.head_dim, dtype=dtype)
@@ -145,7 +144,6 @@ def launches(case: Case, target: str) -> list[Specialisation]:
                 100 if "window" in features else 0,
                 50.0 if "softcap" in features else 0.0,
                 on_meta(heads, dtype=dtype) if "sinks" in features else None,
-                on_meta(32, 2, kv_heads, dtype=torch.float32) if "scales" in features else None,
                 on_meta(1 << 20, dtype=torch.float32),
             )
             work = on_meta(96, 4, dtype=torch.int32)
@@ -166,7 +164,6 @@ def cases(target: str) -> Iterator[Case]:
     head_dims = (64, 80, 96, 112, 128, 192, 256)
     pairs = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2")]
     for kernel, (dtype, pool), head_dim in itertools.product(("decode", "prefill"), pairs, head_dims):
-        suffix = "+scales" if pool not in DTYPES else ""
         itemsize = DTYPES[dtype].itemsize
         padded = launch.next_power_of_two(head_dim)
         if kernel == "decode":
@@ -175,10 +172,10 @@ def cases(target: str) -> Iterator[Case]:
             is_fp8 = pool not in DTYPES
             sizes = {group: paged_prefill.tiling(itemsize, padded, group, 512, device, is_fp8).rows for group in (1, 4)}
         for group, rows in sizes.items():
-            yield Case(kernel, dtype, pool, head_dim, 16, group, suffix.strip("+"), rows)
+            yield Case(kernel, dtype, pool, head_dim, 16, group, "", rows)
         if head_dim in (128, 256) and (dtype, pool) != ("fp16", "e5m2"):
             for feature in features[1:]:
-                yield Case(kernel, dtype, pool, head_dim, 16, 4, feature + suffix, sizes[4])
+                yield Case(kernel, dtype, pool, head_dim, 16, 4, feature, sizes[4])
         if head_dim == 128 and pool in DTYPES:
             for block_size in (8, 24, 32, 64, 128, 256):
                 yield Case(kernel, dtype, pool, head_dim, block_size, 4, "", sizes[4])
@@ -187,10 +184,9 @@ def cases(target: str) -> Iterator[Case]:
                     if rows < sizes[4]:
                         yield Case(kernel, dtype, pool, head_dim, 16, 4, "", rows)
     for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
-        suffix = "+scales" if pool not in DTYPES else ""
         rows = shared_decode.tiling(head_dim, DTYPES[dtype].itemsize, POOLS[pool].itemsize, device).rows
         for feature in ("", "softcap+sinks"):
-            yield Case("shared", dtype, pool, head_dim, 16, 4, (feature + suffix).strip("+"), rows)
+            yield Case("shared", dtype, pool, head_dim, 16, 4, feature, rows)
     for (dtype, pool), head_dim in itertools.product(pairs, head_dims):
         yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
     for (dtype, pool), head_dim, heads in itertools.product(pairs, (256, 512), (16, 32, 128)):

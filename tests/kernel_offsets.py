@@ -265,14 +265,12 @@ def pools(dtype: torch.dtype) -> dict[str, Tensor]:
 def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
     """Every kernel that takes a pool, over its last layer."""
     layer, heads = NUM_LAYERS - 1, KV_HEADS * GROUP
-    is_fp8 = pool.dtype != dtype
-    scales = on_meta(NUM_LAYERS, 2, KV_HEADS, dtype=torch.float32) if is_fp8 else None
     states = on_meta(TOKENS, KV_HEADS, HEAD_DIM, dtype=dtype)
-    reshape_and_cache.reshape_and_cache(states, states, pool, layer, on_meta(TOKENS, dtype=torch.int64), scales)
+    reshape_and_cache.reshape_and_cache(states, states, pool, layer, on_meta(TOKENS, dtype=torch.int64))
     query = on_meta(TOKENS, heads, HEAD_DIM, dtype=dtype)
     tables, lens, starts = on_meta(ROWS, LONGEST // BLOCK_SIZE), on_meta(ROWS), on_meta(ROWS + 1)
     call = launch.LayerAttention(
-        query, query, pool, layer, tables, lens, starts, 0.1, window, 0.0, None, scales,
+        query, query, pool, layer, tables, lens, starts, 0.1, window, 0.0, None,
         on_meta(1 << 24, dtype=torch.float32),
     )  # fmt: skip
     paged_decode.paged_decode(call, on_meta(2 * ROWS, 4), on_meta(ROWS, 4))

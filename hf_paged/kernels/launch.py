@@ -105,7 +105,6 @@ class LayerAttention:
         window: Tokens a query sees, itself included; 0: all before it.
         softcap: Bound of the scores; 0: none.
         sinks: `[num_heads]` scores or `None`.
-        kv_scales: `[num_layers, 2, num_kv_heads]` float32 or `None`.
         partials: Float32 scratch for split sequences.
     """
 
@@ -120,7 +119,6 @@ class LayerAttention:
     window: int
     softcap: float
     sinks: Tensor | None
-    kv_scales: Tensor | None
     partials: Tensor
 
     @property

@@ -32,7 +32,6 @@ def attend_tiles(
     last_tile,
     last_position,  # of the sequence's tokens that any of these rows may see
     score_scale,
-    value_scale,  # what fp8 values are multiplied by
     softcap,
     window,
     BLOCK_SIZE: tl.constexpr,
@@ -82,11 +81,7 @@ def attend_tiles(
         row_max = new_max
 
         value = load_states(value_base + offsets, in_head, FORMAT, NATIVE, query.dtype, HEAD_DIM != D)
-        if FORMAT != "":
-            # Two levels: each tile is summed by itself and scaled before it joins the rest.
-            acc = acc * decay[:, None] + dot(weights.to(query.dtype), value) * value_scale
-        else:
-            acc = dot_add(weights.to(query.dtype), value, acc * decay[:, None])
+        acc = dot_add(weights.to(query.dtype), value, acc * decay[:, None])
         blocks = next_blocks
     return acc, row_max, row_sum
 

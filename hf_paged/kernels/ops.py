@@ -23,15 +23,14 @@ from hf_paged.kernels.launch import FP8_FORMATS, LayerAttention, check_kv_cache,
 _LIBRARY = torch.library.Library("hf_paged", "DEF")
 
 _LIBRARY.define(
-    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, int layer, Tensor slot_mapping, "
-    "Tensor? kv_scales=None) -> ()"
+    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
 )
 _LIBRARY.define("copy_blocks(Tensor(a!) kv_cache, Tensor sources, Tensor destinations) -> ()")
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor? decode_items, Tensor? split, Tensor? shared_items, Tensor? members, "
     "int max_parts, Tensor? query_tiles, int query_rows, float scale, int window, float softcap, Tensor? sinks, "
-    "Tensor? kv_scales, Tensor(a!) partials) -> Tensor"
+    "Tensor(a!) partials) -> Tensor"
 )
 _LIBRARY.define(
     "write_latents(Tensor latent, Tensor rotary, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
@@ -43,14 +42,7 @@ _LIBRARY.define(
 )
 
 
-def _reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    layer: int,
-    slot_mapping: Tensor,
-    kv_scales: Tensor | None = None,
-) -> None:
+def _reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
     check_kv_cache(kv_cache)
     _check_layer(kv_cache, layer)
     num_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
@@ -60,8 +52,7 @@ def _reshape_and_cache(
             f"key and value must be [tokens, num_kv_heads, head_dim] = {list(expected)}, "
             f"got {list(key.shape)} and {list(value.shape)}"
         )
-    _check_scales(kv_cache, kv_scales)
-    write_kernel.reshape_and_cache(key, value, kv_cache, layer, slot_mapping.contiguous(), kv_scales)
+    write_kernel.reshape_and_cache(key, value, kv_cache, layer, slot_mapping.contiguous())
 
 
 def _paged_attention(
@@ -82,12 +73,10 @@ def _paged_attention(
     window: int,
     softcap: float,
     sinks: Tensor | None,
-    kv_scales: Tensor | None,
     partials: Tensor,
 ) -> Tensor:
     check_kv_cache(kv_cache)
     _check_layer(kv_cache, layer)
-    _check_scales(kv_cache, kv_scales)
     num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
     if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
         raise ValueError(
@@ -116,7 +105,6 @@ def _paged_attention(
         window,
         softcap,
         sinks.contiguous() if sinks is not None else None,
-        kv_scales,
         partials,
     )
     if shared_items is not None and members is not None:
@@ -256,33 +244,13 @@ def _check_layer(kv_cache: Tensor, layer: int) -> None:
         raise ValueError(f"layer must be one of the pool's {kv_cache.shape[1]}, got {layer}")
 
 
-def _check_scales(kv_cache: Tensor, kv_scales: Tensor | None) -> None:
-    if kv_scales is None:
-        return
-    expected = (kv_cache.shape[1], 2, kv_cache.shape[3])
-    if kv_cache.dtype not in FP8_FORMATS:
-        raise ValueError(f"kv_scales are for a pool of fp8 numbers, this one holds {kv_cache.dtype}")
-    if kv_scales.shape != expected or kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
-        raise ValueError(
-            f"kv_scales must be contiguous float32 [num_layers, 2, num_kv_heads] = {list(expected)}, "
-            f"got {kv_scales.dtype} {list(kv_scales.shape)}"
-        )
-
-
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    layer: int,
-    slot_mapping: Tensor,
-    kv_scales: Tensor | None = None,
-) -> None:
+def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """`reference.reshape_and_cache` by the Triton kernel; slots below 0 are skipped on every device.
 
     Raises:
         ValueError: Shapes that don't fit together.
     """
-    torch.ops.hf_paged.reshape_and_cache(key, value, kv_cache, layer, slot_mapping, kv_scales)
+    torch.ops.hf_paged.reshape_and_cache(key, value, kv_cache, layer, slot_mapping)
 
 
 def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

@@ -35,7 +35,6 @@ def _decode_kernel(
     seq_lens,  # [S] int32; 0: padding
     items,  # [I, 4] int32: part, sequence, first tile, tiles; a sequence below 0: nothing to do
     sinks,  # [H] or None
-    kv_scales,  # [layers, 2, kv_heads] float32 or None
     layer,
     scale,
     softcap,
@@ -88,12 +87,7 @@ def _decode_kernel(
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
     if sinks is not None:  # counted once: what has maximum -inf is worth nothing beside the first tile
         row_max = tl.where(is_first, row_max, float("-inf"))
-    key_scale = 1.0
-    value_scale = 1.0
-    if kv_scales is not None:
-        key_scale = tl.load(kv_scales + (layer * 2) * NUM_KV_HEADS + kv_head)
-        value_scale = tl.load(kv_scales + (layer * 2 + 1) * NUM_KV_HEADS + kv_head)
-    score_scale = scale * key_scale / softcap if HAS_SOFTCAP else scale * key_scale * LOG2_E
+    score_scale = scale / softcap if HAS_SOFTCAP else scale * LOG2_E
 
     key_base = kv_cache + tl.cast(layer, tl.int64) * stride_layer + kv_head * tl.cast(stride_head, tl.int64)
     acc, row_max, row_sum = attend_tiles(
@@ -110,7 +104,6 @@ def _decode_kernel(
         last_tile,
         tl.maximum(seq_len - 1, 0),
         score_scale,
-        value_scale,
         softcap * LOG2_E,
         window,
         BLOCK_SIZE,
@@ -235,7 +228,6 @@ def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         call.seq_lens,
         items,
         call.sinks,
-        call.kv_scales,
         call.layer,
         call.scale,
         call.softcap,

@@ -30,7 +30,6 @@ def _prefill_kernel(
     query_start_loc,  # [S + 1] int32
     query_tiles,  # [tiles, 2] int32: sequence, first of its new tokens; a sequence below 0: nothing to do
     sinks,  # [H] or None
-    kv_scales,  # [layers, 2, kv_heads] float32 or None
     layer,
     scale,
     softcap,
@@ -96,12 +95,7 @@ def _prefill_kernel(
     query_rows = token_rows * stride_query_token + heads.to(tl.int64) * stride_query_head
     q = tl.load(query + query_rows[:, None] + columns[None, :], mask=stored, other=0.0)
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
-    key_scale = 1.0
-    value_scale = 1.0
-    if kv_scales is not None:
-        key_scale = tl.load(kv_scales + (layer * 2) * NUM_KV_HEADS + kv_head)
-        value_scale = tl.load(kv_scales + (layer * 2 + 1) * NUM_KV_HEADS + kv_head)
-    score_scale = scale * key_scale / softcap if HAS_SOFTCAP else scale * key_scale * LOG2_E
+    score_scale = scale / softcap if HAS_SOFTCAP else scale * LOG2_E
 
     positions = context + queries
     key_base = kv_cache + tl.cast(layer, tl.int64) * stride_layer + kv_head * tl.cast(stride_head, tl.int64)
@@ -121,7 +115,6 @@ def _prefill_kernel(
             first_full if part == 0 else last_full if part == 1 else last_tile,
             last_position,
             score_scale,
-            value_scale,
             softcap * LOG2_E,
             window,
             BLOCK_SIZE,
@@ -193,7 +186,6 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
         call.query_start_loc,
         query_tiles,
         call.sinks,
-        call.kv_scales,
         call.layer,
         call.scale,
         call.softcap,

@@ -19,7 +19,6 @@ def _reshape_and_cache_kernel(
     value,
     kv_cache,  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, HEAD_DIM]
     slot_mapping,  # [T] int64; below 0: padding
-    kv_scales,  # [layers, 2, kv_heads] float32 or None
     layer,
     num_rows,  # T * kv_heads
     stride_key_token,
@@ -56,22 +55,13 @@ def _reshape_and_cache_kernel(
         mask=mask,
     )
     if FORMAT != "":
-        keys = keys.to(tl.float32)
-        values = values.to(tl.float32)
-        if kv_scales is not None:
-            present = rows < num_rows
-            scales = kv_scales + layer * 2 * NUM_KV_HEADS + heads
-            keys = keys / tl.load(scales, mask=present, other=1.0)[:, None]
-            values = values / tl.load(scales + NUM_KV_HEADS, mask=present, other=1.0)[:, None]
-        keys = encode_fp8(keys, FORMAT)
-        values = encode_fp8(values, FORMAT)
+        keys = encode_fp8(keys.to(tl.float32), FORMAT)
+        values = encode_fp8(values.to(tl.float32), FORMAT)
     tl.store(to, keys.to(kv_cache.dtype.element_ty), mask=mask)
     tl.store(to + stride_kv, values.to(kv_cache.dtype.element_ty), mask=mask)
 
 
-def reshape_and_cache(
-    key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor, kv_scales: Tensor | None
-) -> None:
+def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """Launches the kernel.
 
     Args:
@@ -80,7 +70,6 @@ def reshape_and_cache(
         kv_cache: The KV tensor, changed in place.
         layer: Layer index.
         slot_mapping: `[T]` int64; below 0: not written.
-        kv_scales: `[num_layers, 2, num_kv_heads]` float32, what numbers are divided by before they become fp8.
     """
     num_tokens, num_heads, head_dim = key.shape
     if num_tokens == 0:
@@ -92,7 +81,6 @@ def reshape_and_cache(
         value,
         codes(kv_cache),
         slot_mapping,
-        kv_scales,
         layer,
         num_tokens * num_heads,
         *key.stride(),

@@ -34,7 +34,6 @@ def _shared_decode_kernel(
     items,  # [J, 4] int32: first member, members, first tile, tiles
     members,  # [S, 4] int32: sequence, its part that item 0 would make, 0, 0
     sinks,  # [H] or None
-    kv_scales,  # [layers, 2, kv_heads] float32 or None
     layer,
     scale,
     softcap,
@@ -77,12 +76,7 @@ def _shared_decode_kernel(
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
     if sinks is not None:  # counted once
         row_max = tl.where(first_tile == 0, row_max, float("-inf"))
-    key_scale = 1.0
-    value_scale = 1.0
-    if kv_scales is not None:
-        key_scale = tl.load(kv_scales + (layer * 2) * NUM_KV_HEADS + kv_head)
-        value_scale = tl.load(kv_scales + (layer * 2 + 1) * NUM_KV_HEADS + kv_head)
-    score_scale = scale * key_scale / softcap if HAS_SOFTCAP else scale * key_scale * LOG2_E
+    score_scale = scale / softcap if HAS_SOFTCAP else scale * LOG2_E
 
     key_base = kv_cache + tl.cast(layer, tl.int64) * stride_layer + kv_head * tl.cast(stride_head, tl.int64)
     acc, row_max, row_sum = attend_tiles(
@@ -99,7 +93,6 @@ def _shared_decode_kernel(
         last_tile,
         last_tile * TILE - 1,
         score_scale,
-        value_scale,
         softcap * LOG2_E,
         0,
         BLOCK_SIZE,
@@ -171,7 +164,6 @@ def shared_decode(call: LayerAttention, items: Tensor, members: Tensor) -> None:
         items,
         members,
         call.sinks,
-        call.kv_scales,
         call.layer,
         call.scale,
         call.softcap,

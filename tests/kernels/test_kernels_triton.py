@@ -110,7 +110,6 @@ class Case:
     num_splits: int | None = None
     mix: str = "small"
     pool_dtype: torch.dtype | None = None  # the query's if not given
-    has_scales: bool = False
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -296,21 +295,17 @@ class Batch:
             states[row][: num_shared * size] = states[other][: num_shared * size]
 
         self.layer = 1
-        self.scales = None
-        if case.has_scales:
-            self.scales = 0.5 + torch.rand(NUM_LAYERS, 2, heads, generator=torch.Generator().manual_seed(1))
         shape = (self.null_block + 1, NUM_LAYERS, 2, heads, size, dim)
         pool = nan_pool(shape, pool_dtype)
         self.truth = torch.zeros(shape, dtype=torch.float64)  # what the pool's numbers mean
         self.exact = torch.zeros(shape, dtype=torch.float64)  # what they were before the pool's rounding
-        layer_scales = torch.ones(2, heads, 1) if self.scales is None else self.scales[self.layer][..., None]
         for table, of_sequence in zip(self.tables, states):
             slots = torch.arange(len(of_sequence))
             blocks = torch.tensor(table)[slots // size]
-            stored = reference.quantize((of_sequence / layer_scales).float(), pool_dtype)
+            stored = reference.quantize(of_sequence.float(), pool_dtype)
             for tensor, content in (
                 (reference.elements(pool), reference.elements(stored)),
-                (self.truth, stored.float().double() * layer_scales.double()),
+                (self.truth, stored.float().double()),
                 (self.exact, of_sequence),
             ):
                 tensor[:, self.layer][blocks, :, :, slots % size] = content
@@ -339,7 +334,6 @@ class Batch:
         arguments = {
             "kv_cache": self.pool,
             "metadata": self.metadata(),
-            "scales": None if self.scales is None else self.scales.to(self.device),
             "partials": nan_partials(self.device),
         }
         step = TritonStep(**(arguments | changes))
@@ -674,7 +668,7 @@ def test_shared_tokens_are_read_together(choice: dict[str, Any], device: torch.d
 @pytest.mark.parametrize(("dtype", "pool_dtype"), [(torch.bfloat16, E4M3), (torch.float16, E5M2)], ids=str)
 @pytest.mark.usefixtures("reading_together")
 def test_shared_tokens_in_fp8(dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device) -> None:
-    assert_read_together(samples(device, dtype=dtype, pool_dtype=pool_dtype, has_scales=True))
+    assert_read_together(samples(device, dtype=dtype, pool_dtype=pool_dtype))
 
 
 @pytest.mark.usefixtures("reading_together")
@@ -915,7 +909,7 @@ def fp8_inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def encoded(numbers: Tensor, dtype: torch.dtype, device: torch.device, scales: Tensor | None = None) -> Tensor:
+def encoded(numbers: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`[2, len(numbers)]`, as `reshape_and_cache` stores them as keys, and reversed as values."""
     num_tokens = -(-len(numbers) // 256)
     filled = torch.zeros(num_tokens * 256, dtype=numbers.dtype)
@@ -923,7 +917,7 @@ def encoded(numbers: Tensor, dtype: torch.dtype, device: torch.device, scales: T
     states = filled.view(num_tokens, 1, 256).to(device)
     pool = nan_pool((-(-num_tokens // 16), 1, 2, 1, 16, 256), dtype).to(device)
     slots = torch.arange(num_tokens, device=device)
-    ops.reshape_and_cache(states, states.flip(0, 2), pool, 0, slots, scales)
+    ops.reshape_and_cache(states, states.flip(0, 2), pool, 0, slots)
     stored = reference.elements(pool)[:, 0].transpose(0, 1).reshape(2, -1, 256)[:, :num_tokens]
     both = torch.stack([stored[0], stored[1].flip(0, 1)])
     return both.reshape(2, -1)[:, : len(numbers)].cpu().view(dtype)
@@ -949,13 +943,10 @@ def test_fp8_codes_are_the_nearest(dtype: torch.dtype, kind: str, device: torch.
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_fp8_codes_of_half_precision_and_scales(dtype: torch.dtype, given: torch.dtype, device: torch.device) -> None:
+def test_fp8_codes_of_half_precision(dtype: torch.dtype, given: torch.dtype, device: torch.device) -> None:
     numbers = torch.cat([10 * random_tensor(4000), torch.tensor([0.0, -0.0, NAN, math.inf, 6e4, -6e4])]).to(given)
-    for scale in (1.0, 0.25, 8.0):  # compiled kernels divide exactly by powers of two only
-        scales = torch.tensor([scale, 2 * scale]).view(1, 2, 1)
-        found = encoded(numbers, dtype, device, scales.to(device))
-        for part in (0, 1):
-            assert_same_codes(found[part], reference.quantize(numbers.float() / scales[0, part, 0], dtype))
+    for found in encoded(numbers, dtype, device):
+        assert_same_codes(found, reference.quantize(numbers.float(), dtype))
 
 
 FP8_CASES = [
@@ -966,7 +957,6 @@ FP8_CASES = [
 ]
 
 
-@pytest.mark.parametrize("has_scales", [False, True])
 @pytest.mark.parametrize(("dtype", "head_dim", "extra"), FP8_CASES)
 @pytest.mark.parametrize("stored", FP8, ids=str)
 def test_paged_attention_over_fp8(
@@ -974,49 +964,31 @@ def test_paged_attention_over_fp8(
     dtype: torch.dtype,
     head_dim: int,
     extra: dict[str, Any],
-    has_scales: bool,
     device: torch.device,
 ) -> None:
     """The decoded pool is the truth: as exact as over a pool of the query's dtype."""
-    batch = Batch(Case(dtype, head_dim, pool_dtype=stored, has_scales=has_scales, **extra), device)
+    batch = Batch(Case(dtype, head_dim, pool_dtype=stored, **extra), device)
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("shapes", [[(1, 20)], [(5, 12)]], ids=["decode", "prefill"])
-def test_scales_are_those_of_layer_part_and_head(shapes: list[Shape], device: torch.device) -> None:
-    batch = Batch(Case(torch.float16, pool_dtype=E4M3, has_scales=True), device, shapes)
-    found, scales = batch.attend(), batch.scales.clone()
-    for part, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        other = scales.clone()
-        other[batch.layer, part, head] *= 2
-        differs = (batch.attend(scales=other.to(device)) - found).abs().amax(dim=(0, 2)) > 0.01
-        assert differs.tolist() == [index == head for index in (0, 0, 1, 1)]
-    scales[1 - batch.layer] = NAN
-    assert torch.equal(batch.attend(scales=scales.to(device)), found)
 
 
 QUANTIZATION = {E4M3: (0.02, 0.06), E5M2: (0.04, 0.12)}
 
 
-@pytest.mark.parametrize("has_scales", [False, True])
 @pytest.mark.parametrize("stored", FP8, ids=str)
-def test_what_fp8_costs(stored: torch.dtype, has_scales: bool, device: torch.device) -> None:
+def test_what_fp8_costs(stored: torch.dtype, device: torch.device) -> None:
     """From numbers through both kernels, against unrounded ones: the error that a user accepts with such a pool.
 
     Of standard normal keys and values; the least error is stated too, for a test that writes nothing would pass the
     other bound.
     """
-    batch = Batch(Case(torch.float32, pool_dtype=stored, has_scales=has_scales), device)
+    batch = Batch(Case(torch.float32, pool_dtype=stored), device)
     metadata = batch.metadata()
     pool = nan_pool(batch.pool.shape, stored).to(device)
     for table, (_, seq_len) in zip(batch.tables, batch.shapes):
         whole = step_metadata([table], [seq_len], [seq_len], 16, batch.null_block, CPU).slot_mapping
         states = batch.exact[:, 1].permute(0, 3, 1, 2, 4).flatten(0, 1)[whole].float().to(device)  # [T, 2, heads, dim]
-        scales = None if batch.scales is None else batch.scales.to(device)
-        ops.reshape_and_cache(states[:, 0], states[:, 1], pool, 1, whole.to(device), scales)
-    # Compiled kernels divide with an error of up to two units in the last place, which decides some tie otherwise.
-    differing = reference.elements(pool) != reference.elements(batch.pool)
-    assert int(differing.sum()) <= (3 if has_scales else 0)
+        ops.reshape_and_cache(states[:, 0], states[:, 1], pool, 1, whole.to(device))
+    assert torch.equal(reference.elements(pool), reference.elements(batch.pool))
     error = batch.error(batch.attend(kv_cache=pool, metadata=metadata), batch.expected(batch.exact))
     least, most = QUANTIZATION[stored]
     assert least < error < most
@@ -1033,7 +1005,6 @@ def check_write(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    scales: Tensor | None = None,
     num_blocks: int = 6,
 ) -> None:
     """Every slot that is written, and every other one, and what lies before and behind the pool, bit for bit."""
@@ -1043,8 +1014,6 @@ def check_write(
     expected = whole.clone()
     target = reference.elements(expected)[around:-around]
     for part, states in enumerate((key, value)):
-        if scales is not None:
-            states = states.float() / scales[layer, part, :, None]
         stored = reference.elements(reference.quantize(states, dtype))
         for token, slot in enumerate(slots):
             if slot >= 0:
@@ -1053,8 +1022,7 @@ def check_write(
     key, value = (as_given(states, device) for states in (key, value))
     before = key.clone(), value.clone()
     mapping = torch.tensor(slots, dtype=torch.int64, device=device)
-    scales = None if scales is None else scales.to(device)
-    ops.reshape_and_cache(key, value, whole[around:-around], layer, mapping, scales)
+    ops.reshape_and_cache(key, value, whole[around:-around], layer, mapping)
     assert same_bits(whole.cpu(), expected)
     assert torch.equal(key, before[0]) and torch.equal(value, before[1])
 
@@ -1103,15 +1071,6 @@ def test_reshape_and_cache_of_any_size(head_dim: int, dtype: torch.dtype, device
 def test_reshape_and_cache_casts_to_the_pool(given: torch.dtype, stored: torch.dtype, device: torch.device) -> None:
     key, value = (random_tensor(5, 2, 16, dtype=given, seed=seed) for seed in (1, 2))
     check_write(key, value, [9, 2, -1, 4, 0], 0, 4, stored, device)
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_reshape_and_cache_divides_by_the_scales(dtype: torch.dtype, device: torch.device) -> None:
-    """Breaks if a head is given another one's scale, or a value a key's."""
-    scales = 2.0 ** torch.arange(-6, 6).view(NUM_LAYERS, 2, 3)  # see above: powers of two, to be exact
-    key, value = (random_tensor(7, 3, 80, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
-    for layer in range(NUM_LAYERS):
-        check_write(key, value, [9, 0, -1, 17, 23, 11, 3], layer, 4, dtype, device, scales)
 
 
 def test_reshape_and_cache_is_one_launch(device: torch.device) -> None:
@@ -1238,7 +1197,6 @@ def write_arguments(device: torch.device, **changes: Any) -> dict[str, Any]:
         "kv_cache": torch.zeros(4, NUM_LAYERS, 2, 2, 16, 64, device=device),
         "layer": 1,
         "slot_mapping": torch.tensor([5, -1, 40], device=device),
-        "kv_scales": None,
     } | changes
 
 
@@ -1246,8 +1204,7 @@ def test_opcheck_reshape_and_cache(device: torch.device) -> None:
     """Breaks if a schema hides what an op writes, or the fake implementation tells the compiler something else."""
     torch.library.opcheck(OPS.reshape_and_cache.default, tuple(write_arguments(device).values()))
     fp8 = torch.zeros(4, NUM_LAYERS, 2, 2, 16, 64, device=device)
-    scales = torch.full((NUM_LAYERS, 2, 2), 0.5, device=device)
-    arguments = write_arguments(device, kv_cache=fp8.to(E4M3), kv_scales=scales)
+    arguments = write_arguments(device, kv_cache=fp8.to(E4M3))
     # No schema test: it compares tensors, and torch compares no fp8.
     torch.library.opcheck(
         OPS.reshape_and_cache.default,
@@ -1324,29 +1281,9 @@ def test_bad_writes(device: torch.device) -> None:
         ({"value": states[..., :32]}, r"got \[3, 2, 64\] and \[3, 2, 32\]"),
         ({"key": states[0]}, r"got \[2, 64\] and"),
         ({"slot_mapping": torch.zeros(4, dtype=torch.int64, device=device)}, r"= \[4, 2, 64\], got \[3, 2, 64\]"),
-        ({"kv_scales": torch.ones(2, 2, 2, device=device)}, "fp8 numbers, this one holds torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             ops.reshape_and_cache(**write_arguments(device, **changes))
-
-
-BAD_SCALES = [
-    (torch.ones(2, 2, 3), r"\[2, 2, 2\], got torch.float32 \[2, 2, 3\]"),
-    (torch.ones(2, 2), r"got torch.float32 \[2, 2\]"),
-    (torch.ones(2, 2, 2, dtype=torch.float16), r"got torch.float16 \[2, 2, 2\]"),
-    (torch.ones(2, 2, 4)[..., ::2], "must be contiguous"),
-]
-
-
-@pytest.mark.parametrize(("scales", "message"), BAD_SCALES)
-def test_bad_scales(scales: Tensor, message: str) -> None:
-    if not launch.is_interpreting():
-        pytest.skip("on CPU tensors")
-    pool = torch.zeros(4, 2, 2, 2, 16, 64).to(E4M3)
-    with pytest.raises(ValueError, match=message):
-        ops.reshape_and_cache(**write_arguments(CPU, kv_cache=pool, kv_scales=scales))
-    with pytest.raises(ValueError, match=message):
-        OPS.paged_attention(*attention_arguments(Batch(Case()), kv_cache=pool, kv_scales=scales).values())
 
 
 def test_bad_attention(device: torch.device) -> None:
@@ -1368,7 +1305,6 @@ def test_bad_attention(device: torch.device) -> None:
         ({"window": -1}, "softcap and window at least 0 .* -1"),
         ({"partials": torch.zeros(needed - 1, device=device)}, f"hold {needed} float32 numbers, got {needed - 1}"),
         ({"partials": torch.zeros(needed, device=device).half()}, f"hold {needed} float32 .* of torch.float16"),
-        ({"kv_scales": torch.ones(2, 2, 2, device=device)}, "fp8 numbers, this one holds torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             OPS.paged_attention(*attention_arguments(batch, **changes).values())

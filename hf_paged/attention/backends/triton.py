@@ -38,10 +38,6 @@ class TritonBackend(Backend):
         self._ops: Any = ops
         self._partials = ops.Partials()
         self._recorded_partials = ops.Partials()  # not replaced when steps of other shapes need more
-        # fp8 numbers as they are; a model with outliers would want others.
-        layers, _, heads = kv_cache.shape[1:4]
-        is_fp8 = kv_cache.dtype in reference.FP8
-        self._scales = torch.ones(layers, 2, heads, dtype=torch.float32, device=kv_cache.device) if is_fp8 else None
 
     @classmethod
     def supports(cls, pool: PoolDescription) -> str | None:
@@ -67,7 +63,7 @@ class TritonBackend(Backend):
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
         partials = self._recorded_partials if metadata.is_recorded else self._partials
-        return TritonStep(self._kv_cache, metadata, partials, self._scales)
+        return TritonStep(self._kv_cache, metadata, partials)
 
     def copy_blocks(self, pool: Tensor, copies: list[tuple[int, int]]) -> None:
         sources, destinations = block_pairs(copies, pool.device)
@@ -81,14 +77,11 @@ class TritonBackend(Backend):
 
 
 class TritonStep:
-    def __init__(
-        self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials, scales: Tensor | None = None
-    ) -> None:
+    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials) -> None:
         """Over a pool.
 
         Args:
             partials: Scratch, the same for all layers.
-            scales: `[num_layers, 2, num_kv_heads]` float32, what fp8 keys and values are multiplied by.
         """
         from hf_paged.kernels import ops
 
@@ -96,7 +89,6 @@ class TritonStep:
         self._kv_cache = kv_cache
         self._metadata = metadata
         self._partials = partials
-        self._scales = scales
 
     @lazy
     def _latents(self) -> LatentAttention:
@@ -128,7 +120,7 @@ class TritonStep:
         if self._kv_cache.shape[2] == 1:
             torch.ops.hf_paged.write_latents(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
             return
-        self._ops.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping, self._scales)
+        self._ops.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
 
     def attend(
         self,
@@ -189,6 +181,5 @@ class TritonStep:
             window,
             params.softcap or 0.0,
             params.sinks,
-            self._scales,
             self._partials.get(ops.partials_size(max_parts, query.shape[1], query.shape[2]), query.device),
         )

@@ -25,6 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -239,7 +240,15 @@ class Step:
     def __call__(self, number: int, num_splits: int | None = None) -> Tensor:
         layer, metadata = number % self.layers, self._sets[number // self.layers % len(self._sets)]
         step = TritonStep(self.pool, metadata, self._bench.partials)
-        return step.attend(self.query, AttentionParams(layer, **self._options), num_splits=num_splits)
+        with self._cut_into(num_splits):
+            return step.attend(self.query, AttentionParams(layer, **self._options))
+
+    def _cut_into(self, num_splits: int | None) -> AbstractContextManager[Any]:
+        """Within it, a sequence of the mean length is cut into so many items; `None`: as lengths say."""
+        if num_splits is None:
+            return nullcontext()
+        plan = ops.decode_plan(self.query, self.pool)[0], num_splits * len(self.seq_lens)
+        return mock.patch.object(ops, "decode_plan", lambda *_: plan)
 
     def chosen_splits(self) -> int:
         """Items of the sequence that is split into most, by default."""

@@ -45,25 +45,24 @@ class WorkKind(NamedTuple):
         tile: Tokens of a KV tile.
         slots: Items that the device works on at once.
         window: How many tokens are seen; 0: all.
-        num_splits: Items of each sequence that has the tiles for it; 0: as the lengths say.
     """
 
     tile: int
     slots: int
     window: int = 0
-    num_splits: int = 0
 
     def max_items(self, num_sequences: int) -> int:
         """Items of so many sequences, whatever their lengths."""
-        return num_sequences * self.num_splits if self.num_splits else num_sequences + self.slots - 1
+        return num_sequences + self.slots - 1
 
     def max_split(self, num_sequences: int) -> int:
         """Sequences among them with several items."""
-        return num_sequences if self.num_splits else min(num_sequences, 2 * self.slots // 3)
+        return min(num_sequences, 2 * self.slots // 3)
 
-    def max_parts(self, num_sequences: int) -> int:
+    @property
+    def max_parts(self) -> int:
         """The most items of these, the sequences of several items."""
-        return num_sequences * self.num_splits if self.num_splits else 4 * self.slots // 3
+        return 4 * self.slots // 3
 
 
 class Together(NamedTuple):
@@ -178,7 +177,7 @@ def share_out(seq_lens: np.ndarray, kind: WorkKind, shared: SharedTiles | None =
     if shared is not None:
         first = (shared.tokens // kind.tile).astype(np.int32)
     tiles = -(-lens // kind.tile) - first
-    counts = np.clip(tiles, 1, kind.num_splits) if kind.num_splits else _cuts(tiles, kind.slots)
+    counts = _cuts(tiles, kind.slots)
     order = np.argsort(-tiles, kind="stable")
     first, tiles, counts = first[order], tiles[order], counts[order]
     starts = np.cumsum(counts) - counts

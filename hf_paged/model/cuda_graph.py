@@ -117,7 +117,7 @@ class DecodeInputs:
         work = {}
         for kind, part in self._work.items():
             split = part[kind.max_items(self.max_rows) :][: kind.max_split(rows)]
-            work[kind] = DecodeWork(part[: kind.max_items(rows)], split, kind.max_parts(rows))
+            work[kind] = DecodeWork(part[: kind.max_items(rows)], split, kind.max_parts)
         return self._views(rows, work)
 
     def _views(self, rows: int, work: dict[WorkKind, DecodeWork] | None) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:

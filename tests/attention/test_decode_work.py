@@ -19,7 +19,6 @@ KINDS = st.builds(
     tile=st.sampled_from([16, 32, 64, 128]),
     slots=st.integers(1, 300),
     window=st.sampled_from([0, 0, 1, 100, 1024, 4096]),
-    num_splits=st.sampled_from([0, 0, 1, 2, 5]),
 )
 
 
@@ -52,7 +51,7 @@ def check(lens: list[int], kind: WorkKind) -> dict[int, int]:
     assert items[:parts, 0].tolist() == list(range(parts))
     # What a launch that serves any lengths is made for.
     assert len(items) <= kind.max_items(len(lens))
-    assert len(split) <= kind.max_split(len(lens)) and parts <= kind.max_parts(len(lens))
+    assert len(split) <= kind.max_split(len(lens)) and parts <= kind.max_parts
     return {row: len(of) for row, of in places.items()}
 
 
@@ -69,13 +68,7 @@ def check_share(lens: list[int], kind: WorkKind, counts: dict[int, int]) -> None
 @settings(max_examples=300, deadline=None)
 @given(lens=st.lists(LENGTHS, min_size=1, max_size=40), kind=KINDS)
 def test_any_lengths(lens: list[int], kind: WorkKind) -> None:
-    counts = check(lens, kind)
-    if kind.num_splits:
-        assert counts == {
-            row: max(1, min(kind.num_splits, len(tiles_of(length, kind)))) for row, length in enumerate(lens)
-        }
-    else:
-        check_share(lens, kind, counts)
+    check_share(lens, kind, check(lens, kind))
 
 
 @settings(max_examples=50, deadline=None)

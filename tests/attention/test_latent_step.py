@@ -176,9 +176,9 @@ def test_split_among_programs(extra: str, monkeypatch: pytest.MonkeyPatch) -> No
     case = Case("long", "wide", torch.float32, extra)
     del STEPS["long"]
     step = TritonBackend(case.pool, case.latent_dim).step(case.metadata)
-    for splits in (1, 2, 5):
-        work = case.metadata.decode_work(WorkKind(16, 1, case.params.sliding_window or 0, splits))
-        assert (work.max_parts > 0) is (splits > 1 and extra != "window")
+    for slots in (1, 3, 8):
+        work = case.metadata.decode_work(WorkKind(16, slots, case.params.sliding_window or 0))
+        assert (work.max_parts > 0) is (slots > 1 and extra != "window")
         monkeypatch.setattr(case.metadata, "decode_work", lambda kind, work=work: work)
         assert error_of(step.attend(case.query, case.params), case.truth()) < 1e-6
         monkeypatch.undo()

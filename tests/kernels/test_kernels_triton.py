@@ -18,12 +18,13 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import Pair
@@ -44,7 +45,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")  # an extra, and not on every platform
 import triton.language as tl  # noqa: E402
 
-from hf_paged.attention import shared_prefix  # noqa: E402
+from hf_paged.attention import decode_work, shared_prefix  # noqa: E402
 from hf_paged.attention.backends import triton as triton_backend  # noqa: E402
 from hf_paged.attention.backends.registry import choose  # noqa: E402
 from hf_paged.attention.backends.torch import TorchBackend  # noqa: E402
@@ -240,6 +241,13 @@ def poisoned_outputs() -> Iterator[None]:
         yield
 
 
+def cut_into(num_splits: int | None) -> AbstractContextManager[Any]:
+    """Within it, sequences are cut into so many items, where they have the tiles; `None`: as lengths say."""
+    if num_splits is None:
+        return nullcontext()
+    return mock.patch.object(decode_work, "_cuts", lambda tiles, slots: np.clip(tiles, 1, num_splits))
+
+
 def nan_partials(device: torch.device) -> ops.Partials:
     partials = ops.Partials()
     partials.get(2**20, device).fill_(NAN)
@@ -339,8 +347,8 @@ class Batch:
         step = TritonStep(**(arguments | changes))
         num_splits = self.case.num_splits if num_splits == -1 else num_splits
         query = self.query if query is None else query
-        with poisoned_outputs():
-            return step.attend(query, self.params(), num_splits=num_splits).cpu()
+        with poisoned_outputs(), cut_into(num_splits):
+            return step.attend(query, self.params()).cpu()
 
     def expected(self, truth: Tensor | None = None, **changes: Any) -> Tensor:
         """In float64, on the CPU, of what the pool's numbers mean."""
@@ -565,8 +573,9 @@ def test_padding_rows(num_splits: int, has_sinks: bool, device: torch.device) ->
         return filled
 
     seq_lens = spread(given["seq_lens"], 0)
-    kind = WorkKind(plan_of(batch)[0].tokens, 9, num_splits=num_splits)
-    items, split = (torch.from_numpy(array).to(device) for array in share_out(seq_lens.cpu().numpy(), kind))
+    kind = WorkKind(plan_of(batch)[0].tokens, 9)
+    with cut_into(num_splits):
+        items, split = (torch.from_numpy(array).to(device) for array in share_out(seq_lens.cpu().numpy(), kind))
     assert num_splits == 1 or int(split[:, 3].max()) > 1
     none = torch.tensor([[0, -1, 0, 0]], dtype=torch.int32, device=device)
     max_parts = 7 * num_splits
@@ -710,9 +719,7 @@ def test_reading_together_is_compiled_once(device: torch.device) -> None:
 # How the work is shared out
 
 
-def shared_out(
-    shapes: list[Shape], device: torch.device, window: int | None = None, num_splits: int | None = None
-) -> dict[int, int]:
+def shared_out(shapes: list[Shape], device: torch.device, window: int | None = None) -> dict[int, int]:
     """Items of each sequence that a step gives the decode kernel."""
     query_lens, seq_lens = zip(*shapes)
     tables = [[0] * -(-seq_len // 16) for seq_len in seq_lens]
@@ -721,7 +728,7 @@ def shared_out(
     pool = torch.zeros(2, 1, 2, 1, 16, 16, device=device)
     with mock.patch.object(decode, "paged_decode") as spy, mock.patch.object(prefill, "paged_prefill"):
         params = AttentionParams(0, 0.25, window)
-        TritonStep(pool, metadata, ops.Partials()).attend(query, params, num_splits=num_splits)
+        TritonStep(pool, metadata, ops.Partials()).attend(query, params)
     return Counter(spy.call_args[0][1][:, 1].tolist()) if spy.called else {}
 
 
@@ -730,7 +737,6 @@ def test_items_follow_from_the_lengths(device: torch.device) -> None:
     assert shared_out([(1, 4096)], device)[0] > 4
     assert shared_out([(1, 1)] * 40, device) == dict.fromkeys(range(40), 1)
     assert shared_out([(1, 4096)], device, window=33)[0] <= 2, "a window of three tiles was cut up"
-    assert shared_out([(1, 4096)], device, num_splits=7) == {0: 7}
     beside = shared_out([(1, 1)] * 20 + [(1, 4096)] + [(1, 1)] * 20, device)
     assert beside.pop(20) > 4 and set(beside.values()) == {1} and len(beside) == 40
 
@@ -1251,9 +1257,9 @@ def test_compiled_as_one_graph(device: torch.device) -> None:
     def layer(query: Tensor, key: Tensor, value: Tensor, pool: Tensor) -> Tensor:
         ops.reshape_and_cache(key * 2, value, pool, 1, metadata.slot_mapping)
         step = TritonStep(pool, metadata, partials)
-        first = step.attend(query * 0.5, batch.params(), num_splits=2)
+        first = step.attend(query * 0.5, batch.params())
         ops.reshape_and_cache(key, value + 1, pool, 1, metadata.slot_mapping)
-        second = step.attend(query, AttentionParams(1, batch.scale), num_splits=1)
+        second = step.attend(query, AttentionParams(1, batch.scale))
         return first + second.relu()
 
     pools = [batch.pool.clone(), batch.pool.clone()]

@@ -122,13 +122,7 @@ class TritonStep:
             return
         self._ops.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
 
-    def attend(
-        self,
-        query: Tensor,
-        params: AttentionParams,
-        *,
-        num_splits: int | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
         """Computes `reference.paged_attention` by the kernels, which read no slot that no query may see.
 
         The sequences that the batch begins with and that have one new token each go to the decode kernel, the others
@@ -157,7 +151,7 @@ class TritonStep:
             shares = metadata.shared_prefixes is not None and not window
             plan = ops.shared_plan(query, kv_cache) if shares else None
             together = None if plan is None else Together(*plan)
-            work = metadata.decode_work(WorkKind(tile, slots, window, num_splits or 0), together)
+            work = metadata.decode_work(WorkKind(tile, slots, window), together)
         max_parts = work.max_parts if work else 0
         query_tiles, rows = None, 0
         if num_decodes < metadata.seq_lens.shape[0]:

@@ -165,10 +165,10 @@ def compare_generations(
     Exp(1) a step; and a token may also pass with the logits shifted by the threshold, if that moves it or the one that
     beat it across the edge of top-k, top-p and the like. Beam search: the row's score, sum of log p / length **
     length_penalty, must be at least the expected row's less the threshold, and the hypotheses of a prompt must differ.
-    A beam lost at a near tie early on may cost more in the end: then stock's loop must find the row when its logits are
-    moved, so that no gap changes by more than the threshold, towards what was found. Beam sampling: stock's loop,
-    drawing with the seed, must find it, its logits moved so or at random, in 36 searches. In half precision, where many
-    draws nearly tie, these seldom find the row, and it counts as a fault.
+    A beam lost at a near tie early on may cost more in the end: then stock's loop must find the row in one of 36
+    searches, its logits moved so that no gap changes by more than the threshold, towards what was found or at random.
+    Beam sampling: stock's loop, drawing with the seed, must find it in these. In half precision, where many draws
+    nearly tie, they seldom find the row, and it counts as a fault.
 
     No threshold on logits covers a mixture of experts whose *router* nearly tied. Rotary scalings that depend on the
     longest text of a batch (`dynamic`, `longrope`) can't be judged beyond their original length.
@@ -472,13 +472,12 @@ def _searched_again(
 ) -> tuple[dict[int, float], dict[int, float]]:
     """By how much of the threshold gaps were changed until stock's loop found the rows of `stock`, and of `found`.
 
-    Logits are moved towards the found rows and away from the expected ones, or at random if there are draws.
+    Logits are moved towards the found rows and away from the expected ones, or at random.
     """
     reached: tuple[dict[int, float], dict[int, float]] = ({}, {})
-    tries: list[tuple[float, int | None]] = [(0.0, None), (1 / 16, None), (1 / 4, None), (1.0, None)]
-    if seed is not None:
-        random = [1 / 16] * 8 + [1 / 4] * 8 + [1.0] * 16
-        tries[1:] = sorted([*tries[1:], *zip(random, range(len(random)))], key=lambda pair: pair[0])
+    random = [1 / 16] * 8 + [1 / 4] * 8 + [1.0] * 16
+    towards: list[tuple[float, int | None]] = [(1 / 16, None), (1 / 4, None), (1.0, None)]
+    tries = [(0.0, None), *sorted([*towards, *zip(random, range(len(random)))], key=lambda pair: pair[0])]
     for share, noise in tries:
         if all(len(shares) == len(starts) for shares in reached):
             break

@@ -174,7 +174,7 @@ class Serving:
         self.requests.add(request.scope["route"].path, body.model or self.model_name, body.stream, generation)
         try:
             if self._adapters is None:
-                await self._submit(generation)
+                await self.in_thread(generation.submit)
             else:
                 await self._submit_in_turn(generation, self._adapters, body.model)
         except BaseException:
@@ -191,19 +191,12 @@ class Serving:
                 self._wakeups = live | {loop: Wakeups(loop, lambda: self.engine.is_handing_out)}
             return self._wakeups[loop]
 
-    async def _submit(self, generation: Generation) -> None:
-        try:
-            await self.in_thread(generation.submit)
-        except BaseException:
-            generation.close()
-            raise
-
     async def _submit_in_turn(self, generation: Generation, adapters: Adapters, model: str | None) -> None:
         name = model if model in adapters.names else None
         await adapters.turns.enter(name)
         try:
             await self.in_thread(adapters.switch, name)
-            await self._submit(generation)
+            await self.in_thread(generation.submit)
         finally:
             generation.on_done(adapters.turns.leave)
 

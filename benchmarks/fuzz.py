@@ -295,18 +295,18 @@ def run_seed(seed: int) -> list[Record]:
         return [
             about | {"mode": "-", "settings": settings, "outcome": "refused", "why": f"transformers: {error!s:.300}"}
         ]
-    assistant = own_assistant = None
+    assistant = None
     if any(record["mode"] == "assistant" for record in records):
         assistant = copy.deepcopy(stock)
         with torch.no_grad():
             for parameter in assistant.parameters():
                 parameter += 0.02 * parameter.std(correction=0) * torch.randn_like(parameter)
-        own_assistant = hf_paged.patch(copy.deepcopy(assistant), num_blocks=512, block_size=8)
     stock = fuzz_cases.add_adapters(stock, seed) if adapts else stock
     paged, error = attempt(partial(hf_paged.patch, copy.deepcopy(stock), **settings))
     if error is not None:
         outcome = "refused" if isinstance(error, hf_paged.UnsupportedModelError) else "raises"
         return [about | {"mode": "-", "settings": settings, "outcome": outcome, "why": f"{error!s:.300}"}]
+    own_assistant = assistant and hf_paged.patch(copy.deepcopy(assistant), num_blocks=512, block_size=8)
     alone = hf_paged.patch(copy.deepcopy(stock), **{**settings, "num_blocks": 4096}) if kind == "fp8" else None
     started = at_once(records, prompts, paged) if kind == "together" else []
     done = []

@@ -851,6 +851,7 @@ class Soak:
                     json.dumps(self.engine.snapshot())
                 elif what == "reset_prefix_cache":
                     self.engine.reset_prefix_cache()
+                    self.changed_at = time.monotonic()  # for all that the engine knows
                 elif what == "release":
                     with suppress(ValueError):  # keys and values of two models
                         self.engine.release()

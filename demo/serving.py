@@ -9,8 +9,7 @@ import uvicorn
 
 from demo.app import APPEARANCE, build_app
 from demo.hub import Hub
-from hf_paged.server import create_app
-from hf_paged.server.heads import limited_protocol
+from hf_paged.server import create_app, limited_protocol
 
 PORTS = range(7860, 7960)  # one of them, where none is asked for
 

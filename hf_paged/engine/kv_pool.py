@@ -172,10 +172,12 @@ class KVPool:
                         *arguments, state_blocks=layout.num_pages, takes_snapshots=self._states.carried
                     )
                 )
-                self._scheduler = Scheduler(
-                    manager, self.config.max_num_batched_tokens, self.config.max_num_seqs, self._prefers_swap
-                )
+                self._scheduler = self._make_scheduler(manager)
                 self._manager = manager  # last: other threads look without the lock
+
+    def _make_scheduler(self, manager: BlockManager) -> Scheduler:
+        config = self.config
+        return Scheduler(manager, config.max_num_batched_tokens, config.max_num_seqs, self._prefers_swap)
 
     @property
     def state_layout(self) -> StateLayout | None:

@@ -441,12 +441,10 @@ def test_user_code_that_raises_over_a_kept_cache(pair: Pair) -> None:
             return caches[id(model)].get_seq_length()
 
     first, _ = pair.both(lambda model: turn(model, random_ids(2, 6)))
-    length, _ = pair.both(
-        lambda model: turn(
-            model, torch.cat([first, random_ids(2, 2)], dim=1), logits_processor=[FusedProcessor(Boom, 2)]
-        )
-    )
-    ids = torch.cat([first, random_ids(2, length - 11 + 1, seed=1)], dim=1)
+    second = torch.cat([first, random_ids(2, 2)], dim=1)
+    length, _ = pair.both(lambda model: turn(model, second, logits_processor=[FusedProcessor(Boom, 2)]))
+    known = pair.stock.generate(second, max_new_tokens=5, eos_token_id=None)[:, :length]
+    ids = torch.cat([known, random_ids(2, 1, seed=1)], dim=1)
     pair.both(lambda model: turn(model, ids))
     caches.clear()
     pair.assert_all_free()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from models import TINY_LM, tiny_lm, tiny_tokenizer
 from transformers import LogitsProcessor
 
@@ -71,12 +72,15 @@ def test_code(language: str, code: str) -> None:
         return dict(tokenizer(list(texts), return_tensors="pt", padding=True))
 
     inputs = encode("The old king of")
+    model = tiny_lm()
+    said = model.generate(**inputs)
+    second = {"input_ids": torch.cat([said, inputs["input_ids"]], dim=1)}
     given = {
         "hf_paged": hf_paged, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM, "MyProcessor": MyProcessor,
-        "LLMResult": SimpleNamespace, "Generation": SimpleNamespace, "name": str(TINY_LM), "model": tiny_lm(),
+        "LLMResult": SimpleNamespace, "Generation": SimpleNamespace, "name": str(TINY_LM), "model": model,
         "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None, "inputs": inputs,
         "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
-        "with_second_turn": encode("The old king of " * 9), "batch": encode("The old king of", "The door"),
+        "with_second_turn": second, "batch": encode("The old king of", "The door"),
         "thousands_of_prompts": [[1, 5, 6], [1, 7]], "hundreds_of_prompts": ["The old king of", "The door"],
     }  # fmt: skip
     exec(code, given)

@@ -13,6 +13,7 @@ from hf_paged.server.errors import ApiError
 from hf_paged.server.logs import log_request
 from hf_paged.server.settings import ServerSettings
 
+REFUSAL_SECONDS = 0.05  # before a head that is too large is refused: its sender waits, too
 MAX_WITHOUT_REQUEST = 256  # connections that have yet to send a head
 
 
@@ -55,7 +56,10 @@ def limited_protocol(settings: ServerSettings, kind: Any = AutoHTTPProtocol, mos
                 super().data_received(data[:room])
                 data = data[room:]
                 if counts_bytes and self._num_bytes >= max_head_bytes:
-                    self._refuse(431, f"the request's head is larger than the limit of {max_head_bytes} bytes")
+                    message = f"the request's head is larger than the limit of {max_head_bytes} bytes"
+                    self.transport.pause_reading()
+                    self.loop.call_later(REFUSAL_SECONDS, self._refuse, 431, message)
+                    return
             if self._runs:
                 self._end_waiting()
             elif self not in waiting and not self.transport.is_closing():

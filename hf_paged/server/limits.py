@@ -19,8 +19,9 @@ from hf_paged.server.settings import ServerSettings
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 NUM_DISCARDED = 64 << 20  # bytes of a body that is too large which are still read: its sender hears the answer then
-SMALL = 1 << 16  # bytes of a body that is read at once
+SMALL = 1 << 12  # bytes of a body that is read at once
 REST = 3.0  # times as long as a piece of work took, the event loop is left to others
+DISCARD_SECONDS = 0.005  # between two parts of a body that is thrown away
 MAX_DEPTH = 64  # lists and objects inside each other: what reads or writes them may recurse
 PER_OBJECT, PER_FIELD = 16, 4  # plain values, as which they count: what they cost validation
 QUOTE, BACKSLASH = b'"', b"\\"
@@ -134,6 +135,7 @@ async def _read(request: Request, settings: ServerSettings, pace: Pace) -> bytes
         if size > NUM_DISCARDED:
             break
         if error is not None:
+            await asyncio.sleep(DISCARD_SECONDS)  # its sender waits, too
             continue
         if size > most:
             error = _too_large(f"{most} bytes are the limit")

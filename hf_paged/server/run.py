@@ -74,9 +74,7 @@ def run_server(
     server = make_server(model, tokenizer, settings, host, port, drain_seconds, processor)
     where = f"http://{host}:{port}" if port else f"{host}, a free port"
     logging.getLogger("hf_paged.server").info("serving %s on %s", settings.model_name, where)
-    sys.setswitchinterval(
-        0.001
-    )  # threads that prepare requests soon give the interpreter back
+    sys.setswitchinterval(0.001)  # threads that prepare requests soon give the interpreter back
     gc.collect()
     gc.freeze()  # the model and its libraries are here to stay: collections needn't look at them
     server.run()

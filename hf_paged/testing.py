@@ -357,7 +357,7 @@ def _gaps(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shifted_cuts(raw: Tensor, uncut: Tensor, tokens: Tensor, choices: Tensor, limits: Tensor) -> Iterator[Tensor]:
-    """Logits that rounding could have made of `raw`, and with which top-k or top-p may cut in favour of `tokens`.
+    """Logits that rounding could have made of `raw`, with which top-k, top-p and others may cut in favour of `tokens`.
 
     `raw` and `uncut` (scores after the noise, were nothing cut off) are `[loop_rows, vocabulary]`, `tokens` and the
     judge's `choices` `[loop_rows]`, the thresholds `limits` `[loop_rows, 1]`.
@@ -372,6 +372,9 @@ def _shifted_cuts(raw: Tensor, uncut: Tensor, tokens: Tensor, choices: Tensor, l
         yield base - limits * (rank_above | beats)  # lets the token through
         yield base - limits * beats  # cuts off who beats it
         yield base + limits * rank_above_choice  # closes the nucleus before the choice
+    generator = torch.Generator(raw.device).manual_seed(0)
+    for _ in range(32):  # typical-p ranks tokens by their distance to a mean over all of them
+        yield raw + limits * (torch.rand(raw.shape, generator=generator, device=raw.device) - 0.5)
 
 
 def _token_gaps(side: _Side, rows: list[int], seed: int | None) -> list[list[list[float]]]:

@@ -234,8 +234,9 @@ def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
     mask: Tensor | None = call.others.get("attention_mask")
     # The mask is as long as the whole sequence where only the tokens that a kept cache lacks were given.
     mask_length = getattr(generation_config, "_mask_length", prompt) if mask is None else mask.shape[-1]
-    # Where transformers leaves the cached columns out; drafts need not be right.
+    # Where transformers leaves the cached columns out (5.17 doesn't in chunks); drafts need not be right.
     leaves_out = engine.core.bound.cache_argument == "past_key_values" and not call.is_assisted
+    leaves_out &= generation_config.prefill_chunk_size is None
     is_whole = embeds is not None or mask_length == prompt
     if cache.get_seq_length() and leaves_out and is_whole and not generation_config.is_assistant:
         check_continuation(cache, input_ids if embeds is None else embeds, mask)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import Pair, assert_same, join
 from models import build, name_of, ragged_batch, random_ids
+from packaging.version import Version
 from state_models import STATE_MODELS, build_state_model
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -19,6 +21,7 @@ from hf_paged.model.cache_argument import cache_argument
 
 MakePair = Callable[..., Pair]
 
+OLD = Version(transformers.__version__) < Version("5.18.dev0")
 NEW = 12
 WHOLE_PROMPTS = ["jamba", "mamba", "falcon_mamba", "zamba"]  # whose scan takes no state along into several tokens
 PURE = ["mamba", "falcon_mamba", "mamba2"]  # whose `generate()` gives a kept cache its tokens again
@@ -281,6 +284,8 @@ def test_drafts_of_a_prompt(make: MakePair, name: str, kind: str) -> None:
     for do_sample in (False, True):
         given = {"input_ids": random_ids(1, 12, seed=1), "do_sample": do_sample} | settings
         pair.generate(make=lambda model: drafts(kind, model), **given, falls_back=True)
+        if OLD:  # a kept cache with drafts is refused there, for the masks of its forwards
+            continue
 
         texts = []
         for model, cache in (

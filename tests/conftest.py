@@ -302,9 +302,8 @@ def assert_same(expected: Any, found: Any, where: str = "result") -> None:
         if expected.is_floating_point():
             finite = expected[expected.isfinite()]
             size = float(finite.abs().max()) if finite.numel() else 1.0
-            # Recurrent layers amplify rounding, up to 2e-5 of the largest number on one processor. Faults are 1e-3.
             torch.testing.assert_close(
-                found, expected, rtol=1e-4, atol=5e-5 * size, equal_nan=True, msg=lambda text: f"{where}: {text}"
+                found, expected, rtol=1e-4, atol=1e-5 * size, equal_nan=True, msg=lambda text: f"{where}: {text}"
             )
         else:
             assert torch.equal(found, expected), f"{where}:\n{found}\nstock:\n{expected}"

@@ -50,8 +50,8 @@ every_family_kinds_quick = pytest.mark.parametrize(
 def make(make_pair: MakePair) -> MakePair:
     """Makes a `Pair` of a family."""
 
-    def make(name: str, **settings: Any) -> Pair:
-        return make_pair(build_state_model(name), **({"num_blocks": 600} | settings))
+    def make(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Pair:
+        return make_pair(build_state_model(name).to(dtype), **({"num_blocks": 600} | settings))
 
     return make
 
@@ -66,7 +66,8 @@ def least_blocks(pair: Pair, num_tokens: int) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_mode(make: MakePair, name: str, mode: str) -> None:
     """Would break: this mode for this family: states of rows of other lengths, forked, left out, seen padded."""
-    pair = make(name)
+    # A scan amplifies the rounding of float32, by processor, to what a fault could look like.
+    pair = make(name, dtype=torch.float64 if (name, mode) == ("mamba", "hidden_states") else torch.float32)
     arguments = ragged_batch() | {"max_new_tokens": NEW} | MODES[mode]
     if mode == "hidden_states":
 

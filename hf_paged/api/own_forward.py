@@ -3,7 +3,7 @@
 Such a wrapper (TRL's trainers add one, for a head of their own while they train) makes no difference in generation, so
 the engine's steps need not call it. It is found by a trial in each call, for what it does may depend on any state: with
 placeholders for all arguments, so that what it decides by a shape or a value gives itself away. Only a function that
-holds nothing it could count or collect in is tried: nobody can tell how often it was called.
+holds nothing it could count or collect in is tried: how often it was called makes no difference.
 """
 
 from __future__ import annotations

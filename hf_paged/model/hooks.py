@@ -112,7 +112,7 @@ class HookWatch:
 
     @property
     def has_rows_of_others(self) -> bool:
-        """Whether there are any for the rows of nobody knows which call."""
+        """Whether there are any for the rows of a call that is not known."""
         return any(True for _ in self._of(self._for_rows))
 
     @staticmethod

@@ -35,10 +35,14 @@ class GrammarTrial:
             ValueError: It can't be compiled, takes too long, or is too deep.
         """
         if self._process is None:
-            self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            # What a compiler that fails says quotes the grammar: nothing for the server's log.
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._process = subprocess.Popen([sys.executable, __file__], **pipes)
             if self._ask(self._process, setup) != "":
                 self.close()
-                raise ValueError("the process that tries grammars can't start: see the server's standard error")
+                raise ValueError(
+                    "the process that tries grammars can't start: is llguidance installed, and is there memory for it?"
+                )
         is_late = threading.Event()
         timer = threading.Timer(self._timeout, self._end, [self._process, is_late])
         timer.start()
@@ -105,7 +109,7 @@ def _serve() -> None:
         thread = threading.Thread(target=try_out, args=[json.loads(line)])
         thread.start()
         thread.join()
-        print(json.dumps(problems.pop()), flush=True)
+        print(json.dumps(problems.pop() if problems else "its compiler fails on it"), flush=True)
 
 
 if __name__ == "__main__":

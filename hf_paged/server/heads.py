@@ -21,7 +21,7 @@ def limited_protocol(settings: ServerSettings, kind: Any = AutoHTTPProtocol, mos
     """What uvicorn takes as `http`: a protocol of its own, whose connections end unless they come to a request.
 
     A connection on which no request runs has `head_timeout` seconds for the next one's head, from its first byte, and a
-    new one from its beginning; the rest of a body that nobody reads any more has to arrive within them, too. The limit
+    new one from its beginning; the rest of a body that is not read any more has to arrive within them, too. The limit
     of bytes is also that of what is between two pieces of a body: chunk extensions, trailers. Not for WebSockets.
 
     Args:

@@ -142,10 +142,11 @@ test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported
 	$(TEST_ENV) $(VENV_OLD)/bin/python -m pytest --every $(EVERY) $(NOT_CORE:%=--ignore=%) $(PYTEST_ARGS) $(T)
 
 .PHONY: lint
-lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter
+lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, budgets
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/lint-imports
+	$(PY) tests/budgets.py
 	$(PY) -m mypy
 
 .PHONY: format

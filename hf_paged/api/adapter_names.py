@@ -51,7 +51,7 @@ def _guarded_class(base: Any) -> Any:
                             hooks[number] = RowsHook(hook)
             yield
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def reduce(self: Any, _: Any) -> Any:
         return _rebuild, (base,), self.__getstate__()
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

@@ -30,7 +30,7 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         self.__class__ = base
         self.__init__(*args, **kwargs)
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def reduce(self: Any, _: Any) -> Any:
         """Pickling and `copy.deepcopy`: the copy is patched with the same settings and gets a pool of its own."""
         if self.paged.ranks is not None:
             raise TypeError("a patched model that is shared out between processes can't be copied: unpatch it first")

@@ -90,10 +90,10 @@ def noting(model: PreTrainedModel) -> Iterator[NotingCache]:
     """An empty cache for forwards of this model, and within it, hooks that tell the cache which modules are running."""
     cache = NotingCache(model.config)
 
-    def begin(module: nn.Module, args: Any) -> None:
+    def begin(module: nn.Module, _: Any) -> None:
         cache.running.append(module)
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:
+    def end(*_: Any) -> None:
         cache.running.pop()
 
     handles = [module.register_forward_pre_hook(begin) for module in model.modules()]

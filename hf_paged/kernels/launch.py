@@ -203,7 +203,7 @@ def loaded_kernels() -> Iterator[list[str]]:
     names: list[str] = []
     own = threading.get_ident()
 
-    def note(module: object, function: object, name: str, *_: object) -> None:
+    def note(_module: object, _function: object, name: str, *_: object) -> None:
         if threading.get_ident() == own:
             names.append(name)
 

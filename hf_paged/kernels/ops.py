@@ -226,7 +226,7 @@ def _(*_: object) -> None:
 
 
 @torch.library.register_fake("hf_paged::latent_attention", lib=_LIBRARY)
-def _(query: Tensor, kv_cache: Tensor, layer: int, latent_dim: int, *_: object) -> Tensor:
+def _(query: Tensor, _cache: Tensor, _layer: int, latent_dim: int, *_: object) -> Tensor:
     return query.new_empty(*query.shape[:2], latent_dim)
 
 

@@ -262,7 +262,7 @@ def _pack_heads(query: Tensor, num_kv_heads: int) -> Tensor:
 def _repeat_mask(mask: Tensor, packed_length: int) -> Tensor:
     """`[G, 1, Q, S]` to `[G, 1, packed_length, S]`, as `_pack_heads` lays the queries out; one query needs no copy."""
     groups, _, length, keys = mask.shape
-    if length == 1 or length == packed_length:
+    if length in (1, packed_length):
         return mask.expand(groups, 1, packed_length, keys)
     return mask.repeat(1, 1, packed_length // length, 1)
 

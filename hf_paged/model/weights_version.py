@@ -309,7 +309,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_note_optimizer_step)  # type: ignore[no-untyped-call]
 
 
-def _note_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _note_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
     with _STATES_LOCK:
         states = list(_STATES)
     for state in states:

@@ -77,40 +77,40 @@ def _with(processor: Any, name: str, value: Any) -> Process:
     return other
 
 
-def _numbers(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+def _numbers(processor: Any, name: str, values: list[Any], to_column: _ToColumn, _vocab_size: int) -> Process:
     return _with(processor, name, to_column(values, np.float32))
 
 
-def _divisors(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+def _divisors(processor: Any, name: str, values: list[Any], to_column: _ToColumn, _vocab_size: int) -> Process:
     return _with(processor, name, _Divisor(to_column(values, np.float32)))
 
 
-def _top_p(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+def _top_p(processor: Any, name: str, values: list[Any], to_column: _ToColumn, _vocab_size: int) -> Process:
     # transformers compares float32 with `1 - top_p`, rounded to float32.
     return _with(processor, name, to_column([1 - float(np.float32(1 - value)) for value in values], np.float64))
 
 
-def _top_k(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+def _top_k(processor: Any, _name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
     counts = [min(value, vocab_size) for value in values]
     column = to_column(counts, np.int64)
 
-    def process(input_ids: Any, scores: Tensor) -> Tensor:
+    def process(_input_ids: Any, scores: Tensor) -> Tensor:
         best = torch.topk(scores, max(counts), dim=-1)[0]
         return scores.masked_fill(scores < best.gather(1, column - 1), processor.filter_value)
 
     return process
 
 
-def _penalties(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+def _penalties(processor: Any, name: str, values: list[Any], to_column: _ToColumn, _vocab_size: int) -> Process:
     presence, frequency, start = zip(*values, strict=True)
     columns = to_column(presence, np.float32), to_column(frequency, np.float32), to_column(start, np.int64)
     return _with(processor, name, columns)
 
 
-def _biases(processor: Any, name: str, values: list[Any], to_column: _ToColumn, vocab_size: int) -> Process:
+def _biases(_processor: Any, _name: str, values: list[Any], to_column: _ToColumn, _vocab_size: int) -> Process:
     which = to_column(list(range(len(values))), np.int64)[:, 0]
 
-    def process(input_ids: Any, scores: Tensor) -> Tensor:
+    def process(_input_ids: Any, scores: Tensor) -> Tensor:
         return scores + torch.stack([value.like(scores) for value in values])[which]
 
     return process

@@ -56,7 +56,7 @@ def create_app(
         logger.warning("%s has no chat template: chats are written line by line, role: content", serving.model_name)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         serving.close()
 
@@ -172,12 +172,12 @@ async def _redoc(serving: Serving, request: Request) -> Any:
     return get_redoc_html(openapi_url=request.scope.get("root_path", "") + OPENAPI, title="hf_paged")
 
 
-async def _health(serving: Serving, request: Request) -> Any:
+async def _health(_serving: Serving, _request: Request) -> Any:
     """Whether the process lives."""
     return {"status": "ok"}
 
 
-async def _ready(serving: Serving, request: Request) -> Any:
+async def _ready(serving: Serving, _request: Request) -> Any:
     """Whether it takes requests."""
     if serving.is_draining:
         return JSONResponse({"status": "draining"}, 503)

@@ -178,13 +178,13 @@ def add_handlers(app: FastAPI) -> None:
     """Has an app answer in this shape."""
 
     @app.exception_handler(ApiError)
-    async def _own(request: Request, error: ApiError) -> JSONResponse:
+    async def _own(_request: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
     @app.exception_handler(HTTPException)
-    async def _of_starlette(request: Request, error: HTTPException) -> JSONResponse:
+    async def _of_starlette(_request: Request, error: HTTPException) -> JSONResponse:
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     @app.exception_handler(Exception)
-    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    async def _unexpected(_request: Request, error: Exception) -> JSONResponse:
         return ApiError(500, f"{type(error).__name__}: see the server's log").response()

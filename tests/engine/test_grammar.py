@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -30,8 +30,8 @@ def compiler() -> hf_paged.GrammarCompiler:
 
 
 @pytest.fixture(scope="module")
-def lm() -> Iterator[Pair]:
-    yield Pair(tiny_lm(), num_blocks=64)
+def lm() -> Pair:
+    return Pair(tiny_lm(), num_blocks=64)
 
 
 class Follows(LogitsProcessor):

@@ -7,7 +7,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All linear layers are multiplied by our kernel; each layer computed in C adds its tokens to the list."""
 
     def best(modules: list[Any], ways: Any, **_: Any) -> dict[Any, Any]:
@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return own(self, states, attended)
 
     monkeypatch.setattr(CPUDecoderLayer, "behind_attention", counting)
-    yield numbers
+    return numbers
 
 
 def patched(name: str, dtype: torch.dtype = F32) -> Any:

@@ -85,7 +85,7 @@ WRONG: list[tuple[type[Body], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind, body, param", WRONG, ids=[f"{kind.__name__}-{param}" for kind, _, param in WRONG])
+@pytest.mark.parametrize(("kind", "body", "param"), WRONG, ids=[f"{kind.__name__}-{param}" for kind, _, param in WRONG])
 def test_errors_stop_at_the_first_few(kind: type[Body], body: dict[str, Any], param: str) -> None:
     data = json.dumps(body).encode()
     count = JsonSize()
@@ -98,7 +98,7 @@ def test_errors_stop_at_the_first_few(kind: type[Body], body: dict[str, Any], pa
 
 
 @pytest.mark.parametrize(
-    "path, body, status, code",
+    ("path", "body", "status", "code"),
     [
         (COMPLETION, {"prompt": [5] * (1 << 19)}, 413, "body_too_large"),
         (CHAT, {"messages": [SAID] * 20_000}, 413, "body_too_large"),

@@ -651,7 +651,7 @@ def test_a_patched_model_judges_as_the_stock_one(model):
     tie = derail(model, expected, 1, 3, other)
     wrong = derail(model, tie, 1, 8, another_token(tie, 1, 8))
     reports = [compare(model, expected, actual) for actual in (tie, wrong)]
-    with hf_paged.patched(model, block_size=4, num_blocks=64) as model:
+    with hf_paged.patched(model, block_size=4, num_blocks=64):
         assert torch.equal(generate(model), expected)
         steps = model.paged.stats().num_steps
         assert [compare(model, expected, actual) for actual in (tie, wrong)] == reports

@@ -14,7 +14,7 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.request import Request, RequestMetrics, RequestOutput, TokenEvent
 from hf_paged.engine.warm_up import WarmUp
 from hf_paged.model.hooks import packed_hook
-from hf_paged.sampling.grammar import GrammarCompiler
+from hf_paged.sampling.grammar import Grammar, GrammarCompiler
 from hf_paged.sampling.logprobs import TokenLogprobs
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Engine",
     "EngineStats",
+    "Grammar",
     "GrammarCompiler",
     "OutOfBlocksError",
     "PagedCache",

@@ -42,7 +42,7 @@ def _guarded_class(base: Any) -> Any:
             return
         before = {number for module in self.modules() for number in module._forward_pre_hooks}
         with ExitStack() as stack:
-            with engine.core.worker.loop.exclusive():  # no step meets them before it is known whose they are
+            with engine.exclusive():  # no step meets them before it is known whose they are
                 original.__enter__()
                 stack.callback(original.__exit__, None, None, None)  # also if the call raises, when PEFT leaves them
                 for hooks in [module._forward_pre_hooks for module in self.modules()]:

@@ -75,7 +75,7 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
         )
     digest = call_key("forward", {name: value for name, value in given.items() if isinstance(value, Tensor)})
     if isinstance(ranks, Leader):
-        with engine.core.worker.loop.exclusive():
+        with engine.exclusive():
             ranks.forward(digest)
             return run()
     end = ranks.mail.take_turn(digest, "forward of the model")

@@ -320,6 +320,14 @@ class Engine:
 
     # Memory and warming up
 
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Within it only this thread runs steps, as to change weights or adapters between two of them.
+
+        Raises:
+            RuntimeError: This thread is inside a step (in a hook of an inner module).
+        """
+        return self.core.worker.loop.exclusive()
+
     @deferred_interrupt()
     def reset_prefix_cache(self) -> int:
         """Forgets contents kept for prefix hits, and what was made from the model; returns how many blocks that were.

@@ -8,16 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_paged.kernels.transfers import to_device
-
-# As `json.dumps` writes: a model that is unsure goes on with white space wherever it may.
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarMatcher:
@@ -57,7 +54,13 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps those used last. From any thread."""
+    """Compiles grammars for one tokenizer, and keeps those used last. From any thread.
+
+    Attributes:
+        COMPACT: What has JSON written as `json.dumps` does: else a model that is unsure goes on with white space.
+    """
+
+    COMPACT: ClassVar = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class GrammarCompiler:
         Raises:
             ValueError: It is no schema, or one with a keyword that can't be enforced; so do all of these.
         """
-        return self._compile(self._kinds.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT))
+        return self._compile(self._kinds.grammar_from_json_schema(json.dumps(schema), defaults=self.COMPACT))
 
     def regex(self, pattern: str) -> Grammar:
         """Text that a regular expression matches, from end to end (Rust's syntax)."""

@@ -1,6 +1,6 @@
 """An OpenAI-style HTTP interface over the public API: `hf_paged.server.create_app(model, tokenizer)`."""
 
-from hf_paged.core.errors import needs
+from hf_paged import needs
 
 with needs("hf-paged[server]"):
     from hf_paged.server.app import create_app

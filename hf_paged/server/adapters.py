@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hf_paged.engine.engine import Engine
-from hf_paged.model.weights_version import is_tuner
+from hf_paged import Engine
 
 
 class Turns:
@@ -86,7 +85,7 @@ class Adapters:
         self._engine = engine
         self._lock = threading.Lock()
         # Without wrappers of `modules_to_save`, which are switched with them, and have nothing that is merged.
-        self._tuners: list[Any] = [m for m in tuned.modules() if is_tuner(m) and hasattr(m, "merged")]
+        self._tuners: list[Any] = [m for m in tuned.modules() if hasattr(m, "merged") and hasattr(m, "merged_adapters")]
 
     def switch(self, name: str | None) -> None:
         """Has the model compute with an adapter, or with none. In its turn; waits for a step that runs."""
@@ -94,7 +93,7 @@ class Adapters:
             if self._is_on(name):  # asked of the model: its owner may switch, too
                 return
             layers = self._tuned.base_model
-            with self._engine.core.worker.loop.exclusive():
+            with self._engine.exclusive():
                 if any(layer.merged for layer in self._tuners):
                     layers.unmerge_adapter()
                 if name is None:

@@ -13,8 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.responses import JSONResponse, Response
 
-from hf_paged.api.patching import patch
-from hf_paged.engine.engine import Engine
+from hf_paged import Engine, patch
 from hf_paged.server import chat, completions, responses
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.limits import check_key

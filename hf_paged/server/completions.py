@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import Request
 
-from hf_paged.sampling.logprobs import TokenLogprobs
+from hf_paged import TokenLogprobs
 from hf_paged.server.generation import Delta, Generation, Text
 from hf_paged.server.replies import DONE, TextEvents, event, event_pieces, event_stream, joined
 from hf_paged.server.schemas import CompletionRequest

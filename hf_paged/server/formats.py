@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-from hf_paged.sampling.grammar import Grammar, GrammarCompiler
+from hf_paged import Grammar, GrammarCompiler
 from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.grammar_trial import STACK_BYTES, GrammarTrial
 from hf_paged.server.schemas import ChatRequest, SamplingBody

@@ -14,10 +14,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from hf_paged.core.errors import QueueFullError
-from hf_paged.engine.engine import Engine
-from hf_paged.engine.request import Request, RequestOutput, TokenEvent
-from hf_paged.sampling.logprobs import TokenLogprobs
+from hf_paged import Engine, QueueFullError, Request, RequestOutput, TokenEvent, TokenLogprobs
 from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, too_long
 from hf_paged.server.formats import bad_grammar
 from hf_paged.server.prompts import Prompt

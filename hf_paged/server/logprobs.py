@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hf_paged.sampling.logprobs import TokenLogprobs
+from hf_paged import TokenLogprobs
 from hf_paged.server.text import UNKNOWN, decoder_of
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of tokenizers that fall back to bytes

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from hf_paged.core.errors import needs
+from hf_paged import needs
 from hf_paged.server.app import create_app
 from hf_paged.server.heads import limited_protocol
 from hf_paged.server.logs import JsonLines

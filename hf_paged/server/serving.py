@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from hf_paged.engine.engine import Engine
+from hf_paged import Engine
 from hf_paged.server.adapters import Adapters
 from hf_paged.server.errors import ApiError, bad_field, queue_full, too_long
 from hf_paged.server.formats import Formats

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
-from hf_paged.sampling.grammar import COMPACT
+from hf_paged import GrammarCompiler
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.text import StopStrings
 
@@ -25,7 +25,7 @@ def grammar_of(body: ChatRequest) -> str:
     """In Lark's syntax, a list of calls of the functions that may be called: at least one."""
     rules, calls = [], []
     for number, tool in enumerate(body.callable_tools):
-        schema = (tool.function.parameters or {"type": "object"}) | {"x-guidance": COMPACT}
+        schema = (tool.function.parameters or {"type": "object"}) | {"x-guidance": GrammarCompiler.COMPACT}
         head = json.dumps('{"name": ' + json.dumps(tool.function.name) + ', "arguments": ')
         rules.append(f'call{number}: {head} args{number} "}}"\nargs{number}: %json {json.dumps(schema)}')
         calls.append(f"call{number}")

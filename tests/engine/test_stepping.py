@@ -85,6 +85,19 @@ def step_all(pair: Pair) -> list[dict[str, Any]]:
     return list(iter(pair.engine.step, None))
 
 
+def test_no_step_runs_beside_who_has_the_engine_to_itself(make_pair: MakePair) -> None:
+    """Would break: weights or adapters that are changed in the middle of a step."""
+    pair = make_pair(num_blocks=64, block_size=4)
+    with pair.engine.exclusive():
+        request = pair.engine.submit(random_ids(1, 9), max_new_tokens=4, **ENDLESS)
+        assert is_still(pair) and not request.is_done
+        for each in (pair.stock, pair.paged):
+            with torch.no_grad():
+                each.lm_head.weight.neg_()
+    assert request.result(PATIENCE).sequences == stock_rows(pair.stock, random_ids(1, 9), max_new_tokens=4, **ENDLESS)
+    settle(pair)
+
+
 # The same tokens
 
 

@@ -81,7 +81,7 @@ def detach(model: Any) -> None:
     Raises:
         RuntimeError: This thread is inside a step of the model.
     """
-    model.paged.core.check_outside()
+    model.paged.core.bound.check_outside()
     model.destroy_cached_continuous_batching_manager()
     model.__class__ = base_class(model)
     rebind(model, type(model).forward)

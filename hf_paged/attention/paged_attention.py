@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged.attention.context import check_not_cut, current_step, is_sentinel
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.shared_layers import SharedLayersStep
+from hf_paged.core.process import PROCESS
 
 NAME_PREFIX = "hf_paged_"
 
@@ -125,20 +124,15 @@ class _PagedName(str):
     """What a config names its attention within a scope. A copy of the config (deep, or pickled) names the user's."""
 
     base_name: str | None
+    num_scopes: int
 
     def __new__(cls, base_name: str | None) -> _PagedName:
         self = super().__new__(cls, paged_name(base_name or "eager"))
-        self.base_name = base_name
+        self.base_name, self.num_scopes = base_name, 0
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (str, (self.base_name,)) if self.base_name is not None else (type(None), ())
-
-
-# How many scopes the attributes of a config are in right now, by their id. Process-wide, since models of different
-# threads may share a config object.
-_SCOPES: dict[int, tuple[dict[str, Any], int]] = {}
-_SCOPE_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -150,39 +144,26 @@ def paged_attention_scope(configs: Iterable[PreTrainedConfig]) -> Iterator[None]
     """
     # Behind the back of the configs' own attribute access, which looks every name up in several tables.
     attributes = [vars(config) for config in configs]
-    with _SCOPE_LOCK:
+    entered: list[_PagedName] = []
+    with PROCESS.lock:  # models of different threads may share a config
         for own in attributes:
-            _, depth = _SCOPES.get(id(own), (own, 0))
-            _SCOPES[id(own)] = (own, depth + 1)
             if not isinstance(own[_IMPLEMENTATION], _PagedName):
                 own[_IMPLEMENTATION] = _PagedName(own[_IMPLEMENTATION])
+            own[_IMPLEMENTATION].num_scopes += 1
+            entered.append(own[_IMPLEMENTATION])
     try:
         yield
     finally:
-        with _SCOPE_LOCK:
-            for own in attributes:
-                _, depth = _SCOPES.pop(id(own), (own, 0))  # not there: this is a fork of the process that entered it
-                if depth > 1:
-                    _SCOPES[id(own)] = (own, depth - 1)
-                elif depth == 1:
-                    _restore(own)
+        with PROCESS.lock:
+            for own, name in zip(attributes, entered, strict=True):
+                name.num_scopes -= 1
+                if not name.num_scopes and own[_IMPLEMENTATION] is name:  # else a user has set another one meanwhile
+                    own[_IMPLEMENTATION] = name.base_name
 
 
-def _restore(attributes: dict[str, Any]) -> None:
-    name = attributes[_IMPLEMENTATION]
-    if isinstance(name, _PagedName):  # else a user has set another one meanwhile
-        attributes[_IMPLEMENTATION] = name.base_name
-
-
-def _after_fork_in_child() -> None:
-    """Leaves the scopes whose threads are not there after a fork."""
-    for own, _ in _SCOPES.values():
-        _restore(own)
-    _SCOPES.clear()
-    _SCOPE_LOCK.release()
-
-
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(
-        before=_SCOPE_LOCK.acquire, after_in_parent=_SCOPE_LOCK.release, after_in_child=_after_fork_in_child
-    )
+def leave_all_scopes(model: nn.Module) -> None:
+    """After a fork: the threads that would do it are not there."""
+    for config in attention_configs(model):
+        own = vars(config)
+        if isinstance(own[_IMPLEMENTATION], _PagedName):
+            own[_IMPLEMENTATION] = own[_IMPLEMENTATION].base_name

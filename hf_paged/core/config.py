@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 ENV_PREFIX = "HF_PAGED_"
 _OTHER_VARIABLES = {"HF_PAGED_API_KEY"}  # the server's
 
-# The names that backends are registered by add themselves, when they are imported (`attention/backends/registry.py`).
-attention_backends = ["auto"]
+# Backends add themselves, by their names, when they are imported (`attention/backends/registry.py`).
+attention_backends: dict[str, Any] = {"auto": None}
 
-_CHOICES: dict[str, Sequence[str]] = {
+_CHOICES: Mapping[str, Collection[str]] = {
     "preemption": ("auto", "recompute", "swap"),
     "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
     "attention_backend": attention_backends,

@@ -7,13 +7,14 @@ to the main thread only: on others, and where SIGINT has no handler in Python, n
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from hf_paged.core.process import PROCESS, Lasting
 
 SLICE = 0.05  # seconds that a wait goes on at most after a Ctrl-C
 
@@ -23,7 +24,7 @@ _set_handler: Any = getattr(signal.signal, "__wrapped__", signal.signal)
 _get_handler: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 
-class _Gate:
+class _Gate(Lasting):
     """In the place of the process's handler for SIGINT: holds back what comes, or hands it on at once.
 
     Attributes:
@@ -68,7 +69,7 @@ class _Gate:
         while self.received:
             self._handler(*self.received.pop())
 
-    def after_fork_in_child(self) -> None:
+    def start_anew(self) -> None:
         """The main thread is the one that forked; who put the gate up may not be there to take it away."""
         if self.is_there:
             self.received.clear()  # the parent's
@@ -77,8 +78,7 @@ class _Gate:
 
 # The process has one handler for SIGINT, and so one that stands in for it.
 _GATE = _Gate()
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_GATE.after_fork_in_child)
+PROCESS.watch(_GATE)
 
 
 def _is_main() -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.core.process import PROCESS
 from hf_paged.engine.beam_request import BeamRequest, EngineRequest
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
@@ -19,8 +20,6 @@ from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCal
 from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.weights_version import WeightsKey
-
-_ASSISTED = threading.Lock()  # of all engines: models that wait for each other's steps would do so for ever
 
 
 class Calls:
@@ -98,7 +97,7 @@ class Calls:
                 else:
                     kind = SpeculativeRequest if call.has_drafts else SampledRequest
                     run = kind(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
-                with _ASSISTED:
+                with PROCESS.lock:  # models that wait for each other's steps would do so for ever
                     if call.draft_model is not None:
                         call.draft_model.check()
                     core.runs.add(run)

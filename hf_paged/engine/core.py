@@ -18,6 +18,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
+from hf_paged.core.process import PROCESS
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.beam_request import EngineRequest
@@ -132,7 +133,8 @@ class EngineCore:
     # Where a thread is
 
     def check_outside(self) -> None:
-        """Refuses what takes a step while this thread is in one. Raises `RuntimeError`."""
+        """Refuses what takes a step while this thread is in one, or the interpreter ends. Raises `RuntimeError`."""
+        PROCESS.check_running()
         self.bound.check_outside()
 
     @property

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_paged.attention.paged_attention import leave_all_scopes
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
-from hf_paged.engine import lifetime
+from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.engine.caller_forwards import CallerForwards
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
@@ -28,6 +29,7 @@ from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.snapshot import Snapshot
 from hf_paged.engine.submission import Submissions
 from hf_paged.engine.warm_up import WarmUp, warm_up
+from hf_paged.model.module_overrides import give_back_all
 from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.controls import SamplingControls
@@ -35,7 +37,7 @@ from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 
 
-class Engine:
+class Engine(Lasting):
     """The paged side of one patched model: `model.paged`.
 
     One loop runs the steps, in which rows of all callers meet: those the engine samples itself (`submit`, most
@@ -73,7 +75,7 @@ class Engine:
             self.core.join(channel)
             if not channel.is_first:
                 self.store = RemoteRows(self.traits)
-        lifetime.watch(self)
+        PROCESS.watch(self)
 
     @property
     def ranks(self) -> Leader | Follower | None:
@@ -88,6 +90,7 @@ class Engine:
         """Raises `RuntimeError` where the model is another engine's by now, or none's."""
         if getattr(self.core.model, "paged", None) is not self:
             raise RuntimeError("the model of this engine was unpatched: patch it, and use model.paged of then")
+        PROCESS.check_running()
 
     @deferred_interrupt()
     def follow(self) -> None:
@@ -450,4 +453,6 @@ class Engine:
         self._submissions.orphan(error)
         model = self.core.bound.living_model
         if model is not None:
+            leave_all_scopes(model)
+            give_back_all(model)
             self._start(model)

@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import wait_interruptibly
+from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.core.step_message import unpack
-from hf_paged.engine import lifetime
 from hf_paged.engine.executor import autocasting
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.memory.streams import on_steps_stream
@@ -27,7 +27,7 @@ from hf_paged.parallel.mail import Done, Expected, Mail, RemoteCall
 logger = logging.get_logger(__name__)
 
 
-class Follower:
+class Follower(Lasting):
     """Receives rank 0's messages on a thread of its own, for as long as the model is patched.
 
     Attributes:
@@ -54,7 +54,7 @@ class Follower:
         self._given_up: queue.SimpleQueue[tuple[Expected, int | None]] = queue.SimpleQueue()
         channel.watch(0, self._hear, self._lose)
         channel.start(self._receive, "hf_paged_follow")
-        lifetime.at_end(self.part)
+        PROCESS.watch(self)
 
     def handle(self, kind: Kind, payload: bytes) -> bool:
         """Does what a message says; returns whether more may come."""
@@ -137,7 +137,6 @@ class Follower:
 
     def part(self) -> None:
         """Waits for rank 0's end: until then it may have steps to run."""
-        lifetime.never_mind(self.part)
         if wait_interruptibly(self.ended.wait, self._pool.config.rank_timeout):
             self.channel.join(FAREWELL_SECONDS)
 

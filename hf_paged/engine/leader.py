@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_paged.core.batch import Batch
+from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.core.step_message import Copy, pack
-from hf_paged.engine import lifetime
 from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
 
 logger = logging.get_logger(__name__)
@@ -69,7 +69,7 @@ def sendable(error: BaseException) -> Exception:
     return RuntimeError(f"on rank 0 this call ended with {type(error).__name__}: {error}")
 
 
-class Leader:
+class Leader(Lasting):
     """Tells the other ranks of steps, copies of blocks and calls, in the order in which they happen here."""
 
     is_first = True
@@ -84,7 +84,7 @@ class Leader:
         self._gone: dict[int, threading.Event] = {index: threading.Event() for index in channel.others}
         for index in channel.others:
             channel.watch(index, self._hearer(index), self._loser(index))
-        lifetime.at_end(self.part)
+        PROCESS.watch(self)
 
     def on_fault(self, fail: Callable[[BaseException], None]) -> None:
         """Has `fail` called, on any thread, when nothing can run any more."""
@@ -185,7 +185,6 @@ class Leader:
 
     def part(self) -> None:
         """Says that nothing comes any more, and waits until the others have heard it."""
-        lifetime.never_mind(self.part)
         if self._is_stopped:
             return
         self._is_stopped = True

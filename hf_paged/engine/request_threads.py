@@ -11,39 +11,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hf_paged.core.process import PROCESS
 from hf_paged.engine.decoding_loop import DecodingLoop
-from hf_paged.engine.lifetime import at_work
 
 
-class _RequestThread(threading.local):
-    """A thread that runs requests: whose it is, and how many requests it waits for itself."""
+class _RequestThread(threading.Thread):
+    """A thread that runs requests: whose it is, and how many requests, of any engine, it waits for itself."""
 
-    owner: RequestThreads | None = None
-    num_waits = 0
+    def __init__(self, owner: RequestThreads) -> None:
+        super().__init__(name="hf_paged_request", daemon=True)
+        self.owner = owner
+        self.num_waits = 0
 
-
-_THREAD = _RequestThread()  # one for all engines, which may wait for each other
+    def run(self) -> None:
+        self.owner.serve()
 
 
 def is_request_thread() -> bool:
-    return _THREAD.owner is not None
+    return isinstance(threading.current_thread(), _RequestThread)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
     """What a wait for a request is to be done in: a thread that runs one itself is not counted meanwhile."""
-    owner = _THREAD.owner
-    if owner is None:
+    thread = threading.current_thread()
+    if not isinstance(thread, _RequestThread):
         yield
         return
-    thread_id = threading.get_ident()
-    owner.count_thread(-1)
+    thread.owner.count_thread(thread, -1)
     try:
         yield
     finally:
         # A coroutine may be ended by the garbage collector, wherever that runs.
-        if threading.get_ident() == thread_id:
-            owner.count_thread(1)
+        if threading.current_thread() is thread:
+            thread.owner.count_thread(thread, 1)
 
 
 @dataclass(slots=True, order=True)
@@ -97,11 +98,11 @@ class RequestThreads:
                 heapq.heapify(self._jobs)
             return is_queued
 
-    def count_thread(self, change: int) -> None:
+    def count_thread(self, thread: _RequestThread, change: int) -> None:
         """The calling thread counts no more, from the first of its waits on; or again, from the end of the last."""
-        num_waits = _THREAD.num_waits
-        _THREAD.num_waits = num_waits - change
-        if 0 in (num_waits, _THREAD.num_waits):
+        num_waits = thread.num_waits
+        thread.num_waits = num_waits - change
+        if 0 in (num_waits, thread.num_waits):
             with self._lock:
                 self.num_threads += change
                 self._start_thread()
@@ -110,10 +111,9 @@ class RequestThreads:
         """Starts a thread for what is queued, if there may be one more. The lock is held."""
         if self._jobs and self.num_threads < self._max_threads:
             self.num_threads += 1
-            threading.Thread(target=self._serve, name="hf_paged_request", daemon=True).start()
+            _RequestThread(self).start()
 
-    def _serve(self) -> None:
-        _THREAD.owner = self
+    def serve(self) -> None:
         while True:
             with self._lock:
                 if not self._jobs or self.num_threads > self._max_threads:
@@ -121,6 +121,6 @@ class RequestThreads:
                     return
                 job = heapq.heappop(self._jobs)
             # At the interpreter's end loops come to a forward, where they wait for good, or to their own end.
-            with at_work(functools.partial(_is_waiting, weakref.ref(job.loop))):
+            with PROCESS.at_work(functools.partial(_is_waiting, weakref.ref(job.loop))):
                 job.run()
                 del job  # and with it the caches of its loop

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from hf_paged.core.interrupts import check_interrupt, wait_interruptibly
+from hf_paged.core.process import EXIT_SECONDS, PROCESS
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.draft_budget import StepCosts
 from hf_paged.engine.executor import LogitsConsumer, StepExecutor
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.engine.lifetime import EXIT_SECONDS, at_work
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.pause import REST_SECONDS, Pause
 from hf_paged.engine.step_loop import StepLoop, without_modes
@@ -39,7 +39,6 @@ class StepWorker:
         self._thread: threading.Thread | None = None
         self._leader: int | None = None  # the caller's thread that runs the steps, or is about to
         self._is_stopping = False
-        self._is_frozen = False
 
     def add(self, consumer: LogitsConsumer, sequences: Iterable[tuple[int, Sequence]]) -> None:
         """Queues sequences with uncomputed tokens. The pool's lock is held."""
@@ -69,7 +68,7 @@ class StepWorker:
             return
         self._leader = None  # no longer alone: it goes on as one of those who wait
         is_alive = self._thread is not None and self._thread.is_alive()
-        if not is_alive and not self._is_frozen and self.loop.has_work:
+        if not is_alive and not PROCESS.is_ending and self.loop.has_work:
             self._is_stopping = False
             # The thread holds the worker only while there is work: an engine that is dropped ends it.
             arguments = (weakref.ref(self), self.loop.woken)
@@ -106,7 +105,6 @@ class StepWorker:
             self.loop.is_free
             and not self.loop.has_work
             and not self.loop.num_exclusive
-            and not self._is_frozen
             and not self.pause.is_on
             and self.loop.decoding_loops.are_all_on(thread_id)
             and not torch._C._len_torch_dispatch_stack()  # can't be left for a step, as other modes can
@@ -179,11 +177,9 @@ class StepWorker:
                 self.pause.warn()
                 rest_threads()
             return wait_interruptibly(done.wait, timeout)
-        # At the interpreter's end only its own: a daemon thread that got logits would go on into torch's code.
-        only = consumer if self._is_frozen else None
         step = self.loop.step
         while not done.is_set():
-            if not step(only) and not done.is_set() and not step(only, forced=True) and not done.is_set():
+            if not step() and not done.is_set() and not step(forced=True) and not done.is_set():
                 raise RuntimeError("nothing can run, and the forward that is waited for has not")
         self.loop.settle()
         return True
@@ -229,9 +225,8 @@ class StepWorker:
         """At the interpreter's end: the step that runs is the last one.
 
         Daemon threads that wait for another step go on waiting, and end there with the process: in the midst of torch's
-        code they would abort it. An exit handler that generates runs its own steps.
+        code they would abort it.
         """
-        self._is_frozen = True
         with self._pool.lock:
             self.loop.num_exclusive += 1
         self.loop.keep()
@@ -244,11 +239,11 @@ def _serve(reference: weakref.ref[StepWorker], woken: threading.Event) -> None:
     while True:
         is_woken = woken.wait(REST_SECONDS)
         if not is_woken:
-            with at_work():
+            with PROCESS.at_work():
                 rest_threads()
             is_woken = woken.wait(IDLE_SECONDS)
         woken.clear()
-        with at_work():
+        with PROCESS.at_work():
             worker = reference()
             goes_on = worker is not None and worker.serve(is_woken)
             del worker  # which may free the engine

@@ -32,9 +32,6 @@ _MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassoci
 _LOOPS = ("-fno-tree-loop-distribute-patterns",)
 
 
-_FAILURES: list[str] = []
-
-
 class CompileError(Exception):
     """There is no compiler, or it says no; the message is the end of a sentence about the kernels."""
 
@@ -57,10 +54,14 @@ def library(source: Path, functions: Iterable[str], options: tuple[str, ...] = (
         reason = f"does not compile here: {(error.stderr or '').strip()[:300]}"
     except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired) as error:
         reason = f"can't be compiled here ({type(error).__name__}: {error})"
-    if not _FAILURES:
-        logger.warning("hf_paged: plain torch does what kernels in C would do faster: %s %s", source.name, reason)
-    _FAILURES.append(reason)
+    if not _warn_once.cache_info().currsize:
+        _warn_once(source.name, reason)
     raise CompileError(reason)
+
+
+@lru_cache
+def _warn_once(name: str, reason: str) -> None:
+    logger.warning("hf_paged: plain torch does what kernels in C would do faster: %s %s", name, reason)
 
 
 def _library(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LOCK = threading.Lock()  # two threads must not make two of them
+from hf_paged.core.process import PROCESS
 
 
 def steps_stream(device: torch.device) -> torch.cuda.Stream:
@@ -19,7 +18,7 @@ def steps_stream(device: torch.device) -> torch.cuda.Stream:
 
     It is no caller's: a thread that waits there for its own work (every `.to("cuda")` does) would wait for steps, too.
     """
-    with _LOCK:
+    with PROCESS.lock:  # two threads must not make two of them
         return _made(device)
 
 

@@ -18,15 +18,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hf_paged.core.process import PROCESS
+
 logger = logging.getLogger(__name__)
 
 _WAITED = "called a synchronizing CUDA operation"  # torch's words
 _TORCH = str(Path(torch.__file__).parent)
 
 Pool: TypeAlias = Any  # torch's handle of memory that only graphs allocate from
-
-# One thread at a time: all models of a device are recorded on one stream, and torch's warnings are the process's.
-_LOCK = threading.Lock()
 
 
 class CUDARecording:
@@ -53,7 +52,7 @@ class CUDARecording:
         """
         self._graph = torch.cuda.CUDAGraph()
         self._pool: Pool = torch.cuda.graph_pool_handle() if other is None else other._pool
-        with _LOCK:
+        with PROCESS.recording:  # all models of a device are recorded on one stream
             if other is None:  # what torch keeps of freed memory it can't use, or give back, for what is recorded
                 torch.cuda.empty_cache()
             self._record(function, stream)
@@ -121,7 +120,7 @@ def first_wait(function: Callable[[], Any]) -> str | None:
         "file:line, in function", or `None`.
     """
     own, places = threading.get_ident(), list[str]()
-    with _LOCK, warnings.catch_warnings():
+    with PROCESS.recording, warnings.catch_warnings():
         mode = torch.cuda.get_sync_debug_mode()
         show_other = warnings.showwarning
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -64,10 +63,6 @@ class ModuleOverride:
         return self.module._call_impl(*args, **kwargs)
 
 
-# What is called at the moment, on any thread, by the list's id.
-_TAKEN: dict[int, list[ModuleOverride]] = {}
-
-
 @contextmanager
 def overriding(calls: Iterable[ModuleOverride]) -> Iterator[None]:
     """Within it, forwards on this thread compute these modules the other way.
@@ -81,14 +76,12 @@ def overriding(calls: Iterable[ModuleOverride]) -> Iterator[None]:
     ]
     thread_id = threading.get_ident()
     try:
-        _TAKEN[id(taken)] = taken
         for call in taken:
             call.thread_id = thread_id
             call.module.__dict__[CALL] = call
         yield
     finally:
         _give_back(taken)
-        _TAKEN.pop(id(taken), None)
 
 
 def _give_back(calls: Iterable[ModuleOverride]) -> None:
@@ -97,15 +90,9 @@ def _give_back(calls: Iterable[ModuleOverride]) -> None:
         call.thread_id = None
 
 
-def _after_fork_in_child() -> None:
-    """The threads that would give them back are not there, and a new one may have the id of one of them."""
-    for taken in _TAKEN.values():
-        _give_back(taken)
-    _TAKEN.clear()
-
-
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+def give_back_all(model: nn.Module) -> None:
+    """After a fork: the threads that would do it are not there, and a new one may have the id of one of them."""
+    _give_back(own for module in model.modules() if isinstance(own := module.__dict__.get(CALL), ModuleOverride))
 
 
 @contextmanager

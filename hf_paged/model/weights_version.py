@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_paged.core.errors import UnsupportedCallError, UnsupportedModelError
+from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules, is_for_rows
 from hf_paged.model.latents import Latents
@@ -32,7 +31,7 @@ _NUMBERS = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
-class WeightsVersion:
+class WeightsVersion(Lasting):
     """Notices that a model's weights, code, numbers, adapters or hooks changed since it was last asked.
 
     In-place writes (`load_state_dict`, most optimizers) move a tensor's version counter; fused optimizers don't, so
@@ -91,8 +90,7 @@ class WeightsVersion:
         self.num_moves = 0
         self._was_stepped = False
         _watch_optimizers()
-        with _STATES_LOCK:
-            _STATES.add(self)
+        PROCESS.watch(self)
 
     def key(self) -> WeightsKey:
         """The current state: an epoch that never returns to an earlier value, adapters, hooks, autocast.
@@ -295,14 +293,6 @@ class WeightsVersion:
             self._was_stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-_STATES: weakref.WeakSet[WeightsVersion] = weakref.WeakSet()
-_STATES_LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(
-        before=_STATES_LOCK.acquire, after_in_parent=_STATES_LOCK.release, after_in_child=_STATES_LOCK.release
-    )
-
-
 @lru_cache
 def _watch_optimizers() -> None:
     """One hook for the process, never removed: torch iterates over its hooks while a finalizer might remove one."""
@@ -310,9 +300,7 @@ def _watch_optimizers() -> None:
 
 
 def _note_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
-    with _STATES_LOCK:
-        states = list(_STATES)
-    for state in states:
+    for state in PROCESS.living(WeightsVersion):
         state.note_optimizer_step(optimizer)
 
 

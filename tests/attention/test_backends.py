@@ -41,8 +41,7 @@ class NarrowBackend(TorchBackend):
 def narrow() -> Iterator[None]:
     register("narrow", device_types=("cpu",), preference=7)(NarrowBackend)
     yield
-    del registry._REGISTERED["narrow"]
-    attention_backends.remove("narrow")
+    del attention_backends["narrow"]
 
 
 def test_one_more(narrow: None) -> None:

@@ -49,6 +49,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.core.process import PROCESS
 from hf_paged.engine.beam_request import BeamRequest
 from hf_paged.engine.sampled_request import SampledRequest
 from hf_paged.engine.speculative_request import SpeculativeRequest
@@ -857,19 +858,36 @@ def exit_with_other_threads() -> None:
 
 
 def exit_with_handlers_that_generate() -> None:
+    """Before the package's own handler they do, and after it (registered before the import) they are refused."""
     stock, model = _patched()
-    expected = stock_rows(stock, prompt(1), max_new_tokens=8)
-    beams = stock_rows(stock, prompt(1), max_new_tokens=8, num_beams=2)
+    kinds: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}]
+    expected = [stock_rows(stock, prompt(1), max_new_tokens=8, **more) for more in kinds]
+    cache = hf_paged.PagedCache(model)
+    model(prompt(1), past_key_values=cache)
 
-    def last_words() -> None:
-        print("right" if stock_rows(model, prompt(1), max_new_tokens=8) == expected else "wrong")
-        print("right" if stock_rows(model, prompt(1), max_new_tokens=8, num_beams=2) == beams else "wrong")
+    def before() -> None:
+        for more, rows in zip(kinds, expected):
+            print("right" if stock_rows(model, prompt(1), max_new_tokens=8, **more) == rows else "wrong")
 
-    # One of them runs after the engine's own handler, as if it had been there before the package was imported.
-    atexit.unregister(hf_paged.engine.lifetime.at_exit)
-    atexit.register(last_words)
-    atexit.register(hf_paged.engine.lifetime.at_exit)
-    atexit.register(lambda: last_words())
+    def after() -> None:
+        for more in kinds:
+            refused(model.generate, prompt(1), max_new_tokens=8, **more)
+            refused(model.paged.submit, prompt(1), max_new_tokens=8, **more)
+        refused(model, prompt(2, 1), past_key_values=cache)
+        print("right" if model.paged.stats().num_blocks == 256 else "wrong")
+
+    def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except RuntimeError as error:
+            print("right" if "the interpreter is ending" in str(error) else "wrong")
+        else:
+            print("wrong")
+
+    atexit.unregister(PROCESS.at_exit)
+    atexit.register(after)
+    atexit.register(PROCESS.at_exit)
+    atexit.register(before)
     _KEPT.append((model, _busy(model)))
 
 
@@ -1099,7 +1117,7 @@ def test_processes(processes: dict[str, Any], name: str) -> None:
         num_right = {
             "exit_while_the_engine_is_freed": 1,
             "exit_with_other_threads": 3,
-            "exit_with_handlers_that_generate": 4,
+            "exit_with_handlers_that_generate": 11,
         }.get(name, 0)
         assert found["text"].count("right") == num_right
     assert found["seconds"] < PATIENCE

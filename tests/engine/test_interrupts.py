@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from hf_paged.core import interrupts
+from hf_paged.core.interrupts import deferred_interrupt
 
 SCRIPT = Path(__file__).parents[1] / "interrupt_lines.py"
 SEED = 0
@@ -29,33 +32,22 @@ def run(*arguments: object, seconds: float) -> None:
     assert result.returncode == 0, result.stdout
 
 
-FORK = """
-import os, runpy, signal, sys, threading
-
-deferred_interrupt = runpy.run_path(sys.argv[1])["deferred_interrupt"]
-signal.signal(signal.SIGINT, signal.default_int_handler)
-codes = []
-
-def fork():
-    if (pid := os.fork()) == 0:
-        os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-with deferred_interrupt():
-    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
-assert codes == [0] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-"""
-
-
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_meanwhile_puts_the_handler_back() -> None:
     """Would break: a child that holds Ctrl-C back for good, for the thread that would let it go is not in it."""
-    result = subprocess.run(
-        [sys.executable, "-c", FORK, interrupts.__file__], capture_output=True, text=True, timeout=20
-    )
-    assert result.returncode == 0, result.stderr
+    handler, codes = signal.getsignal(signal.SIGINT), list[int]()
+
+    def fork() -> None:
+        if (pid := os.fork()) == 0:
+            os._exit(0 if signal.getsignal(signal.SIGINT) is handler else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with deferred_interrupt():
+        assert signal.getsignal(signal.SIGINT) is not handler
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert codes == [0] and signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.timeout(130)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_paged.core.process import PROCESS
 from hf_paged.model.weights_version import WeightsVersion
 
 
@@ -410,17 +411,16 @@ def test_a_state_leaves_nothing_behind() -> None:
     """All states of the process share one hook on its optimizers, which doesn't keep them."""
     from torch.optim import optimizer as module
 
-    from hf_paged.model import weights_version
-
     net = make_net()
     first = WeightsVersion(net)
-    num_hooks, num_states = len(module._global_optimizer_post_hooks), len(weights_version._STATES)
+    num_hooks = len(module._global_optimizer_post_hooks)
     second = WeightsVersion(net)
-    assert len(module._global_optimizer_post_hooks) == num_hooks and len(weights_version._STATES) == num_states + 1
+    assert len(module._global_optimizer_post_hooks) == num_hooks
+    assert {first, second} <= set(PROCESS.living(WeightsVersion))
     alive = weakref.ref(second)
     del second
     gc.collect()
-    assert alive() is None and len(weights_version._STATES) == num_states and first in weights_version._STATES
+    assert alive() is None and first in PROCESS.living(WeightsVersion)
 
 
 def test_meta_and_inference_tensors_are_no_obstacle() -> None:

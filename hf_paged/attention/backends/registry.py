@@ -100,9 +100,6 @@ class _Entry:
     preference: int
 
 
-_REGISTERED: dict[str, _Entry] = {}
-
-
 def register(
     name: str, device_types: tuple[str, ...] | None, preference: int
 ) -> Callable[[type[Backend]], type[Backend]]:
@@ -116,9 +113,7 @@ def register(
 
     def add(backend: type[Backend]) -> type[Backend]:
         backend.name = name
-        if name not in _REGISTERED:
-            attention_backends.append(name)
-        _REGISTERED[name] = _Entry(backend, device_types, preference)
+        attention_backends[name] = _Entry(backend, device_types, preference)
         return backend
 
     return add
@@ -126,7 +121,7 @@ def register(
 
 def names() -> list[str]:
     """All registered names, in the order in which "auto" prefers them."""
-    return sorted(_REGISTERED, key=lambda name: -_REGISTERED[name].preference)
+    return sorted(attention_backends.keys() - {"auto"}, key=lambda name: -attention_backends[name].preference)
 
 
 def choose(name: str, kv_cache: Tensor, dtype: torch.dtype, latent_dim: int | None = None) -> Backend:
@@ -148,24 +143,24 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype, latent_dim: int | No
         if reason is not None:
             others = [f'"{own}"' for own in reversed(known) if _is_for(own, pool) and _supports(own, pool) is None]
             raise ValueError(f'attention_backend="{name}" {reason}; use {", ".join(others)} or "auto"')
-        return _REGISTERED[name].backend(kv_cache, latent_dim)
+        return attention_backends[name].backend(kv_cache, latent_dim)
     for own in known:
         if not _is_for(own, pool):
             continue
         reason = _supports(own, pool)
         if reason is None:
-            return _REGISTERED[own].backend(kv_cache, latent_dim)
+            return attention_backends[own].backend(kv_cache, latent_dim)
         logger.info("hf_paged: the attention backend %r is not used: it %s", own, reason)
     raise ValueError(f"no attention backend serves a pool of {pool.dtype} on {pool.device}")
 
 
 def _is_for(name: str, pool: PoolDescription) -> bool:
-    device_types = _REGISTERED[name].device_types
+    device_types = attention_backends[name].device_types
     return device_types is None or pool.device.type in device_types
 
 
 def _supports(name: str, pool: PoolDescription) -> str | None:
-    return _REGISTERED[name].backend.supports(pool)
+    return attention_backends[name].backend.supports(pool)
 
 
 def block_pairs(copies: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ test-pretend: $(VENV)/.installed-dev ## the CUDA path on a device that is preten
 
 # All architectures in all modes take three quarters of an hour on two cores: what has passed with the same code is not
 # run again.
-PRETEND_RECORD = .pretend/$(shell cat $(shell find hf_paged tests/pretend tests/pretend_cuda tests/models.py -name '*.py' -o -name '*.cpp' | sort) \
+PRETEND_RECORD = .pretend/$(shell cat $(shell find hf_paged tests/pretend tests/pretend_cuda tests/helpers -name '*.py' -o -name '*.cpp' | sort) \
     | sha256sum | cut -c1-16).jsonl
 .PHONY: pretend
 pretend: $(VENV)/.installed-dev ## the same for all architectures in all modes, 45 minutes on two cores; goes on where it was

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import join
-from models import tiny_lm
 from torch import Tensor
 from transformers import LogitsProcessor
 
 import hf_paged
+from helpers.models import tiny_lm
+from helpers.waiting import join
 from hf_paged import UnsupportedCallError
 
 peft = pytest.importorskip("peft")

@@ -10,20 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, assert_same_cache, logged_messages, new_cache
-from models import EOS, PAD, build, name_of, ragged_batch, random_ids
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
+from helpers.models import EOS, PAD, build, name_of, ragged_batch, random_ids
+from helpers.pairs import Pair, assert_same_cache, logged_messages, new_cache
+from helpers.user_code import USER_CODE, Boom, Fuse, FusedProcessor
 from hf_paged import PagedCache, PagedConfig
 
 MakePair = Callable[..., Pair]
@@ -352,55 +349,6 @@ def test_cache_implementation_beside_a_cache(pair: Pair) -> None:
 # User code that fails
 
 
-class Boom(Exception):
-    """What the user's code raises."""
-
-
-class Fuse:
-    """Raises at its n-th call."""
-
-    def __init__(self, error: type[BaseException], calls: int) -> None:
-        self.error = error
-        self.calls = calls
-
-    def burn(self) -> None:
-        self.calls -= 1
-        if self.calls < 0:
-            raise self.error("burnt")
-
-
-class FusedProcessor(Fuse, LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.burn()
-        return scores
-
-
-class FusedCriterion(Fuse, StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.burn()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class FusedStreamer(Fuse, BaseStreamer):
-    def put(self, value: Tensor) -> None:
-        self.burn()
-
-    def end(self) -> None:
-        pass
-
-
-class FusedGrammar(Fuse):
-    def __call__(self, row: int, input_ids: Tensor) -> list[int]:
-        self.burn()
-        return [5, 6, 7]
-
-
-USER_CODE: dict[str, Callable[[type[BaseException], int], dict[str, Any]]] = {
-    "processor": lambda error, calls: {"logits_processor": LogitsProcessorList([FusedProcessor(error, calls)])},
-    "criterion": lambda error, calls: {"stopping_criteria": StoppingCriteriaList([FusedCriterion(error, calls)])},
-    "streamer": lambda error, calls: {"streamer": FusedStreamer(error, calls)},
-    "grammar": lambda error, calls: {"prefix_allowed_tokens_fn": FusedGrammar(error, calls)},
-}
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": ragged_batch(),
     "samples": ragged_batch() | {"do_sample": True, "num_return_sequences": 2},

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, Pair, join, logged_messages
-from models import EOS, PAD
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 
 import hf_paged
+from helpers.models import EOS, PAD
+from helpers.pairs import Pair, logged_messages
+from helpers.waiting import PATIENCE, join
 from hf_paged.api.batch_results import BatchResults
 
 MakePair = Callable[..., Pair]

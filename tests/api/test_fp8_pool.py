@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, random_ids
 from torch import Tensor
 from transformers import DynamicCache
 
 import hf_paged
+from helpers.models import build, random_ids
 
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 MODES: dict[str, dict[str, Any]] = {

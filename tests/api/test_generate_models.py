@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, assert_same_cache, new_cache
-from models import MODELS, REFUSED, build, least_blocks, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, pipeline
 
 import hf_paged
+from helpers.models import (
+    MODELS,
+    REFUSED,
+    build,
+    least_blocks,
+    name_of,
+    ragged_batch,
+    random_ids,
+    tiny_lm,
+    tiny_tokenizer,
+)
+from helpers.pairs import Pair, assert_same_cache, new_cache
 
 MakePair = Callable[..., Pair]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, assert_same, logged_messages, new_cache
-from models import build, name_of, ragged_batch, random_ids
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import LogitsProcessor
 
 import hf_paged
+from helpers.models import build, name_of, ragged_batch, random_ids
+from helpers.pairs import Pair, assert_same, logged_messages, new_cache
 from hf_paged.api import generation
 from hf_paged.api.loops import run_loop
 from hf_paged.model.hooks import HookWatch, all_modules

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import Pair
-from models import build, least_blocks, ragged_batch, random_ids
 from transformers import DynamicCache
 
 import hf_paged
+from helpers.models import build, least_blocks, ragged_batch, random_ids
+from helpers.pairs import Pair
 
 MakePair = Callable[..., Pair]
 KINDS = [

@@ -17,9 +17,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from conftest import Pair, assert_same
-from models import MODELS, build, name_of, ragged_batch, random_ids
-from test_packed_linears import held_step
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -27,6 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 import hf_paged
+from helpers.models import MODELS, build, name_of, ragged_batch, random_ids
+from helpers.pairs import Pair, assert_same
+from helpers.requests import held_step
 from hf_paged.api import generation
 from hf_paged.attention.paged_attention import attention_configs
 

@@ -12,12 +12,13 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from conftest import Pair, assert_same, assert_same_cache, join, new_cache
-from models import build, decoder_layers, ragged_batch, random_ids
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_paged
+from helpers.models import build, decoder_layers, ragged_batch, random_ids
+from helpers.pairs import Pair, assert_same, assert_same_cache, new_cache
+from helpers.waiting import join
 
 MakePair = Callable[..., Pair]
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import Pair, assert_same, join
-from models import build, name_of, ragged_batch, random_ids
 from packaging.version import Version
-from state_models import STATE_MODELS, build_state_model
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 import hf_paged
+from helpers.models import build, name_of, ragged_batch, random_ids
+from helpers.pairs import Pair, assert_same
+from helpers.state_models import STATE_MODELS, build_state_model
+from helpers.waiting import join
 from hf_paged.model.cache_argument import cache_argument
 
 MakePair = Callable[..., Pair]

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import Pair, join, new_cache
-from models import least_blocks, ragged_batch, random_ids
 from packaging.version import Version
 from torch import Tensor, nn
-from wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 
 import hf_paged
+from helpers.models import least_blocks, ragged_batch, random_ids
+from helpers.pairs import Pair, new_cache
+from helpers.waiting import join
+from helpers.wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 from hf_paged import PagedCache
 from hf_paged.api.support import is_architecture_supported
 from hf_paged.model.wrapper import token_positions

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from models import build, random_ids
 from torch import Tensor
 
 import hf_paged
+from helpers.models import build, random_ids
 from hf_paged.attention.backends import registry
 from hf_paged.attention.backends.registry import PagedStep, PoolDescription, choose, register
 from hf_paged.attention.backends.torch import TorchBackend, TorchStep

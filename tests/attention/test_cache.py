@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, assert_same, assert_same_cache, new_cache
-from models import build, name_of, ragged_batch, random_ids
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import hf_paged
+from helpers.models import build, name_of, ragged_batch, random_ids
+from helpers.pairs import Pair, assert_same, assert_same_cache, new_cache
 from hf_paged import PagedCache
 
 MakePair = Callable[..., Pair]

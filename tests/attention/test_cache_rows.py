@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
-from models import random_ids
 from torch import Tensor
 from transformers import DynamicCache
 
 import hf_paged
+from helpers.models import random_ids
+from helpers.pairs import Pair
 from hf_paged import PagedCache
 from hf_paged.engine.row_store import RowStore
 

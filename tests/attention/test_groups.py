@@ -7,8 +7,8 @@ from array import array
 import numpy as np
 import pytest
 import torch
-from kernel_cases import random_tensor
 
+from helpers.kernel_cases import random_tensor
 from hf_paged.attention.backends.torch import TorchBackend
 from hf_paged.attention.groups import WindowError, paged_step
 from hf_paged.attention.metadata import AttentionMetadata, padded_tables

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import random_tensor, step_metadata
 from torch import Tensor
 
+from helpers.kernel_cases import random_tensor, step_metadata
 from hf_paged.attention import latent_step, shared_prefix
 from hf_paged.attention.backends.cpu import CPUBackend, CPUStep
 from hf_paged.attention.backends.registry import Backend

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from conftest import join
-
+from helpers.waiting import join
 from hf_paged.attention.lazy import lazy
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import random_tensor, step_metadata
 from torch import Tensor
 
+from helpers.kernel_cases import random_tensor, step_metadata
 from hf_paged.attention.decode_work import Together, WorkKind
 from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata, one_by_one
 from hf_paged.kernels import reference

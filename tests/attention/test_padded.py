@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import step_metadata
 
+from helpers.kernel_cases import step_metadata
 from hf_paged.attention.backends.torch import TorchBackend
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.core.cache_groups import CacheGroups

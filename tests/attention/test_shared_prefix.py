@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import random_ids
 
+from helpers.models import random_ids
+from helpers.pairs import Pair
 from hf_paged.attention import shared_prefix
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.shared_prefix import shared_prefixes

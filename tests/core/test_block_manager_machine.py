@@ -18,11 +18,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from event_ledger import Ledger
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from helpers.event_ledger import Ledger
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from test_scheduler_machine import WatchedScheduler, World, random_call
 
+from helpers.scheduler_world import WatchedScheduler, World, random_call
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import FCFS
 from hf_paged.core.scheduler import Scheduler
@@ -68,11 +68,8 @@ def test_a_contiguous_allocator(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(world, "submit", submit_alone)
     monkeypatch.setattr(world, "_meanwhile", lambda step: None)  # forks, which share blocks
-    monkeypatch.setattr(
-        "test_scheduler_machine.WEIGHTS", {call: {"step": 30, "submit": 15}.get(call, 2) for call in CALLS}
-    )
     for _ in range(600):
-        random_call(world, rng)
+        random_call(world, rng, {call: {"step": 30, "submit": 15}.get(call, 2) for call in CALLS})
         world.check()
         for row in world.rows.values():
             table = world._table(row)

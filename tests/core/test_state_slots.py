@@ -6,8 +6,8 @@ import random
 from collections import Counter
 
 import pytest
-from event_ledger import Ledger
 
+from helpers.event_ledger import Ledger
 from hf_paged.core.batch import Batch
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError

@@ -9,16 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-from browsing import OpenTab, browser, fits, open_tab, picture, wait_until
 from playwright.sync_api import Locator, Page, expect
-from test_demo_server import both
-from test_demo_views import EVIL
 
 from demo.app import build_app, launch
 from demo.hub import Hub
 from demo.limits import Limits
 from demo.loading import load
 from demo.pacing import FULL_SPEED
+from helpers.browsing import OpenTab, browser, fits, open_tab, picture, wait_until
+from helpers.demo_parts import EVIL, both
 
 __all__ = ["both", "browser", "open_tab"]  # fixtures
 

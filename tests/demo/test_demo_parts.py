@@ -16,7 +16,6 @@ from typing import Any
 import gradio as gr
 import pytest
 import torch
-from models import build
 from typer.testing import CliRunner
 
 import hf_paged
@@ -40,6 +39,7 @@ from demo.sharing import SharingMeter, group_sharing
 from demo.streams import TextStream, in_batches, in_thread
 from demo.told import raised, told
 from demo.transcripts import Transcripts
+from helpers.models import build
 from hf_paged import EngineStats
 from hf_paged.tools.report import stock_kv_usage
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,28 +15,13 @@ from typer.testing import CliRunner
 from demo import serving
 from demo.__main__ import command
 from demo.hub import Hub
-from demo.limits import Limits
-from demo.loading import load
 from demo.pages.requests import requests_value
-from demo.serving import address, listen, make_server
+from demo.serving import address, listen
+from helpers.demo_parts import both
+
+__all__ = ["both"]  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning")  # what Gradio uses of pandas
-
-
-@pytest.fixture(scope="module")
-def both() -> Iterator[Any]:
-    """The demo and the interface; their address, the hub, and the table of requests."""
-    hub = Hub(load(), {"num_blocks": 64, "block_size": 16, "preemption": "auto"}, Limits(), is_fixed=True)
-    server, listening = make_server(hub, "127.0.0.1", None, welcome=False)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    requests = server.config.app.state.requests  # type: ignore[union-attr]
-    yield SimpleNamespace(url=address(listening), hub=hub, requests=requests)
-    server.should_exit = True
-    thread.join(20)
-    hub.close()
 
 
 def test_both_are_there(both: Any) -> None:

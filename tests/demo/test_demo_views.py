@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_paged
 from demo import sentences, views
+from helpers.demo_parts import EVIL, make_snapshot
 
 TINY_MODEL = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
-EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
 def decode_blocks(text: str) -> list[int]:
@@ -31,54 +30,6 @@ def decode_blocks(text: str) -> list[int]:
 
 def size_of(value: dict[str, Any]) -> int:
     return len(json.dumps(value, separators=(",", ":")).encode())
-
-
-def make_snapshot(num_blocks: int = 5000, num_requests: int = 200, seed: int = 0) -> dict[str, Any]:
-    """A pool in its worst state for a compact picture: full, scattered, every block hashed."""
-    choose = random.Random(seed)
-    free = choose.sample(range(num_blocks), num_blocks)
-    groups = []
-    for number in range(num_requests):
-        table = [free.pop() for _ in range(num_blocks // num_requests)]
-        sequence = {
-            "id": 1000 + number,
-            "num_tokens": 16 * len(table),
-            "num_computed_tokens": 16 * len(table) - 1,
-            "num_prompt_tokens": 100,
-            "num_cached_tokens": 32,
-            "tail": [1, 2, 3],
-            "block_table": table,
-            "block_tables": [table],
-        }
-        group = {"id": 500 + number, "request_id": None, "status": "running", "is_idle": False, "priority": 0}
-        groups.append(group | {"sequences": [sequence]})
-    events = [
-        {
-            "id": each,
-            "time": 1.7e9,
-            "step": each // 9,
-            "kind": "allocated",
-            "group": 500,
-            "sequence": 1000,
-            "blocks": [7],
-        }
-        for each in range(2000)
-    ]
-    return {
-        "num_blocks": num_blocks,
-        "block_size": 16,
-        "num_swap_blocks": num_blocks,
-        "bytes_per_block": 36864,
-        "is_paused": False,
-        "num_steps": 7,
-        "blocks": [0 if block in free else 1 for block in range(num_blocks)],
-        "hashes": [f"{choose.getrandbits(32):08x}" for _ in range(num_blocks)],
-        "groups": groups,
-        "waiting": [],
-        "running": [group["id"] for group in groups],
-        "swapped": [],
-        "events": events,
-    }
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from typing import Any
 
 import gradio as gr
 import pytest
-from browsing import OpenTab, browser, fits, open_tab, picture, wait_until
 from playwright.sync_api import Page, expect
-from test_demo_views import EVIL, make_snapshot
 
 import hf_paged
 from demo import views
+from helpers.browsing import OpenTab, browser, fits, open_tab, picture, wait_until
+from helpers.demo_parts import EVIL, make_snapshot
 
 __all__ = ["browser", "open_tab"]  # fixtures
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import Pair
-from models import random_ids
-from test_engine import ENDLESS, PATIENCE, Brake, blocks_in_use, eventually, settle, stock_rows
 
+from helpers.models import random_ids
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, Brake, blocks_in_use, settle, stock_rows
+from helpers.waiting import PATIENCE, eventually
 from hf_paged import Request
 
 pytestmark = pytest.mark.timeout(100)

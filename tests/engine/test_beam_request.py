@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
-from models import PAD, VOCAB, ragged_batch, random_ids
-from test_engine import ENDLESS, PATIENCE, eventually, settle
 from torch import Tensor
 
+from helpers.models import PAD, VOCAB, ragged_batch, random_ids
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, settle
+from helpers.waiting import PATIENCE, eventually
 from hf_paged.engine import executor
 from hf_paged.engine.beam_request import BeamRequest
 from hf_paged.sampling import beams

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Pair
 from hypothesis import given
 from hypothesis import strategies as st
-from models import build, random_ids
 from transformers import AutoModelForCausalLM
 
 import hf_paged
+from helpers.models import build, random_ids
+from helpers.pairs import Pair
 from hf_paged.attention.metadata import AttentionMetadata
 
 MakePair = Callable[..., Pair]

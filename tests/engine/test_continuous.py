@@ -22,13 +22,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, Pair, assert_same, join, new_cache
-from models import VOCAB, build, name_of, ragged_batch, random_ids, tiny_tokenizer
-from test_generate_modes import BEAMS, MODES, NEW, SAMPLE, Mode, NextToken, assistant
 from torch import Tensor
 from transformers import LogitsProcessor, TextIteratorStreamer
 
 import hf_paged
+from helpers.models import VOCAB, build, name_of, ragged_batch, random_ids, tiny_tokenizer
+from helpers.modes import BEAMS, MODES, NEW, SAMPLE, Mode, assistant
+from helpers.pairs import Pair, assert_same, new_cache
+from helpers.user_code import NextToken
+from helpers.waiting import PATIENCE, join
 from hf_paged import PagedCache
 from hf_paged.sampling.random import DRAWS
 

@@ -7,22 +7,23 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, Pair
-from models import EOS, VOCAB, build, name_of, random_ids, tiny_lm, tiny_tokenizer
-from test_generate_modes import NextToken, StopAll
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 
 import hf_paged
+from helpers.models import VOCAB, build, name_of, random_ids, tiny_lm, tiny_tokenizer
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, SAMPLE, Brake, Gate, blocks_in_use, settle, stock_rows
+from helpers.user_code import Asker, NextToken, StopAll
+from helpers.waiting import PATIENCE, eventually
 from hf_paged import PagedCache, Request, RequestOutput
 from hf_paged.engine import many_prompts
 from hf_paged.engine.sampled_request import SampledRequest
@@ -31,123 +32,10 @@ from hf_paged.model.weights_version import WeightsVersion
 
 MakePair = Callable[..., Pair]
 
-SAMPLE = {"do_sample": True}
-ENDLESS = {"eos_token_id": None}
-
 pytestmark = pytest.mark.timeout(60)
 
 
 # Helpers, for the tests of faults as well
-
-
-class Gate(LogitsProcessor):
-    """Holds its call at one of its steps until it is opened. User code: its call's loop runs on a thread of its own."""
-
-    def __init__(self, step: int = 0) -> None:
-        self._steps_left = step
-        self.reached = threading.Event()
-        self._opened = threading.Event()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self._steps_left == 0:
-            self.reached.set()
-            assert self._opened.wait(PATIENCE)
-        self._steps_left -= 1
-        return scores
-
-    def __enter__(self) -> Gate:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._opened.set()
-
-    def open(self) -> None:
-        """Lets the call go on."""
-        self._opened.set()
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `generate()`."""
-        return {"logits_processor": LogitsProcessorList([self])}
-
-
-class Brake:
-    """Stops the worker inside a forward, so that whatever is submitted meanwhile waits."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._step: int | None = None
-        self._reached = threading.Event()
-        self._released = threading.Event()
-        self._released.set()
-        # Here to stay: hooks that come and go are changes of the model.
-        pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(self._hook))
-
-    def _hook(self, *_: Any) -> None:
-        if self._step is None:
-            return
-        self._step -= 1
-        if self._step < 0:
-            self._step = None
-            self._reached.set()
-            assert self._released.wait(PATIENCE)
-
-    @contextmanager
-    def at(self, step: int = 0) -> Iterator[Callable[[], None]]:
-        """The worker stops in its forward after `step` others; gives a function that waits until it is there."""
-        self._reached.clear()
-        self._released.clear()
-        self._step = step
-        try:
-            yield lambda: None if self._reached.wait(PATIENCE) else pytest.fail("no step was run")
-        finally:
-            self._step = None
-            self._released.set()
-
-    def release(self) -> None:
-        """Lets it go on."""
-        self._released.set()
-
-
-def stock_rows(model: Any, input_ids: Any, **arguments: Any) -> list[list[int]]:
-    """Generated ids of stock `generate()` for one prompt, each row up to its end."""
-    ids = torch.as_tensor(input_ids).reshape(1, -1)
-    result = model.generate(ids, **arguments)
-    sequences = result if isinstance(result, Tensor) else result.sequences
-    eos = arguments.get("eos_token_id", EOS)
-    ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-    rows = []
-    for row in sequences[:, ids.shape[1] :].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-        rows.append(row[:end])
-    return rows
-
-
-def eventually(is_true: Callable[[], bool], what: str) -> None:
-    """Asserts that something becomes true, soon."""
-    deadline = time.monotonic() + PATIENCE
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-
-
-def settle(pair: Pair) -> None:
-    """Asserts that all is as it should be when no call runs, and that the next request is served."""
-
-    def is_free() -> bool:
-        stats = pair.engine.stats()
-        return stats.num_free_blocks == stats.num_blocks and stats.num_waiting == stats.num_swapped == 0
-
-    eventually(is_free, f"something is still held: {pair.engine.stats()}")
-    pair.engine.check_invariants()
-    ids = random_ids(1, 6, seed=77)
-    found = pair.engine.submit(ids, max_new_tokens=5).result(PATIENCE).sequences
-    assert found == stock_rows(pair.stock, ids, max_new_tokens=5)
-    pair.assert_all_free()
-
-
-def blocks_in_use(pair: Pair) -> int:
-    stats = pair.engine.stats()
-    return stats.num_blocks - stats.num_free_blocks
 
 
 # Tokens
@@ -861,19 +749,6 @@ def test_a_cache_salt_keeps_prefixes_apart(pair: Pair, arguments: dict[str, Any]
     assert [hits("a"), hits("b"), hits(None)] == [0, 0, 0]
     assert all(hits(salt) >= 32 for salt in ("a", "b", None))
     assert hits("c") == 0
-
-
-class Asker(LogitsProcessor):
-    """Asks another model, once, about the prompt."""
-
-    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
-        self.ask: Callable[[Tensor], Any] | None = ask
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        ask, self.ask = self.ask, None
-        if ask is not None:
-            ask(input_ids)
-        return scores
 
 
 ASKS: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, Pair
-from models import random_ids
-from test_engine import ENDLESS, SAMPLE, Brake, eventually, settle, stock_rows
 from torch import Tensor
 from transformers import LogitsProcessor
+
+from helpers.models import random_ids
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, SAMPLE, Brake, settle, stock_rows
+from helpers.waiting import PATIENCE, eventually
 
 MakePair = Callable[..., Pair]
 

@@ -9,45 +9,32 @@ from __future__ import annotations
 
 import atexit
 import copy
-import faulthandler
 import functools
 import gc
-import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import Pair, logged_messages
-from models import VOCAB, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
-from test_bad_input import USER_CODE, Boom
-from test_engine import (
-    ENDLESS,
-    PATIENCE,
-    SAMPLE,
-    Brake,
-    Gate,
-    blocks_in_use,
-    eventually,
-    settle,
-    stock_rows,
-)
-from test_generate_modes import NextToken
 from torch import Tensor, nn
 from transformers import LogitsProcessor, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
+from helpers.models import VOCAB, build, name_of, ragged_batch, tiny_lm, tiny_tokenizer
+from helpers.pairs import Pair, logged_messages
+from helpers.processes import ends_of_processes, in_child, run_processes
+from helpers.requests import ENDLESS, MARKER, SAMPLE, Brake, Gate, blocks_in_use, prompt, settle, stock_rows
+from helpers.user_code import USER_CODE, Boom, NextToken
+from helpers.waiting import PATIENCE, eventually
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.process import PROCESS
 from hf_paged.engine.beam_request import BeamRequest
@@ -58,17 +45,7 @@ from hf_paged.model.packed_forward import PackedForward
 
 MakePair = Callable[..., Pair]
 
-MARKER = 96  # a token that only the victim's prompt has
-
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("ctrl_c")]
-
-
-def prompt(seed: int, length: int = 8, marker: bool = False) -> Tensor:
-    """A random prompt without `MARKER`, or with it."""
-    ids = random_ids(1, length, seed=seed) % (MARKER - 3) + 3
-    if marker:
-        ids[0, length // 2] = MARKER
-    return ids
 
 
 KINDS: list[dict[str, Any]] = [{}, {"num_beams": 2}, SAMPLE | {"num_return_sequences": 2}]
@@ -898,38 +875,6 @@ def exit_by_ctrl_c() -> None:
     model.generate(prompt(1), max_new_tokens=240, **ENDLESS)
 
 
-def _in_child(check: Callable[[], None]) -> None:
-    """Forks; the child must come back from `check` soon, and without an error."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            check()
-            os._exit(0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
-    assert _wait_for(pid, PATIENCE - 5) == 0, "the child failed"
-
-
-def _wait_for(pid: int, seconds: float) -> int | None:
-    """The exit code of a child; `None`: it had to be killed, and has printed where it was."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGABRT)  # it says where its threads are
-    time.sleep(1)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
-
-
 def fork_when_idle() -> None:
     stock, model = _patched()
     given = {"max_new_tokens": 12}
@@ -944,9 +889,9 @@ def fork_when_idle() -> None:
         assert stats.num_free_blocks == stats.num_blocks
 
     check()
-    _in_child(check)
+    in_child(check)
     check()
-    _in_child(lambda: _in_child(check))
+    in_child(lambda: in_child(check))
     check()
 
 
@@ -985,7 +930,7 @@ def fork_with_requests_in_flight() -> None:
 
     quick = [stock_rows(stock, prompt(9), max_new_tokens=4, **more) for more in ({}, {"num_beams": 2})]
     for _ in range(3):
-        _in_child(check)
+        in_child(check)
     for thread in threads:
         thread.join(30)
     assert [results[seed] for seed in range(4)] == expected
@@ -1025,7 +970,7 @@ def fork_in_the_midst_of_a_step() -> None:
         assert len(found) == 4 and model.config._attn_implementation == stock.config._attn_implementation
         assert stock_rows(model, prompt(2), max_new_tokens=4) == stock_rows(stock, prompt(2), max_new_tokens=4)
 
-    _in_child(check)
+    in_child(check)
     assert not request.is_done
     may_go_on.set()
     assert request.result(PATIENCE).sequences == stock_rows(stock, prompt(1), max_new_tokens=1)
@@ -1058,45 +1003,6 @@ PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
         (fork_in_the_midst_of_a_step, 0),
     )
 }
-
-
-def run_processes(processes: Iterable[Callable[[], None]]) -> None:
-    """Runs each of them in a fork of this process, which has imported everything and done nothing."""
-    results = {}
-    for process in processes:
-        started = time.monotonic()
-        with tempfile.TemporaryFile() as file:
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-                faulthandler.enable()
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                # torch makes its pool of threads anew in the first call of each child, and not safely: threads that
-                # call it at once fail now and then ("Invalid thread pool!").
-                torch.set_num_threads(1)
-                process()
-                return  # to the end of the script, and of this interpreter
-            code = _wait_for(pid, PATIENCE + 5)
-            file.seek(0)
-            text = file.read().decode()
-        results[process.__name__] = {"code": code, "seconds": time.monotonic() - started, "text": text}
-    print(json.dumps(results))
-
-
-def ends_of_processes(script: str) -> dict[str, Any]:
-    """How those ended that a script runs by `run_processes`: exit code, seconds, and what was printed."""
-    result = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=8 * PATIENCE,
-        cwd=os.path.dirname(script) + "/../..",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # what it imports is in other folders
-    )
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 @pytest.fixture(scope="module")

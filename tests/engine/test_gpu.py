@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import join
-from models import build, random_ids
 
 import hf_paged
+from helpers.models import build, random_ids
+from helpers.waiting import join
 from hf_paged.memory.swap_space import SwapSpace
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.testing import compare_generations

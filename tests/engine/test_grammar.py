@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, Pair
-from models import tiny_lm, tiny_tokenizer
-from test_engine import settle
 from torch import Tensor
 from transformers import LogitsProcessor
 
 import hf_paged
+from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.pairs import Pair
+from helpers.requests import settle
+from helpers.waiting import PATIENCE
 
 MakePair = Callable[..., Pair]
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
-from models import ragged_batch, random_ids
-from test_engine import ENDLESS, PATIENCE, settle
 from torch import Tensor
 
 import hf_paged
+from helpers.models import ragged_batch, random_ids
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, settle
+from helpers.waiting import PATIENCE
 from hf_paged import PagedCache
 
 MakePair = Callable[..., Pair]

@@ -1,6 +1,6 @@
 """SIGINT at each line that the public calls run: no later call hangs, and none gives other tokens.
 
-`interrupt_lines.py` says how; it runs in processes of its own, which a hang ends.
+`helpers/interrupt_lines.py` says how; it runs in processes of its own, which a hang ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from hf_paged.core.interrupts import deferred_interrupt
 
-SCRIPT = Path(__file__).parents[1] / "interrupt_lines.py"
+SCRIPT = Path(__file__).parents[1] / "helpers/interrupt_lines.py"
 SEED = 0
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
-from models import build
-from state_models import STATE_MODELS, build_state_model
-from test_engine import ENDLESS, PATIENCE, SAMPLE, settle
-from test_faults import prompt
-from test_generate_modes import NextToken
 
 import hf_paged
+from helpers.models import build
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, SAMPLE, prompt, settle
+from helpers.state_models import STATE_MODELS, build_state_model
+from helpers.user_code import NextToken
+from helpers.waiting import PATIENCE
 
 MakePair = Callable[..., Pair]
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, join
-from models import random_ids
-from state_models import build_state_model
-from test_engine import ENDLESS, PATIENCE, SAMPLE, Gate, eventually, settle
-from test_generate_modes import NextToken
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.generation.streamers import BaseStreamer
 
+from helpers.models import random_ids
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, SAMPLE, Gate, settle
+from helpers.state_models import build_state_model
+from helpers.user_code import NextToken
+from helpers.waiting import PATIENCE, eventually, join
 from hf_paged.api import loops
 from hf_paged.engine.executor import StepExecutor
 

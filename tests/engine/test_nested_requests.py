@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
-from models import build, random_ids
-from test_engine import ENDLESS, PATIENCE, Asker, settle, stock_rows
 
 import hf_paged
+from helpers.models import build, random_ids
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, settle, stock_rows
+from helpers.user_code import Asker
+from helpers.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(100)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OverlappingExecutor
-from models import MODELS, VOCAB, build, decoder_layers, random_ids
 from transformers import PreTrainedModel
 
 import hf_paged
+from helpers.models import MODELS, VOCAB, build, decoder_layers, random_ids
+from helpers.pairs import OverlappingExecutor
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.kernels.reference import FP8
 from hf_paged.memory.kv_cache import KVCache, KVGeometry

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE
-from models import EOS, MODELS, VOCAB, build, random_ids
 from torch import Tensor
 from transformers import (
     MaxTimeCriteria,
@@ -23,6 +21,8 @@ from transformers import (
 )
 
 import hf_paged
+from helpers.models import EOS, MODELS, VOCAB, build, random_ids
+from helpers.waiting import PATIENCE
 from hf_paged import PagedConfig
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.engine.kv_pool import KVPool
@@ -217,7 +217,7 @@ def test_streams_come_in_order() -> None:
 def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are put into the fixed inputs on the device; on CPU a recording is the function, run again."""
     if device == "cpu":
-        from test_cuda_graph import Recorder
+        from helpers.graphs import Recorder
 
         monkeypatch.setattr("hf_paged.model.cuda_graph.recorder", lambda attention: Recorder())
     model = patch(device=device, cuda_graphs=True, max_num_seqs=6)

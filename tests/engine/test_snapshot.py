@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair
-from event_ledger import Ledger
-from models import build, name_of, random_ids
-from test_engine import ENDLESS, PATIENCE, SAMPLE, eventually, settle, stock_rows
 
 import hf_paged
+from helpers.event_ledger import Ledger
+from helpers.models import build, name_of, random_ids
+from helpers.pairs import Pair
+from helpers.requests import ENDLESS, SAMPLE, settle, stock_rows
+from helpers.waiting import PATIENCE, eventually
 from hf_paged import PagedCache
 from hf_paged.core.event_log import NUM_CHUNKS, NUM_EVENTS, EventLog, as_dicts
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, Pair, join, logged_messages
-from models import PAD, VOCAB, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
-from test_engine import settle
 from torch import Tensor
 from transformers import (
     GPT2LMHeadModel,
@@ -26,6 +23,10 @@ from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPena
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_paged
+from helpers.models import PAD, VOCAB, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
+from helpers.pairs import Pair, logged_messages
+from helpers.requests import settle
+from helpers.waiting import PATIENCE, join
 from hf_paged.api.drafting import draft_model_of
 from hf_paged.api.loop_call import LoopCall
 from hf_paged.core.errors import UnsupportedCallError

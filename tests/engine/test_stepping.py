@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, join
-from models import build, name_of, random_ids
-from test_engine import ENDLESS, PATIENCE, SAMPLE, Brake, Gate, eventually, settle, stock_rows
-from test_faults import _in_child, ends_of_processes, run_processes
-from test_generate_modes import NextToken
 from torch import Tensor
 from transformers import LogitsProcessor
 
 import hf_paged
+from helpers.models import build, name_of, random_ids
+from helpers.pairs import Pair
+from helpers.processes import ends_of_processes, in_child, run_processes
+from helpers.requests import ENDLESS, SAMPLE, Brake, Gate, settle, stock_rows
+from helpers.user_code import NextToken
+from helpers.waiting import PATIENCE, eventually, join
 from hf_paged import PagedCache
 from hf_paged.engine.pause import STEP_SECONDS
 
@@ -678,7 +679,7 @@ def fork_in_a_pause() -> None:
         assert not model.paged.is_paused
         assert torch.equal(model.generate(random_ids(1, 9), **given), expected)
 
-    _in_child(check)
+    in_child(check)
     is_right = model.paged.is_paused and not request.is_done
     while model.paged.step():
         pass
@@ -706,7 +707,7 @@ def fork_beside_waiting_threads() -> None:
             pass
         assert torch.equal(found, expected) and request.result(5).token_ids == expected[0, 9:].tolist()
 
-    _in_child(check)
+    in_child(check)
     for thread in threads:
         thread.join(20)
     model.paged.resume()

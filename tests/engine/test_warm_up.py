@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, build, random_ids
-from state_models import build_state_model
 
 import hf_paged
+from helpers.models import MODELS, build, random_ids
+from helpers.state_models import build_state_model
 from hf_paged.engine.warm_up import rehearsals
 
 SMALL = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4}

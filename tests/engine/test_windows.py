@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pair, new_cache
-from models import MODELS, build, decoder_layers, random_ids
 
 import hf_paged
+from helpers.models import MODELS, build, decoder_layers, random_ids
+from helpers.pairs import Pair, new_cache
 from hf_paged.api import probe
 
 MakePair = Callable[..., Pair]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import random_tensor
 from torch import Tensor
 
+from helpers.kernel_cases import random_tensor
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.kernels.layers import InputError

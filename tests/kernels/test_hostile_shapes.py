@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from conftest import Pair, assert_same
-from kernel_cases import random_tensor, repaired_interpreter, step_metadata
-from models import MODELS, build, random_ids
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import hf_paged
+from helpers.kernel_cases import random_tensor, repaired_interpreter, step_metadata
+from helpers.models import MODELS, build, random_ids
+from helpers.pairs import Pair, assert_same
 from hf_paged.attention.backends.registry import choose
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import cpu, cpu_layers

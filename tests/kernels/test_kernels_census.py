@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, run_compiled
 
+from helpers.processes import ROOT, run_compiled
 from hf_paged.attention.backends.triton import TritonBackend
 from hf_paged.kernels.triton_layers import TritonLayers
 

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from conftest import ROOT, run_compiled
+
+from helpers.processes import ROOT, run_compiled
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 

@@ -14,12 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import logged_messages
-from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, step_metadata, strided
-from models import build, random_ids
 from torch import Tensor
 
 import hf_paged
+from helpers.kernel_cases import (
+    LAYOUTS,
+    assert_pairwise,
+    describe,
+    pairwise,
+    random_tensor,
+    same_bits,
+    step_metadata,
+    strided,
+)
+from helpers.models import build, random_ids
+from helpers.pairs import logged_messages
 from hf_paged.attention.backends.cpu import CPUBackend
 from hf_paged.attention.backends.registry import choose
 from hf_paged.attention.backends.torch import TorchBackend

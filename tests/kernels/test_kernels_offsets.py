@@ -1,4 +1,4 @@
-"""Addresses over pools far beyond 2^31 elements (`kernel_offsets.py` goes through what Triton makes of the kernels)."""
+"""Addresses over pools far beyond 2^31 elements (`helpers/kernel_offsets.py` says how)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, run_compiled
+
+from helpers.processes import ROOT, run_compiled
 
 OVER_THE_POOL = ("_decode_kernel", "_prefill_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel")
 OVER_THE_POOL += ("_latent_decode_kernel", "_write_latents_kernel", "_shared_decode_kernel")
@@ -16,7 +17,9 @@ OVER_THE_POOL += ("_latent_decode_kernel", "_write_latents_kernel", "_shared_dec
 
 def offsets(root: Path = ROOT, *arguments: str) -> dict[str, Any]:
     """What the program finds."""
-    found: dict[str, Any] = json.loads(run_compiled(ROOT / "tests/kernel_offsets.py", *arguments, python_path=root))
+    found: dict[str, Any] = json.loads(
+        run_compiled(ROOT / "tests/helpers/kernel_offsets.py", *arguments, python_path=root)
+    )
     return found
 
 

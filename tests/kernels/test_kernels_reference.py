@@ -16,9 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import LAYOUTS, assert_pairwise, describe, pairwise, random_tensor, same_bits, step_metadata, strided
 from torch import Tensor
 
+from helpers.kernel_cases import (
+    LAYOUTS,
+    assert_pairwise,
+    describe,
+    pairwise,
+    random_tensor,
+    same_bits,
+    step_metadata,
+    strided,
+)
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import reference
 

@@ -27,8 +27,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Pair
-from kernel_cases import (
+from torch import Tensor
+
+from helpers.kernel_cases import (
     LAYOUTS,
     assert_pairwise,
     describe,
@@ -39,8 +40,8 @@ from kernel_cases import (
     step_metadata,
     strided,
 )
-from models import build, ragged_batch
-from torch import Tensor
+from helpers.models import build, ragged_batch
+from helpers.pairs import Pair
 
 triton = pytest.importorskip("triton")  # an extra, and not on every platform
 import triton.language as tl  # noqa: E402

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import join
-from models import MODELS, build, ragged_batch, random_ids
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import hf_paged
+from helpers.graphs import Again, Recorder
+from helpers.models import MODELS, build, ragged_batch, random_ids
+from helpers.waiting import join
 from hf_paged import PagedCache
 from hf_paged.attention.decode_work import WorkKind, share_out
 from hf_paged.model import cuda_graph
@@ -37,52 +38,6 @@ READ_BACK = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "g
 # Not recorded: of chunks; values narrower than keys. What keeps them from it is said.
 REFUSED = ("llama4",)
 NOT_RECORDED = (*REFUSED, "mimo_v2_flash")
-
-
-class Again:
-    """A recording without a device to record: the function, run again; its output stays where it was."""
-
-    num_bytes = 0
-
-    def __init__(self, function: Callable[[], Tensor]) -> None:
-        self._function = function
-        self.output = function()
-
-    def replay(self) -> None:
-        with torch.inference_mode():  # the output is a tensor of it
-            self.output.copy_(self._function())
-
-
-class Recorder:
-    """What was recorded and replayed."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.replays: list[int] = []
-        self.make: Callable[[Callable[[], Tensor]], Any] = Again
-        self.recordings: list[weakref.ref[Any]] = []
-        self.running: int | None = None  # the size that is being replayed
-
-    def __call__(self, function: Callable[[], Tensor]) -> Any:
-        made = self.make(function)
-        size = len(made.output)
-        self.sizes.append(size)
-        replay = made.replay
-
-        def counted() -> None:
-            self.replays.append(size)
-            self.running = size
-            replay()
-            self.running = None
-
-        made.replay = counted
-        self.recordings.append(weakref.ref(made))
-        return made
-
-    @property
-    def steps(self) -> list[int]:
-        """Replays that were steps: each size is replayed once when it is recorded."""
-        return self.replays[len(self.sizes) :]
 
 
 @pytest.fixture

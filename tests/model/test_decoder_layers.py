@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, random_ids
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaModel, LlamaRMSNorm
 
 import hf_paged
+from helpers.models import build, random_ids
 from hf_paged import PagedCache
 from hf_paged.attention.wanted import WantedTokens
 from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import repaired_interpreter
-from library_code import as_library_code
-from models import MODELS, build, random_ids
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -18,6 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import hf_paged
+from helpers.kernel_cases import repaired_interpreter
+from helpers.library_code import as_library_code
+from helpers.models import MODELS, build, random_ids
 from hf_paged import PagedCache
 from hf_paged.kernels import cpu_layers
 from hf_paged.model import fused_layers, fused_rotary

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, build, ragged_batch, random_ids
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import hf_paged
+from helpers.models import MODELS, build, ragged_batch, random_ids
 from hf_paged.api.support import is_architecture_supported
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}

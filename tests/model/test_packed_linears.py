@@ -16,9 +16,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from conftest import assert_same
-from library_code import as_library_code
-from models import random_ids
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -27,6 +24,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.utils import ModelOutput
 
 import hf_paged
+from helpers.library_code import as_library_code
+from helpers.models import random_ids
+from helpers.pairs import assert_same
 from hf_paged import PagedCache
 from hf_paged.attention.context import is_sentinel
 from hf_paged.model import linear_ways, packed_linears, trial

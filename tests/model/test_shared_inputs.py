@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_ids
 from test_packed_linears import CHANGES, GREEDY, IDS, _Always, assert_clean, compare, logits, make, patch
 from torch import Tensor, nn
 
 import hf_paged
+from helpers.models import random_ids
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.model import decoder_layers, linear_ways, packed_linears, shared_inputs
 

@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from models import MODELS, VOCAB, build
-from state_models import STATE_MODELS, build_state_model
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
+from helpers.models import MODELS, VOCAB, build
+from helpers.state_models import STATE_MODELS, build_state_model
 
 RANK = int(os.environ["RANK"])
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 8]])

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from models import build
 
 import hf_paged
+from helpers.models import build
 
 
 @pytest.mark.parametrize(

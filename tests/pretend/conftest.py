@@ -10,9 +10,9 @@ from unittest import mock
 
 import pretend_cuda
 import pytest
-from kernel_cases import repaired_interpreter
 from pretend_cuda import Event, Seen
 
+from helpers.kernel_cases import repaired_interpreter
 from hf_paged.engine.executor import StepExecutor
 
 pretend_cuda.install()

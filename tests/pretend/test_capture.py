@@ -14,11 +14,11 @@ from typing import Any
 import pretend_cuda
 import pytest
 import torch
-from conftest import join
-from models import build, random_ids
 from torch import Tensor
 
 import hf_paged
+from helpers.models import build, random_ids
+from helpers.waiting import join
 from hf_paged.model import cuda_graph, graph_capture
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from conftest import join
 from torch import Tensor
+
+from helpers.waiting import join
 
 
 def on_device(*numbers: float) -> Tensor:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pretend_cuda
 import pytest
 import torch
-from models import build, random_ids
 from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 import hf_paged
+from helpers.models import build, random_ids
 from hf_paged.model.step_memory import StepMemory, graph_bytes, sampler_bytes, workspace_bytes
 from hf_paged.sampling.processors import processor_kinds
 from hf_paged.sampling.random import SamplingNoise

@@ -7,132 +7,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 import pytest
-import torch
-from conftest import assert_same, join
-from models import MODELS, VOCAB, build, ragged_batch, random_ids
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
+from helpers.device_modes import MODES
+from helpers.models import MODELS, build, random_ids
+from helpers.pairs import assert_same
 from hf_paged.model import cuda_graph
 
 from .conftest import watched
 
-NEW = 6
-
-
-# Made once, by the stock model's call: to bring them to the device waits.
-@cache
-def ragged() -> dict[str, Tensor]:
-    return {name: value.to("cuda") for name, value in ragged_batch((9, 6, 2)).items()}
-
-
-@cache
-def prompts(rows: int, length: int) -> Tensor:
-    return random_ids(rows, length, seed=length).to("cuda")
-
-
-class Shift(LogitsProcessor):
-    """A user's own: what it adds depends on the tokens so far."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.roll(1, dims=-1) + (input_ids[:, -1:] % 5) * torch.arange(VOCAB, device=scores.device) / VOCAB
-
-
-def _generate(model: Any, **arguments: Any) -> Any:
-    torch.manual_seed(0)
-    return model.generate(**ragged(), max_new_tokens=NEW, **arguments)
-
-
-def _one(model: Any, **arguments: Any) -> Any:
-    torch.manual_seed(0)
-    return model.generate(prompts(1, 9), max_new_tokens=NEW, **arguments)
-
-
-def _user_processor(model: Any) -> Any:
-    return _generate(model, logits_processor=LogitsProcessorList([Shift()]))
-
-
-def _twice(model: Any) -> Any:
-    return [model.generate(prompts(2, 9), max_new_tokens=NEW, eos_token_id=None) for _ in range(2)]
-
-
-def _crowd(model: Any) -> Any:
-    return model.generate(prompts(4, 9), max_new_tokens=10, eos_token_id=None)
-
-
-def _threads(model: Any) -> Any:
-    results: list[Any] = [None] * 3
-
-    def call(index: int) -> None:
-        results[index] = model.generate(prompts(1, 5 + index), max_new_tokens=NEW)
-
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    join(*threads, seconds=100)
-    return results
-
-
-def _submit(model: Any) -> Any:
-    given = [prompts(1, 5 + index) for index in range(3)]
-    if not hasattr(model, "paged"):
-        return [model.generate(ids, max_new_tokens=NEW)[0, ids.shape[1] :].tolist() for ids in given]
-    asked = zip(given, (None, 0, 3), strict=True)
-    requests = [model.paged.submit(ids[0], max_new_tokens=NEW, logprobs=num_top) for ids, num_top in asked]
-    outputs = [request.result(100) for request in requests]
-    for output in outputs[1:]:  # greedy: the likeliest of all
-        assert [each.token_id for each in output.logprobs[0]] == output.token_ids
-    assert all(each.top[0] == (each.token_id, each.logprob) for each in outputs[2].logprobs[0])
-    return [output.token_ids for output in outputs]
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way to call a model.
-
-    Attributes:
-        call: Calls a stock or a patched model.
-        settings: Of the patched one.
-        entries: Calls of `generate()` and `submit()` in it; each may wait for the device once. `None`: transformers'
-            own loop runs, and waits as it does.
-        reached: A counter of `stats()` that must have moved.
-        is_exact: Whether stock's tokens are expected.
-    """
-
-    call: Callable[[Any], Any]
-    settings: dict[str, Any] = field(default_factory=dict)
-    entries: int | None = 1
-    reached: str = "num_steps"
-    is_exact: bool = True
-
-
-FEW = {"num_blocks": 12, "enable_prefix_caching": False}
-SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-MODES = {
-    "greedy": Mode(_generate),
-    "steps_in_turn": Mode(_generate, {"use_async_batching": False}),
-    "sampling": Mode(lambda model: _generate(model, do_sample=True, top_k=20, top_p=0.9, temperature=1.3)),
-    "samples": Mode(lambda model: _one(model, do_sample=True, num_return_sequences=3)),
-    "beams": Mode(lambda model: _generate(model, num_beams=3, num_return_sequences=2), entries=None),
-    "processors": Mode(lambda model: _generate(model, repetition_penalty=1.3, no_repeat_ngram_size=2), entries=None),
-    "user_processor": Mode(_user_processor, entries=None),
-    "scores": Mode(lambda model: _generate(model, **SCORES), entries=None),
-    "prompt_lookup": Mode(lambda model: _one(model, prompt_lookup_num_tokens=3), entries=None),
-    "fp8_pool": Mode(_generate, {"kv_cache_dtype": "fp8_e5m2"}, is_exact=False),
-    "swap": Mode(_crowd, FEW | {"preemption": "swap", "swap_space_gib": 0.01}, reached="num_preemptions"),
-    "recompute": Mode(_crowd, FEW | {"preemption": "recompute"}, reached="num_preemptions"),
-    "prefix_hits": Mode(_twice, entries=2, reached="prefix_cache_hit_tokens"),
-    "threads": Mode(_threads, entries=3),
-    "submit": Mode(_submit, entries=3),
-}
 # Mixtures of experts in float32: no graph can hold them.
 READS_ON_THE_HOST = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # Not served by Triton's kernels and graphs as they are: of two widths, of chunks; gemma3n's own code makes a tensor on

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_ids
 from torch import Tensor
-from wrappers import asking, build_wrapper
 
 import hf_paged
+from helpers.models import random_ids
+from helpers.wrappers import asking, build_wrapper
 
 from .conftest import watched
 

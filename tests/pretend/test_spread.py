@@ -10,14 +10,13 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from conftest import assert_same, assert_same_cache, new_cache
-from models import build, decoder_layers, random_ids
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_paged
-
-from .test_modes import NEW, _crowd, _generate, _one, _submit, _threads, _twice, _user_processor, prompts
+from helpers.device_modes import NEW, _crowd, _generate, _one, _submit, _threads, _twice, _user_processor, prompts
+from helpers.models import build, decoder_layers, random_ids
+from helpers.pairs import assert_same, assert_same_cache, new_cache
 
 SETTINGS = {"block_size": 4, "num_blocks": 64}
 

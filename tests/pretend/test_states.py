@@ -14,19 +14,19 @@ from typing import Any
 import pretend_cuda
 import pytest
 import torch
-from conftest import assert_same
-from models import build, random_ids
-from state_models import STATE_MODELS, build_state_model
 from torch import Tensor
 from transformers import DynamicCache
 
 import hf_paged
+from helpers import device_modes
+from helpers.device_modes import Mode, prompts, ragged
+from helpers.models import build, random_ids
+from helpers.pairs import assert_same
+from helpers.state_models import STATE_MODELS, build_state_model
 from hf_paged.model.cache_argument import cache_argument
 from hf_paged.model.step_memory import StepMemory
 
-from . import test_modes
 from .conftest import watched
-from .test_modes import Mode, prompts, ragged
 
 SETTINGS = {"block_size": 4, "num_blocks": 400, "max_num_seqs": 4, "cuda_graphs": None}
 WHOLE_PROMPTS = ("jamba", "mamba", "falcon_mamba", "zamba")  # whose scan takes no state along into several tokens
@@ -52,8 +52,8 @@ def _beams(model: Any) -> Any:
     return model.generate(**ragged(), max_new_tokens=4, num_beams=2, eos_token_id=None)
 
 
-MODES = {name: test_modes.MODES[name] for name in ("greedy", "sampling", "prefix_hits")} | {
-    "samples_in_chunks": replace(test_modes.MODES["samples"], settings={"max_num_batched_tokens": 4}),
+MODES = {name: device_modes.MODES[name] for name in ("greedy", "sampling", "prefix_hits")} | {
+    "samples_in_chunks": replace(device_modes.MODES["samples"], settings={"max_num_batched_tokens": 4}),
     "turns": Mode(_turns, entries=None),
     "swapped_beams": Mode(_beams, {"preemption": "swap"}, entries=None, reached="num_swapped_out"),
     "recomputed_beams": Mode(_beams, {"preemption": "recompute"}, entries=None, reached="num_preemptions"),

@@ -14,8 +14,6 @@ from unittest import mock
 import pretend_cuda
 import pytest
 import torch
-from conftest import assert_same, logged_messages
-from models import build, ragged_batch, random_ids, tiny_tokenizer
 from pretend_cuda import Event
 from torch import Tensor
 from transformers import (
@@ -28,6 +26,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
+from helpers.models import build, ragged_batch, random_ids, tiny_tokenizer
+from helpers.pairs import assert_same, logged_messages
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.memory.streams import Handover, steps_stream
 from hf_paged.model.step_memory import StepMemory

@@ -10,9 +10,9 @@ from unittest import mock
 import pretend_cuda
 import pytest
 import torch
-from models import build, random_ids
 
 import hf_paged
+from helpers.models import build, random_ids
 from hf_paged.attention import shared_prefix
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import shared_decode

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from models import VOCAB, build, random_ids
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -38,6 +37,7 @@ from transformers import (
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
 
 import hf_paged
+from helpers.models import VOCAB, build, random_ids
 from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
 from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, process, processor_kinds
 from hf_paged.sampling.random import SamplingNoise

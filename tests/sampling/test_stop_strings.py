@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_lm, tiny_tokenizer
 from transformers import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import stopping_criteria
 
 import hf_paged
+from helpers.models import tiny_lm, tiny_tokenizer
 from hf_paged.sampling.stop_strings import MAX_TABLES, StopStringTables
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import join
-from models import tiny_lm, tiny_tokenizer
-from serving import Served, serving
 from typer.testing import CliRunner
 
+from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.serving import Served, serving
+from helpers.waiting import join
 from hf_paged.server import create_app, run
 from hf_paged.server.adapters import Turns
 from hf_paged.server.settings import ServerSettings

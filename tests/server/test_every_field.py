@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from models import tiny_tokenizer
-from serving import Served, serving
 
+from helpers.models import tiny_tokenizer
+from helpers.serving import Served, serving
 from hf_paged.server.schemas import Body, SamplingBody
 from hf_paged.server.settings import ServerSettings
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_lm, tiny_tokenizer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from serving import Served, serving
 
+from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.serving import Served, serving
 from hf_paged.server.prompts import PLAIN_TEMPLATE
 from hf_paged.server.settings import ServerSettings
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import Served, serving
 
+from helpers.serving import Served, serving
 from hf_paged.server.settings import ServerSettings
 
 jsonschema: Any

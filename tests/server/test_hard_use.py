@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import join
-from serving import Served, serving
 
+from helpers.serving import Served, serving
+from helpers.waiting import join
 from hf_paged.engine.request import Request
 from hf_paged.server import generation, logprobs, replies
 from hf_paged.server.generation import Delta, Text

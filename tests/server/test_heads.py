@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import uvicorn
-from conftest import PATIENCE, join
-from serving import eventually, serving
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from helpers.serving import eventually, serving
+from helpers.waiting import PATIENCE, join
 from hf_paged.server.heads import limited_protocol
 from hf_paged.server.settings import ServerSettings
 

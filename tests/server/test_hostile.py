@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, join
 from hypothesis import given
 from hypothesis import strategies as st
-from models import tiny_tokenizer
 from pydantic import ValidationError
-from serving import Served, serving
 
+from helpers.models import tiny_tokenizer
+from helpers.serving import Served, serving
+from helpers.waiting import PATIENCE, join
 from hf_paged.server import limits
 from hf_paged.server.errors import invalid_body
 from hf_paged.server.limits import JsonSize

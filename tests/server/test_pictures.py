@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from models import tiny_tokenizer
 from PIL import Image
-from serving import Served, eventually, serving
-from wrappers import SIZE, WRAPPERS
 
+from helpers.models import tiny_tokenizer
+from helpers.serving import Served, eventually, serving
+from helpers.wrappers import SIZE, WRAPPERS
 from hf_paged.server.pictures import Opened
 from hf_paged.server.settings import ServerSettings
 

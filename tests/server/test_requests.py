@@ -6,12 +6,12 @@ import threading
 from typing import Any
 
 import pytest
-from conftest import join
 from fastapi.testclient import TestClient
-from models import tiny_lm, tiny_tokenizer
-from serving import Served, eventually, serving
 
 import hf_paged
+from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.serving import Served, eventually, serving
+from helpers.waiting import join
 from hf_paged.server import RequestTable, ServerSettings, create_app, requests
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from helpers.models import tiny_tokenizer
 from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.logprobs import LEAST, TokenNames
 from hf_paged.server.replies import TextEvents, event, event_pieces, joined, json_pieces

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from openai.types.responses import Response
-from serving import Served, serving
 
+from helpers.serving import Served, serving
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.settings import ServerSettings
 from hf_paged.server.text import StopStrings

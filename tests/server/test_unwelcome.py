@@ -16,14 +16,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import join
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from models import tiny_lm, tiny_tokenizer
 from pydantic import BaseModel, ValidationError
-from serving import Served, eventually, serving
 
 import hf_paged
+from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.serving import Served, eventually, serving
+from helpers.waiting import join
 from hf_paged.server.logs import JsonLines
 from hf_paged.server.schemas import ChatRequest, CompletionRequest
 from hf_paged.server.settings import ServerSettings

@@ -11,23 +11,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(FOLDER))  # they import each other by name
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from helpers.benchmark_files import FOLDER, load
 
 common, replay, scheduler = load("common"), load("replay"), load("scheduler")
 Request = replay.Request

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import TINY_LM, tiny_lm, tiny_tokenizer
 from transformers import LogitsProcessor
 
 import hf_paged
+from helpers.models import TINY_LM, tiny_lm, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for folder in (".", "docs", "demo", "benchmarks") for path in (ROOT / folder).glob("*.md"))

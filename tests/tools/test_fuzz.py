@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_benchmarks import load
 
 import hf_paged
+from helpers.benchmark_files import load
 
 fuzz = load("fuzz")
 ALONE, TOGETHER, FP8 = 3, 1, 2

@@ -20,7 +20,8 @@ from typing import Any
 import gpu_plugin
 import pytest
 import torch
-from conftest import PATIENCE
+
+from helpers.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import TINY_LM, tiny_tokenizer
 from transformers import AutoModelForCausalLM
+
+from helpers.models import TINY_LM, tiny_tokenizer
 
 pytest.importorskip("lm_eval")
 from lm_eval import simple_evaluate

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_lm, tiny_tokenizer
 
 import hf_paged
+from helpers.models import tiny_lm, tiny_tokenizer
 from hf_paged.engine.row_store import RowStore
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they import each other

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
-from models import EOS, PAD, VOCAB, build, ragged_batch, random_ids, tiny_lm, tiny_tokenizer, watch_tokens
 from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList, StopStringCriteria
 
 import hf_paged
+from helpers.models import EOS, PAD, VOCAB, build, ragged_batch, random_ids, tiny_lm, tiny_tokenizer, watch_tokens
 from hf_paged import testing
 from hf_paged.testing import ComparisonReport, Divergence, compare_generations, near_tie_threshold
 

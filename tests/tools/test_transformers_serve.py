@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE
-from models import TINY_LM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hf_paged
+from helpers.models import TINY_LM
+from helpers.waiting import PATIENCE
 
 httpx = pytest.importorskip("httpx")
 serve = pytest.importorskip("transformers.cli.serve")

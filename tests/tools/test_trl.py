@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import TINY_LM, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import hf_paged
+from helpers.models import TINY_LM, tiny_tokenizer
 from hf_paged.api import generation
 
 trl = pytest.importorskip("trl")

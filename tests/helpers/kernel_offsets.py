@@ -5,7 +5,7 @@ launch (TTIR, before any optimisation that depends on the GPU) is gone through w
 a launch's own arguments and grid, of the pool's block numbers and slots. Where the range of what an address is computed
 from exceeds its type, the line is a fault.
 
-    python tests/kernel_offsets.py [--quick]
+    python tests/helpers/kernel_offsets.py [--quick]
 
 It prints JSON: by launch, its faults and the largest offset from a pointer; quick: one type and order of the pool.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch
 from kernel_keys import ANY_NVIDIA, specialise

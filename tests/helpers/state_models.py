@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from models import VOCAB
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from helpers.models import VOCAB
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import transformers as hf
-from models import BOS, EOS, PAD, VOCAB
 from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from helpers.models import BOS, EOS, PAD, VOCAB
 
 IMAGE = VOCAB - 1
 START = VOCAB - 3

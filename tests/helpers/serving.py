@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from conftest import PATIENCE, join
-from models import tiny_lm, tiny_tokenizer
 from openai import OpenAI
 
 import hf_paged
+from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.waiting import PATIENCE, join
 from hf_paged.server.run import DrainingServer, make_server
 from hf_paged.server.settings import ServerSettings
 

@@ -1,9 +1,9 @@
 """Ctrl-C at every line: SIGINT once at each line of the package that a public call runs on the calling thread.
 
-    python tests/interrupt_lines.py                              # every line of every call
-    python tests/interrupt_lines.py --sample 100 --seed 7        # some of them, of each call alike
-    python tests/interrupt_lines.py --call release --at engine/worker.py:218
-    python tests/interrupt_lines.py --storm 60                   # seconds of SIGINTs at any moment, several a call
+    python tests/helpers/interrupt_lines.py                              # every line of every call
+    python tests/helpers/interrupt_lines.py --sample 100 --seed 7        # some of them, of each call alike
+    python tests/helpers/interrupt_lines.py --call release --at engine/worker.py:218
+    python tests/helpers/interrupt_lines.py --storm 60    # seconds of SIGINTs at any moment, several a call
 
 A tracer on the main thread raises the signal before the line's first execution: real delivery, to whatever handler is
 installed at that moment, though Python would look for signals a few bytecodes earlier or later; storms come at any of
@@ -33,12 +33,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # this package, whatever else is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this package, whatever else is installed
 
 import torch
-from models import build, random_ids
 
 import hf_paged
+from helpers.models import build, random_ids
 
 PACKAGE = str(Path(hf_paged.__file__).parent) + os.sep
 WATCHDOG_SECONDS = 10.0

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from hf_paged.api.loop_call import LoopCall
 from hf_paged.core.errors import UnsupportedCallError
-from hf_paged.engine.decoding_loop import CACHE_SALT, salted
+from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.sampled_request import SampleCall
@@ -99,7 +99,7 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
         return num_tokens <= pool.max_context and needed <= pool.manager.pool.num_blocks
 
     check()
-    calls, salt = engine.calls, CACHE_SALT.get()
+    calls, salt = engine.calls, call_context().cache_salt
 
     def generate(
         ids: Tensor,
@@ -109,7 +109,7 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
         noise: NoiseAhead | None,
     ) -> list[list[int]]:
         rows = SampleCall(ids, padding, 1, processors, criteria, device, noise is not None, pad_token_id=0, noise=noise)
-        with salted(salt), calls.leading():
+        with within(cache_salt=salt), calls.leading():
             run = calls.start(rows)
             try:
                 run.wait()

@@ -42,16 +42,24 @@ from hf_paged.api.shared_calls import share_loop
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_search import BeamSearchLoop
+from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.prepared_call import PREPARES_ONLY
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.base_class import base_class
-from hf_paged.model.host_call import CALL, CallState, HostCall, end_of_preparation, hides_device, preparing
+from hf_paged.model.host_call import HostCall
 from hf_paged.sampling.processors import pads_finished
 from hf_paged.sampling.random import DRAWS
 
 _CPU = torch.device("cpu")
+
+
+def _end_of_preparation() -> tuple[bool, HostCall | None]:
+    """What its loop is told of a call, once: whether it was submitted, and its host copies."""
+    call = call_context()
+    host, call.host = call.host, None
+    return call.is_submitted, host
 
 
 class PagedGenerationMixin(PagedBatchMixin):
@@ -88,9 +96,8 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> Any:
         """Makes the call's cache a `PagedCache`, unless the call needs another kind."""
         result = self._choose_cache(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        call = CALL.get()
-        if call is not None:  # what comes next is a look at whether model and inputs are on the same device
-            call.hides_device = call.host is not None
+        call = call_context()  # what comes next is a look at whether model and inputs are on the same device
+        call.hides_device = call.host is not None
         return result
 
     def _choose_cache(
@@ -121,8 +128,8 @@ class PagedGenerationMixin(PagedBatchMixin):
         if reason is not None:
             fall_back(engine.config, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        call = CALL.get()
-        state = {} if call is None or call.twin is None else call.twin.state()
+        twin = call_context().twin
+        state = {} if twin is None else twin.state()
         engine.forwards.look_at_hooks()
         if (reason is None or isinstance(given, PagedCache)) and engine.forwards.check_hooks():
             fan_out = 1  # they are shown every row
@@ -139,9 +146,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         return stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
     def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        call = CALL.get()
-        if call is not None:
-            call.hides_device = False
+        call_context().hides_device = False
         return super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
 
     def _get_stopping_criteria(
@@ -156,7 +161,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         if generation_config.stop_strings is not None and not any(
             type(item) is StopStringCriteria for item in stopping_criteria or ()
         ):
-            device = _CPU if hides_device() else self.paged.core.bound.placement[1]
+            device = _CPU if call_context().hides_device else self.paged.core.bound.placement[1]
             own = self.paged.core.stop_strings.criterion(tokenizer, generation_config.stop_strings, device)
         if own is None:
             return stock(generation_config, stopping_criteria, tokenizer, **kwargs)
@@ -171,7 +176,7 @@ class PagedGenerationMixin(PagedBatchMixin):
     @property
     def device(self: Any) -> torch.device:
         """As of the model's own class; on the CPU where that is asked for a call whose tensors are there for now."""
-        return _CPU if hides_device() else super().device  # type: ignore[misc]
+        return _CPU if call_context().hides_device else super().device  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +194,7 @@ class PagedGenerationMixin(PagedBatchMixin):
                 f"generation_config must be a GenerationConfig or None, got {config!r:.80}; give single settings by "
                 "name, as max_new_tokens=20"
             )
-        is_submitted = PREPARES_ONLY.get()  # its prompt is on the CPU
+        is_submitted = call_context().is_submitted  # its prompt is on the CPU
         if not is_submitted:
             self.paged.core.check_outside()
         device = self.paged.core.bound.placement[1]
@@ -206,16 +211,16 @@ class PagedGenerationMixin(PagedBatchMixin):
                 args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
             given, wrapper = kwargs.get("past_key_values"), self.paged.core.bound.wrapper
             if wrapper is None or not isinstance(given, PagedCache | None):
-                with preparing(CallState(is_submitted, host)):
+                with within(host=host, hides_device=False, twin=None):
                     return super().generate(*args, **kwargs)  # type: ignore[misc]
             twin = wrapper.twin(self, {} if given is None else given.state)
-            with preparing(CallState(is_submitted, host, twin=twin)):
+            with within(host=host, hides_device=False, twin=twin):
                 result = super(PagedGenerationMixin, twin.model).generate(*args, **kwargs)  # type: ignore[misc]
             if not isinstance(getattr(result, "past_key_values", None), PagedCache | None):
                 twin.write_back(self, wrapper.path)  # of stock, which looks at the model when it is continued
             return result
 
-    def _run_rows(self: Any, call: LoopCall, is_submitted: bool, host: HostCall | None) -> Tensor | None:
+    def _run_rows(self: Any, call: LoopCall, is_submitted: bool, host: HostCall | None) -> Tensor | PreparedCall | None:
         """The result of a call whose rows or beams the engine can drive; `None`: transformers' loop has to."""
         if call.cache is None:
             return None
@@ -239,7 +244,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        preparation = end_of_preparation()
+        preparation = _end_of_preparation()
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         run = functools.partial(self._run_sample, call, preparation, super()._sample)  # type: ignore[misc]
         return self._share("_sample", call, preparation, run)
@@ -269,7 +274,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        loop, preparation = super()._beam_search, end_of_preparation()  # type: ignore[misc]
+        loop, preparation = super()._beam_search, _end_of_preparation()  # type: ignore[misc]
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         return self._share(
             "_beam_search", call, preparation, functools.partial(self._run_beams, call, preparation, loop)
@@ -295,7 +300,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         **kwargs: Any,
     ) -> Any:
         call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, is_assisted=True)
-        loop, preparation = super()._assisted_decoding, end_of_preparation()  # type: ignore[misc]
+        loop, preparation = super()._assisted_decoding, _end_of_preparation()  # type: ignore[misc]
         run = functools.partial(self._run_assisted, call, preparation, loop)
         return self._share("_assisted_decoding", call, preparation, run)
 

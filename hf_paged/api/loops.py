@@ -20,10 +20,10 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.beam_search import BeamSearchLoop
+from hf_paged.engine.call_context import call_context
 from hf_paged.engine.decoding_loop import CallCancelledError
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.leader import SHARED_CALL
-from hf_paged.engine.prepared_call import CallPrepared, LoopResult, PreparedCall
+from hf_paged.engine.prepared_call import LoopResult, PreparedCall
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.memory.streams import Handover
@@ -52,19 +52,19 @@ class RetiringCriteria(StoppingCriteriaList):
 
 def run_rows(
     engine: Engine, call: SampleCall, generation_config: GenerationConfig, streamer: Any, is_submitted: bool
-) -> Tensor:
+) -> Tensor | PreparedCall:
     """Has the engine generate a call's rows, and waits on the caller's thread, where its streamer runs.
 
-    Raises:
-        CallPrepared: `is_submitted`.
+    Returns:
+        The result, or the call itself if it `is_submitted`.
     """
     if is_submitted:
         is_streamable = call.input_ids.shape[0] == 1
-        raise CallPrepared(PreparedCall(call, call.input_ids, generation_config, is_streamable, DRAWS.entry))
+        return PreparedCall(call, call.input_ids, generation_config, is_streamable, DRAWS.entry)
     calls, stream = engine.calls, None if streamer is None else _Stream(streamer, call.has_drafts)
     with deferred_interrupt(), calls.leading():
         run = calls.start(call, None if stream is None else stream.put, on_end=None if stream is None else stream.close)
-        if (shared := SHARED_CALL.get()) is not None:
+        if (shared := call_context().shared) is not None:
             shared.on_cancel(partial(calls.cancel, run))
         try:
             if stream is not None and isinstance(run, SampledRequest):
@@ -143,8 +143,8 @@ def run_loop(
         spare_tokens: Slots a sequence needs at times beyond those of its longest result.
         watch: What stands in for the model in a beam search.
 
-    Raises:
-        CallPrepared: The call was submitted.
+    Returns:
+        What the loop does, or the call itself if it was submitted.
     """
     is_submitted, host = preparation
     engine: Engine = model.paged
@@ -173,7 +173,7 @@ def run_loop(
         with deferred_interrupt(), engine.calls.decoding(cache, num_blocks):
             # The blocks go back while the call still counts as one that will return some: a call that waits for room
             # would otherwise find, for a moment, neither room nor a call to wait for.
-            if (shared := SHARED_CALL.get()) is not None and cache.loop is not None:
+            if (shared := call_context().shared) is not None and cache.loop is not None:
                 loop_here = cache.loop
                 shared.on_cancel(lambda index: loop_here.cancel())
             try:
@@ -207,7 +207,7 @@ def run_loop(
         return LoopResult(result if isinstance(result, Tensor) else result.sequences, scores)
 
     is_streamable = input_ids.shape[0] == 1 and watch is None and (generation_config.num_beams or 1) == 1
-    raise CallPrepared(PreparedCall(run_later, input_ids, generation_config, is_streamable, states))
+    return PreparedCall(run_later, input_ids, generation_config, is_streamable, states)
 
 
 def _private_draws(engine: Engine, states: GeneratorStates, call: LoopCall) -> AbstractContextManager[None]:

@@ -16,9 +16,9 @@ from hf_paged.api.own_forward import hands_on
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
+from hf_paged.engine.call_context import call_context
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.prepared_call import WANTS_LOGPROBS
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
@@ -227,7 +227,7 @@ def _beam_settings(call: LoopCall) -> BeamSettings | None:
     if (
         num_beams == 1
         or config.low_memory
-        or WANTS_LOGPROBS.get()
+        or call_context().wants_logprobs
         or ends.others is not None
         or ends.max_length != config.max_length
     ):

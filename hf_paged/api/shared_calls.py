@@ -13,9 +13,10 @@ from transformers.utils import ModelOutput, logging
 from hf_paged.api.loop_call import LoopCall
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
+from hf_paged.engine.call_context import call_context
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import Follower
-from hf_paged.engine.leader import SHARED_CALL, Leader, sendable
+from hf_paged.engine.leader import Leader, sendable
 from hf_paged.model.sharding import ranks_of
 from hf_paged.parallel.call_key import call_key
 from hf_paged.parallel.channel import RankError
@@ -26,7 +27,7 @@ logger = logging.get_logger(__name__)
 
 def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device, run: Callable[[], Any]) -> Any:
     """Runs one of transformers' loops, or what stands for it, on one rank, or on rank 0 for all."""
-    if engine.ranks is None or call.cache is None or SHARED_CALL.get() is not None:
+    if engine.ranks is None or call.cache is None or call_context().shared is not None:
         return run()
     assistant = call.others.get("assistant_model")
     if assistant is not None and ranks_of(assistant) is not None and getattr(assistant, "paged", None) is None:
@@ -53,7 +54,7 @@ def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device
 
 def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run: Callable[[], Any]) -> Any:
     """Runs a caller's forward over a `PagedCache` on one rank, or on rank 0 for all."""
-    if engine.ranks is None or SHARED_CALL.get() is not None:
+    if engine.ranks is None or call_context().shared is not None:
         return run()
     ids = given.get("input_ids")
     text = f"forward of {'embeddings' if ids is None else f'ids {list(ids.shape)}'} over a PagedCache"
@@ -68,7 +69,7 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
     ranks = engine.ranks
     if ranks is None:
         return run()
-    if SHARED_CALL.get() is not None:
+    if call_context().shared is not None:
         raise UnsupportedCallError(
             "a forward without a PagedCache inside a call (a processor that runs the model, guidance_scale) is not "
             "supported over several processes (tp_plan): the other ranks don't run that code"

@@ -16,8 +16,8 @@ from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.event_log import StepRows
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.sequence import Sequence
+from hf_paged.engine.call_context import call_context
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.decoding_loop import CACHE_SALT
 from hf_paged.engine.forward_request import ForwardRequest
 from hf_paged.engine.remote_rows import not_shared_out
 from hf_paged.engine.row_store import RowStore
@@ -249,7 +249,7 @@ class CallerForwards:
 
     def _extend(self, cache: PagedCache, packed: PackedForward) -> None:
         """Adds a call's tokens to its sequences. The pool's lock is held."""
-        salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+        salt = () if (salt := call_context().cache_salt) is None else (salt,)
         device = self._core.pool.kv_device
         let_caller_first(device)
         with on_steps_stream(device):  # in their memory: they may read it when the caller is gone

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from hf_paged.core.process import PROCESS
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.beam_request import EngineRequest
+from hf_paged.engine.call_context import call_context
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.follower import Follower
@@ -44,9 +44,6 @@ from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.stop_strings import StopStringTables
 
 logger = logging.get_logger(__name__)
-
-# The request whose loop this thread runs, and the engine that it was submitted to.
-_CURRENT: ContextVar[tuple[object, DecodingLoop] | None] = ContextVar("hf_paged_current_loop", default=None)
 
 
 class EngineCore:
@@ -140,16 +137,8 @@ class EngineCore:
     @property
     def current_loop(self) -> DecodingLoop | None:
         """The request of this engine whose loop this thread runs."""
-        current = _CURRENT.get()
-        return current[1] if current is not None and current[0] is self else None
-
-    @contextmanager
-    def running_request(self, loop: DecodingLoop) -> Iterator[None]:
-        token = _CURRENT.set((self, loop))
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+        context = call_context()
+        return context.loop if context.core is self else None
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Around a forward that no step is: where a step may take weights away (those that are there only while their

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from hf_paged.engine.executor import StepExecutor
 
 ARRIVAL_GAP = 0.005  # seconds without any loop coming back after which a step starts without the missing ones
 MAX_BACKOFF = 6  # a loop that was waited for in vain is not waited for again for up to 2^6 steps
-
-# Of the request whose loop this thread runs: part of the prefix-cache key of all that is generated within it, by models
-# of whatever engine (an assistant, one that a processor asks).
-CACHE_SALT: ContextVar[Hashable] = ContextVar("hf_paged_cache_salt", default=None)
-
-
-@contextmanager
-def salted(cache_salt: Hashable) -> Iterator[None]:
-    """Within it, what this thread generates shares cached prefixes only with what has the same salt."""
-    token = CACHE_SALT.set(cache_salt)
-    try:
-        yield
-    finally:
-        CACHE_SALT.reset(token)
 
 
 class DecodingLoop:

@@ -7,7 +7,6 @@ import pickle
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers.utils import logging
 from hf_paged.core.batch import Batch
 from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.core.step_message import Copy, pack
+from hf_paged.engine.call_context import within
 from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
 
 logger = logging.get_logger(__name__)
@@ -41,20 +41,6 @@ class SharedCall:
         """Ends it, or one of its samples, on whichever thread."""
         self.ended_by, self._index = rank, index
         self._cancel(index)
-
-
-# The call of this thread that the other ranks know: what it calls in turn is none of theirs.
-SHARED_CALL: ContextVar[SharedCall | None] = ContextVar("hf_paged_shared_call", default=None)
-
-
-@contextmanager
-def within(call: SharedCall | None) -> Iterator[None]:
-    """Within it this thread, and what copies its context, is in this call."""
-    token = SHARED_CALL.set(call)
-    try:
-        yield
-    finally:
-        SHARED_CALL.reset(token)
 
 
 def sendable(error: BaseException) -> Exception:
@@ -111,7 +97,7 @@ class Leader(Lasting):
         """The length of a call: the other ranks know that it has begun. How it ends is for `end` to say."""
         call = self.begin(digest, text, entry)
         try:
-            with within(call):
+            with within(shared=call):
                 yield call
         finally:
             self._open.pop(call.number, None)

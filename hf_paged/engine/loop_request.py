@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from hf_paged.engine.call_context import CallContext, within
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop, salted
+from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop
 from hf_paged.engine.prepared_call import LoopResult, PreparedCall
 from hf_paged.engine.request import RequestState
 from hf_paged.engine.scoring import LogitRows, token_logprobs
@@ -26,7 +27,7 @@ class LoopRequest:
         state: RequestState,
         call: PreparedCall,
         loop: DecodingLoop,
-        cache_salt: Hashable,
+        context: CallContext,
         on_end: Callable[[], None],
         logprobs: LogprobsWanted | None = None,
         logit_rows: LogitRows | None = None,
@@ -36,7 +37,7 @@ class LoopRequest:
         self._state = state
         self._call = call
         self._loop = loop
-        self._cache_salt = cache_salt
+        self._context = context
         self._on_end = on_end
         self._logprobs = logprobs
         self._logit_rows = logit_rows
@@ -44,7 +45,7 @@ class LoopRequest:
     def run(self) -> None:
         state, call = self._state, self._call
         try:
-            with self._core.running_request(self._loop), torch.no_grad(), salted(self._cache_salt):
+            with within(self._context), torch.no_grad():
                 self._loop.check_cancelled()
                 result: LoopResult = call.work(_TokenStreamer(state) if call.is_streamable else None)  # type: ignore[operator]
                 width = call.prompt.shape[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +14,6 @@ from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
 from hf_paged.sampling.random import GeneratorStates, default_generator
-
-# Whether the `generate()` that this thread is about to call is to raise `CallPrepared` instead of running its loop.
-PREPARES_ONLY: ContextVar[bool] = ContextVar("hf_paged_prepares_only", default=False)
-
-
-# Whether the likelihoods of its tokens are wanted: those of beams are computed behind transformers' loop.
-WANTS_LOGPROBS: ContextVar[bool] = ContextVar("hf_paged_wants_logprobs", default=False)
 
 
 @dataclass(slots=True)
@@ -101,11 +93,3 @@ class PreparedCall:
             # Not drawn from it: a number on a GPU would have to be waited for.
             state = hashlib.blake2b(bytes(generator.get_state().numpy()), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(state, "little") >> 2)
-
-
-class CallPrepared(BaseException):
-    """Unwinds `generate()` with what it has prepared. Not an `Exception`, so that user code doesn't swallow it."""
-
-    def __init__(self, call: PreparedCall) -> None:
-        super().__init__()
-        self.call = call

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
+from hf_paged.engine.call_context import CallContext, within
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop, salted
+from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop
 from hf_paged.engine.executor import autocasting
 from hf_paged.engine.request import RequestState
 from hf_paged.engine.scoring import LogitRows, token_logprobs
@@ -24,7 +25,7 @@ class PromptScoring:
         wanted: PromptLogprobsWanted,
         loop: DecodingLoop,
         rows: LogitRows,
-        cache_salt: Hashable,
+        context: CallContext,
         then: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -36,7 +37,7 @@ class PromptScoring:
         self._wanted = wanted
         self._loop = loop
         self._rows = rows
-        self._cache_salt = cache_salt
+        self._context = context
         self._autocast = core.batch_key()
         self._then = then
         self._on_failure = on_failure
@@ -45,9 +46,8 @@ class PromptScoring:
         state, wanted = self._state, self._wanted
         try:
             with (
-                self._core.running_request(self._loop),
+                within(self._context),
                 torch.no_grad(),
-                salted(self._cache_salt),
                 autocasting(self._autocast),
             ):
                 self._loop.check_cancelled()

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from hf_paged.core.batch import Batch
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenPrompt, Sequence
-from hf_paged.engine.decoding_loop import CACHE_SALT
+from hf_paged.engine.call_context import call_context
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.worker import StepWorker
@@ -105,7 +105,7 @@ def new_sequences(
     The pool's lock is held.
     """
     found: list[tuple[int, Sequence]] = []
-    salt = () if (salt := CACHE_SALT.get()) is None else (salt,)
+    salt = () if (salt := call_context().cache_salt) is None else (salt,)
     for row in range(0, len(call.input_ids), call.num_samples):
         group = pool.scheduler.new_group(call.priority, batch_key, owner, call.request_id)
         sequence = pool.scheduler.new_sequence(group)

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from hf_paged.core.errors import QueueFullError
 from hf_paged.engine.beam_request import EngineRequest
+from hf_paged.engine.call_context import CallContext, call_context, within
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.decoding_loop import CACHE_SALT, DecodingLoop, salted
+from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.follower import Follower
-from hf_paged.engine.leader import SHARED_CALL, Leader, SharedCall, sendable, within
+from hf_paged.engine.leader import Leader, sendable
 from hf_paged.engine.loop_request import LoopRequest
 from hf_paged.engine.many_prompts import generate_all
-from hf_paged.engine.prepared_call import PREPARES_ONLY, WANTS_LOGPROBS, CallPrepared, PreparedCall
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.prompt_scoring import PromptScoring
 from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
@@ -112,7 +113,7 @@ class Submissions:
                 problem = "is running already" if isinstance(request_id, str) else "is no string"
                 raise ValueError(f"request_id {request_id!r} {problem}")
             self._active[request_id] = _Active()
-        ranks, shared = self._core.ranks, None
+        ranks, outer, shared = self._core.ranks, call_context(), None
         try:
             if processors := controls.processors(prompt.shape[1]):
                 arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
@@ -142,9 +143,10 @@ class Submissions:
                 if isinstance(ranks, Follower):
                     give_up = self._expect(ranks, state, key)
                     return Request(state, give_up, give_up, self._waiting)
-                if SHARED_CALL.get() is None:
+                if outer.shared is None:
                     shared = ranks.begin(*key)
-            with salted(CACHE_SALT.get() if cache_salt is None else cache_salt), within(shared or SHARED_CALL.get()):
+            salt = outer.cache_salt if cache_salt is None else cache_salt
+            with within(cache_salt=salt, shared=shared or outer.shared):
                 if prompt_logprobs is not None:
                     begin = partial(self._start_scoring, state, prompt_logprobs, priority, begin)
                 abandon, cancel = begin()
@@ -163,15 +165,19 @@ class Submissions:
         self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any], wants_logprobs: bool
     ) -> PreparedCall:
         """Lets `model.generate()` prepare everything, up to its decoding loop."""
-        token, wants = PREPARES_ONLY.set(True), WANTS_LOGPROBS.set(wants_logprobs)
-        try:
-            self._core.model.generate(prompt, generation_config, **arguments)
-        except CallPrepared as prepared:
-            return prepared.call
-        finally:
-            PREPARES_ONLY.reset(token)
-            WANTS_LOGPROBS.reset(wants)
-        raise ValueError("submit() does not take custom_generate: it has a decoding loop of its own")
+        call = None
+        with within(is_submitted=True, wants_logprobs=wants_logprobs):
+            try:
+                call = self._core.model.generate(prompt, generation_config, **arguments)
+            except (AttributeError, TypeError) as error:
+                if PreparedCall.__name__ not in str(error):
+                    raise
+        if not isinstance(call, PreparedCall):
+            raise ValueError(
+                "submit() takes what transformers' own generate() runs to its end: not custom_generate, nor a model "
+                "whose generate() has a loop of its own, or works on what the loop returns"
+            )
+        return call
 
     def _start_scoring(
         self, state: RequestState, wanted: PromptLogprobsWanted, priority: int, begin: _Begin
@@ -193,8 +199,8 @@ class Submissions:
             self._active.pop(state.request_id, None)
             self._calls.wake()
 
-        rows, salt = self._logit_rows, CACHE_SALT.get()
-        scoring = PromptScoring(self._core, state, wanted, loop, rows, salt, then, end)
+        rows, context = self._logit_rows, self._context(loop)
+        scoring = PromptScoring(self._core, state, wanted, loop, rows, context, then, end)
 
         # As in the other two, what the handle's finalizer holds doesn't lead to the state.
         def abandon() -> None:
@@ -203,7 +209,7 @@ class Submissions:
                 end_rest()
 
         self._active[state.request_id] = _Active(state, abandon)
-        job = self._threads.add(loop, partial(_run_within, SHARED_CALL.get(), scoring.run))
+        job = self._threads.add(loop, scoring.run)
 
         def cancel(index: int | None) -> None:
             cancelled.append(index)
@@ -280,9 +286,9 @@ class Submissions:
             self._calls.wake()
 
         loop = DecodingLoop(priority, state.request_id)
-        request = LoopRequest(self._core, state, call, loop, CACHE_SALT.get(), end, logprobs, self._logit_rows)
+        request = LoopRequest(self._core, state, call, loop, self._context(loop), end, logprobs, self._logit_rows)
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
-        job = self._threads.add(loop, partial(_run_within, SHARED_CALL.get(), request.run))
+        job = self._threads.add(loop, request.run)
 
         def cancel(index: int | None) -> None:
             loop.cancel()
@@ -292,6 +298,11 @@ class Submissions:
             self._calls.wake()
 
         return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
+
+    def _context(self, loop: DecodingLoop) -> CallContext:
+        """Of the thread that is to run a loop for this one."""
+        outer = call_context()
+        return CallContext(outer.cache_salt, outer.shared, loop, self._core)
 
     def _expect(self, follower: Follower, state: RequestState, key: tuple[bytes, str, bytes]) -> Callable[..., None]:
         """On another rank than 0: the request ends with what comes of it there; returns what ends it."""
@@ -336,9 +347,3 @@ class Submissions:
             if active.state is not None:
                 active.state.condition = threading.Condition()
                 active.state.fail(error)
-
-
-def _run_within(shared: SharedCall | None, run: Callable[[], None]) -> None:
-    """Forwards of a call that several ranks know are no calls of their own."""
-    with within(shared):
-        run()

@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -24,7 +22,6 @@ from transformers import GenerationConfig, GenerationMixin
 from hf_paged.attention.cache import PagedCache
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.base_class import base_class
-from hf_paged.model.wrapper import Twin
 
 _TENSORS = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids")
 _PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
@@ -129,51 +126,6 @@ class HostCall:
         if type(value) in (list, tuple) and _has_tensor(value):
             return type(value)(map(self._placed, value))
         return value
-
-
-@dataclass(slots=True)
-class CallState:
-    """A `generate()` call on its way through transformers' preparation.
-
-    Attributes:
-        is_submitted: It is only to be prepared.
-        host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
-        hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
-        twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
-    """
-
-    is_submitted: bool = False
-    host: HostCall | None = None
-    hides_device: bool = False
-    twin: Twin | None = None
-
-
-# The innermost one of this thread.
-CALL: ContextVar[CallState | None] = ContextVar("hf_paged_call", default=None)
-
-
-def hides_device() -> bool:
-    call = CALL.get()
-    return call is not None and call.hides_device
-
-
-@contextmanager
-def preparing(call: CallState) -> Iterator[None]:
-    """Within it, `call` is this thread's."""
-    token = CALL.set(call)
-    try:
-        yield
-    finally:
-        CALL.reset(token)
-
-
-def end_of_preparation() -> tuple[bool, HostCall | None]:
-    """What its loop is told of a call, once: whether it was submitted, and its host copies."""
-    call = CALL.get()
-    if call is None:
-        return False, None
-    host, call.host = call.host, None
-    return call.is_submitted, host
 
 
 _PREPARATION = {

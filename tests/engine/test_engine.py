@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 import hf_paged
 from helpers.models import VOCAB, build, name_of, random_ids, tiny_lm, tiny_tokenizer
@@ -195,6 +195,19 @@ def refuses(pair: Pair, message: str, prompt: Any, **arguments: Any) -> None:
     after = pair.engine.stats()
     assert (after.num_steps, after.peak_blocks_in_use) == (before.num_steps, before.peak_blocks_in_use)
     assert after.num_waiting == after.num_running == 0
+
+
+class WorksOnTheResult(LlamaForCausalLM):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs, return_dict_in_generate=True).sequences
+
+
+def test_a_generate_that_works_on_the_result(pair: Pair) -> None:
+    """Would break: a request without what the model makes of its tokens, or an error that says nothing of why."""
+    model = hf_paged.patch(WorksOnTheResult(pair.paged.config).eval(), num_blocks=64)
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+    with pytest.raises(ValueError, match="works on what the loop returns"):
+        model.paged.submit([5, 6], max_new_tokens=2)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")

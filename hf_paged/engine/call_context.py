@@ -1,0 +1,64 @@
+"""`CallContext`: what the calls that a thread is in have to say to the code that they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_paged.model.host_call import HostCall
+from hf_paged.model.wrapper import Twin
+
+if TYPE_CHECKING:
+    from hf_paged.engine.core import EngineCore
+    from hf_paged.engine.decoding_loop import DecodingLoop
+    from hf_paged.engine.leader import SharedCall
+
+
+@dataclass(slots=True)
+class CallContext:
+    """What the calls of this thread have set, the inner ones over the outer ones.
+
+    Attributes:
+        cache_salt: Part of the prefix-cache key of all that is generated, by models of whatever engine (an assistant,
+            one that a processor asks).
+        shared: The call that the other ranks know: what it calls in turn is none of theirs.
+        loop: The request whose loop this thread runs,
+        core: and the engine that it was submitted to.
+        is_submitted: The innermost `generate()` returns the `PreparedCall` instead of running it.
+        wants_logprobs: The likelihoods of its tokens are wanted: those of beams are computed behind transformers' loop.
+        host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
+        hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
+        twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
+    """
+
+    cache_salt: Hashable = None
+    shared: SharedCall | None = None
+    loop: DecodingLoop | None = None
+    core: EngineCore | None = None
+    is_submitted: bool = False
+    wants_logprobs: bool = False
+    host: HostCall | None = None
+    hides_device: bool = False
+    twin: Twin | None = None
+
+
+_CONTEXT: ContextVar[CallContext | None] = ContextVar("hf_paged_call", default=None)
+
+
+def call_context() -> CallContext:
+    return _CONTEXT.get() or CallContext()
+
+
+@contextmanager
+def within(outer: CallContext | None = None, **changes: Any) -> Iterator[None]:
+    """Within it, this thread and what copies its context are in a call with these attributes; the others are those of
+    `outer`, or else of the call that it is in.
+    """
+    token = _CONTEXT.set(replace(outer or call_context(), **changes))
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TextStreamer
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 
 import hf_paged
 from helpers.models import VOCAB, build, name_of, random_ids, tiny_lm, tiny_tokenizer

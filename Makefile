@@ -166,18 +166,12 @@ bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
 	@for bench in $(sort $(wildcard benchmarks/cpu*.py)); do \
 	    echo; echo "== $$bench"; $(OFFLINE) $(PY) $$bench --out $(RESULTS); done
 
-# The simulator takes some five minutes of one core, the points on the real engine fifteen, on a machine that does nothing else.
 PAPER = PYTHONPATH=.:benchmarks $(TEST_ENV) $(PY) -m
 .PHONY: paper paper-full
-paper: $(VENV)/.installed-bench ## the PagedAttention paper's evaluation: all figures simulated, twelve points measured
+paper: $(VENV)/.installed-bench ## the PagedAttention paper's evaluation, simulated: six minutes of one core
 	$(PAPER) paper --out $(RESULTS)/paper $(ARGS)
-	$(PAPER) paper.kernel --out $(RESULTS)/paper
-	$(PAPER) paper.scale --out $(RESULTS)/paper
-	$(PAPER) paper.measured --out $(RESULTS)/paper
 paper-full: $(VENV)/.installed-bench ## the same with an hour of arrivals a point; goes on where it was
 	$(PAPER) paper --times 6 --resume --out $(RESULTS)/paper-full $(ARGS)
-	$(PAPER) paper.measured --resume --out $(RESULTS)/paper
-	$(PAPER) paper.measured more --resume --out $(RESULTS)/paper $(if $(VLLM),--vllm $(VLLM))
 
 .PHONY: kernel-table
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them

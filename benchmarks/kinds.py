@@ -1,9 +1,9 @@
-"""Kinds of models that are no plain decoder, beside stock `generate()`: hybrids, pictures, latents. Speed and memory.
+"""Kinds of models that are no plain decoder, beside stock `generate()`: hybrids, pictures, latents.
 
     python benchmarks/kinds.py --out benchmarks/results
     python benchmarks/kinds.py --kinds mamba2 --reps 3
 
-**Speed**: random models of some 50 million parameters, float32, greedy, with the requests of `generate.py`'s workload A
+Random models of some 50 million parameters, float32, greedy, with the requests of `generate.py`'s workload A
 (16 prompts of 16 to 256 tokens that want 16 to 128 more; a picture of 256 tokens before each, all different, where the
 model takes pictures). Ours twice: one padded call of `model.generate()` for all prompts, and requests that each want
 their own number of tokens (`submit`; with pictures a thread each that calls `generate()`). Stock: one padded call for
@@ -11,11 +11,6 @@ all, padded batches of 8 sorted by length, and one prompt after the other. Ways 
 behind a warm-up; stock one by one runs once. Useful tokens a second are those that the requests wanted. All tokens are
 compared. Beside seconds the processor time of the process is written down, which other work on the machine changes
 less.
-
-**Memory**: what a sequence of 8,192 tokens holds in the pool, from the real configs on the meta device (layers, pages,
-block tables, no weights): Gemma 3's four sizes beside what their windows need, and beside keys and values of all tokens
-in all layers; latents of DeepSeek-V3 beside its keys and values; states of Qwen3-Next. And one run of a random 5:1
-model, as the pool's own statistics count it. What telling pictures apart costs: `digest.py`, in one line here.
 
 A result that is there is gone on with, kind by kind, unless `--again`.
 """
@@ -44,15 +39,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gene
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import digest
 from command import parser, quiet, save, show
 from generate import GREEDY, Request, workload_a
 
 import hf_paged
-from hf_paged.api.support import is_architecture_supported
-from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.cache_groups import CacheGroups
-from hf_paged.memory.state_cache import StateLayout
 from hf_paged.tools.report import first_divergence
 
 VOCAB = 16000
@@ -60,7 +50,6 @@ BATCH = 8  # rows of stock's sorted batches
 PICTURE, START = VOCAB - 1, VOCAB - 2  # ids
 SIDE, PATCH, MERGE = 448, 14, 2  # of a picture: (448 / 14 / 2)^2 = 256 tokens
 NUM_PICTURE_TOKENS = (SIDE // PATCH // MERGE) ** 2
-LONG = 8192
 WAYS = ("generate()", "requests", "stock, padded", "stock, sorted", "stock, one by one")
 TIMES = ("times_padded_stock", "times_stock_one_by_one")
 
@@ -130,9 +119,6 @@ def random_model(config: hf.PreTrainedConfig) -> PreTrainedModel:
                 parameter.copy_(torch.randn(parameter.shape) * parameter[0].numel() ** -0.5)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, bos_token_id=1)
     return model
-
-
-# --------------------------------------------------------------------------------------------------------------- speed
 
 
 @dataclass(frozen=True)
@@ -253,110 +239,6 @@ def speed(make: Callable[[], hf.PreTrainedConfig], reps: int, limit: int) -> dic
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
-
-# The text models of Gemma 3 by the sizes that their makers give; the rest is the default of transformers.
-_GEMMA3: dict[str, dict[str, Any]] = {
-    "Gemma 3 1B": {"num_hidden_layers": 26, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512},
-    "Gemma 3 4B": {"num_hidden_layers": 34, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024},
-    "Gemma 3 12B": {"num_hidden_layers": 48, "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
-    "Gemma 3 27B": {"num_hidden_layers": 62, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024},
-}
-_HEADS = {"Gemma 3 1B": 4, "Gemma 3 4B": 8, "Gemma 3 12B": 16, "Gemma 3 27B": 32}
-
-
-def real_configs() -> dict[str, hf.PreTrainedConfig]:
-    """Models whose memory is reckoned; all state their numbers or are transformers' defaults."""
-    gemmas = {
-        name: hf.Gemma3TextConfig(**given, num_attention_heads=_HEADS[name], max_position_embeddings=131072)
-        for name, given in _GEMMA3.items()
-    }
-    return gemmas | {"DeepSeek-V3": hf.DeepseekV3Config(), "Qwen3-Next 80B-A3B": hf.Qwen3NextConfig()}
-
-
-def reckoned(config: hf.PreTrainedConfig, block_size: int) -> dict[str, Any]:
-    """What a sequence of `LONG` tokens holds of a pool in bfloat16 while it decodes: bytes, and shares of them."""
-    dtype = torch.bfloat16
-    kind: Any = hf.AutoModelForCausalLM._model_mapping[type(config)]
-    traits = is_architecture_supported(kind, config).traits
-    assert traits is not None
-    groups = CacheGroups.of(traits.stored)
-    page = traits.geometry(groups, dtype, block_size).bytes_per_block(block_size)
-    manager = BlockManager(1, block_size, windows=groups.windows)
-    layers = [layer for layer in traits.stored if layer is not None]
-    needed = sum(min(LONG, layer.window or LONG) * layer.elements_per_token for layer in layers) * dtype.itemsize
-    if hasattr(config, "kv_lora_rank"):  # keys and values of all heads
-        row = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-        full = LONG * len(layers) * row * dtype.itemsize
-    else:
-        full = LONG * sum(layer.elements_per_token for layer in layers) * dtype.itemsize
-    held = manager.most_blocks(LONG, 1) * page
-    found = {"layers": len(traits.layers), "held_mib": round(held / 2**20, 1), "full_mib": round(full / 2**20, 1)}
-    found |= {"held_share": round(held / full, 4), "needed_share": round(needed / full, 4)}
-    found |= {"held_over_needed": round(held / needed, 4)}
-    if traits.states:
-        layout = StateLayout.of(traits.states, page, dtype)
-        own = sum(spec.num_bytes(dtype) for spec in traits.states.values())
-        found |= {
-            "state_mib": round(layout.num_bytes / 2**20, 2),
-            "state_over_needed": round(layout.num_bytes / own, 4),
-        }
-    return found
-
-
-def five_to_one() -> hf.PreTrainedConfig:
-    """A small Gemma 3: five layers with a window of 1,024 tokens to one without, twelve in all."""
-    own = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "query_pre_attn_scalar": 32}
-    return hf.Gemma3TextConfig(**(_COMMON | own | {"num_attention_heads": 4}), sliding_window=1024)
-
-
-def run_long(block_size: int) -> dict[str, Any]:
-    """What the pool says that a sequence of `LONG` tokens holds of a 5:1 model, at the end of its prompt and later."""
-    model = random_model(five_to_one())
-    paged: Any = hf_paged.patch(model, block_size=block_size, num_blocks=2048, enable_prefix_caching=False)
-    layers = [layer for layer in paged.paged.traits.stored if layer is not None]
-    ids = torch.randint(3, VOCAB, (1, LONG - 8), generator=torch.Generator().manual_seed(0))
-    cache = hf_paged.PagedCache(paged)
-    paged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, past_key_values=cache, **GREEDY)
-    stats = paged.paged.stats()
-    held = (stats.num_blocks - stats.num_free_blocks) * paged.paged.bytes_per_block
-    needed = sum(min(LONG, layer.window or LONG) * layer.elements_per_token for layer in layers) * 4
-    full = LONG * sum(layer.elements_per_token for layer in layers) * 4
-    found = {"tokens": int(cache.get_seq_length()), "held_mib": round(held / 2**20, 2)}
-    found |= {"held_share": round(held / full, 4), "held_over_needed": round(held / needed, 4)}
-    del cache
-    return found
-
-
-def states_counted() -> dict[str, Any]:
-    """What the statistics say of three sequences of a hybrid that are kept."""
-    paged: Any = hf_paged.patch(random_model(gated_delta()), num_blocks=2048)
-    ids = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(0))
-    cache = hf_paged.PagedCache(paged)
-    paged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, past_key_values=cache, **GREEDY)
-    stats = paged.paged.stats()
-    held = (stats.num_blocks - stats.num_free_blocks) * paged.paged.bytes_per_block
-    states = stats.state_blocks * paged.paged.bytes_per_block
-    own = 3 * sum(spec.num_bytes(torch.float32) for spec in paged.paged.traits.states.values())
-    del cache
-    return {
-        "num_states": stats.num_states,
-        "state_blocks": stats.state_blocks,
-        "states_mib": round(states / 2**20, 2),
-        "states_over_needed": round(states / own, 4),
-        "held_mib": round(held / 2**20, 2),
-    }
-
-
-def memory() -> dict[str, Any]:
-    """All figures of memory."""
-    return {
-        "reckoned": {name: reckoned(config, 16) for name, config in real_configs().items()},
-        "a run of a 5:1 model": run_long(16),
-        "states of three sequences": states_counted(),
-    }
-
-
 def main() -> None:
     """Measures what the result doesn't have yet, prints and saves."""
     arguments = parser(__doc__)
@@ -379,13 +261,7 @@ def main() -> None:
             results["speed"][name] = speed(KINDS[name], given.reps, given.limit)
             gc.collect()
             keep()
-    if given.again or "memory" not in results:
-        results["memory"] = memory()
-    if given.again or "digest" not in results:
-        results["digest"] = digest.measure(1024, torch.float32)
-    keep()
-    show(speed_table(results["speed"]), memory_table(results["memory"]["reckoned"]))
-    show({name: each for name, each in results["memory"].items() if name != "reckoned"}, results["digest"])
+    show(speed_table(results["speed"]))
 
 
 def speed_table(results: dict[str, Any]) -> Table:
@@ -395,16 +271,6 @@ def speed_table(results: dict[str, Any]) -> Table:
         each = [f"{found['tokens_per_second'][way]:.1f}" for way in WAYS]
         times = (" / ".join(f"{found[key][way]:.2f}" for way in WAYS[:2]) for key in TIMES)
         table.add_row(name, *each, *times, "yes" if all(found["tokens_identical"].values()) else "NO")
-    return table
-
-
-def memory_table(results: dict[str, Any]) -> Table:
-    """What 8,192 tokens hold by each real config, as shares of keys and values of all tokens."""
-    table = Table("", "held, MiB", "of full K/V", "needed of it", "held / needed", "state, MiB", title=f"{LONG} tokens")
-    for name, found in results.items():
-        shares = (f"{found[key]:.1%}" for key in ("held_share", "needed_share"))
-        own = f"{found['held_over_needed']:.3f}", str(found.get("state_mib", ""))
-        table.add_row(name, str(found["held_mib"]), *shares, *own)
     return table
 
 

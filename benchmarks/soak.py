@@ -50,11 +50,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from workload import draw_requests, load_trace
+from workload import draw_lengths
 
 import hf_paged
-from hf_paged import PagedCache
-from hf_paged.core.errors import OutOfBlocksError, QueueFullError
+from hf_paged import OutOfBlocksError, PagedCache, QueueFullError
 from hf_paged.testing import compare_generations
 
 VOCAB, PAD, BOS, EOS = 98, 0, 1, 2
@@ -1167,10 +1166,9 @@ def soak(
     return report
 
 
-def read_lengths(trace: Path | None, table: str, seed: int) -> list[tuple[int, int]]:
-    """`(prompt, output)` lengths in tokens, of a trace or of the built-in quantiles."""
-    requests = load_trace(trace, 20_000)[0] if trace is not None else draw_requests(table, 5000, seed)
-    return [(request.num_prompt, request.num_output) for request in requests]
+def read_lengths(table: str, seed: int) -> list[tuple[int, int]]:
+    """`(prompt, output)` lengths in tokens, of public traces' quantiles."""
+    return list(itertools.islice(draw_lengths(f"table {table}", seed), 5000))
 
 
 def print_report(results: dict[str, dict[str, Any]]) -> None:
@@ -1218,7 +1216,6 @@ def print_report(results: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=20_000, help="shared equally by the preemption modes")
-    parser.add_argument("--trace", type=Path, help="a csv or jsonl trace, as benchmarks/replay.py takes")
     parser.add_argument("--lengths", default="azure", help="table of length_quantiles.json, without a trace")
     parser.add_argument("--preemption", default="swap,recompute,auto", help="modes, each with an engine of its own")
     parser.add_argument("--num-blocks", type=int, default=48)
@@ -1232,7 +1229,7 @@ def main() -> None:
 
     command.quiet()
     faulthandler.enable()
-    lengths = read_lengths(args.trace, args.lengths, args.seed)
+    lengths = read_lengths(args.lengths, args.seed)
     modes = args.preemption.split(",")
     process = psutil.Process()
     # What the first requests bring in once and for all: code, kernels, arenas of the threads.
@@ -1267,7 +1264,7 @@ def main() -> None:
         "what": "mixed requests against a small pool; counts by kind and outcome; violations must be empty",
         "command": "python benchmarks/soak.py" + "".join(f" {argument}" for argument in _public(sys.argv[1:])),
         "num_requests": args.num_requests,
-        "lengths": args.trace.name if args.trace is not None else args.lengths,
+        "lengths": args.lengths,
         "resident_mib": [round(size, 1) for size in sizes],
         "violations": violations,
     }

@@ -1,76 +1,30 @@
-"""Requests as the replays and the sharing benchmark draw or read them: lengths, traces, arrivals."""
+"""Requests of random lengths, as public traces and the PagedAttention paper give them, and their arrivals."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 QUANTILES = Path(__file__).parent / "length_quantiles.json"
-TRACE_BLOCK = 512  # tokens that one of Mooncake's hash ids stands for
 PAPER_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # PagedAttention paper, figure 11
+SHORTEST = 4  # tokens of a prompt or an output: what is shorter is left out, as vLLM's own benchmark does
+HISTORY = 1024  # tokens that a chat's prompt is cut to, and its answer at most
 
 
 @dataclass(slots=True)
 class Request:
-    """One line of a trace; `hash_ids` says which of its tokens it shares, if anything is known about that."""
-
     arrival: float
     num_prompt: int
     num_output: int
-    hash_ids: list[int] | None = None
 
     @property
     def num_total(self) -> int:
         return self.num_prompt + self.num_output
-
-
-def load_trace(path: Path, num_requests: int | None = None) -> tuple[list[Request], bool]:
-    """A trace's first requests, in order of arrival, and whether it has arrivals (in seconds, the first at 0)."""
-    requests: list[Request] = []
-    with path.open(newline="") as lines:
-        if path.suffix in (".jsonl", ".json"):
-            for row in map(json.loads, itertools.islice(lines, num_requests)):
-                ids, length = row.get("hash_ids"), row["input_length"]
-                if ids is not None and len(ids) != -(-length // TRACE_BLOCK):
-                    raise ValueError(f"{path.name}: {len(ids)} hash ids for {length} tokens")
-                requests.append(Request(row["timestamp"] / 1000, length, row["output_length"], ids))
-            has_arrivals = True
-        else:
-            reader = csv.DictReader(lines)
-            columns = set(reader.fieldnames or ())
-            has_arrivals = "TIMESTAMP" in columns
-            if has_arrivals and {"ContextTokens", "GeneratedTokens"} <= columns:
-                names = ("ContextTokens", "GeneratedTokens")
-            elif {"num_prefill_tokens", "num_decode_tokens"} <= columns:
-                names = ("num_prefill_tokens", "num_decode_tokens")
-            else:
-                raise ValueError(f"{path.name}: no format has the columns {sorted(columns)}")
-            for row in itertools.islice(reader, num_requests):
-                # Seven digits of a second: datetime takes six.
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() if has_arrivals else 0.0
-                requests.append(Request(at, int(float(row[names[0]])), int(float(row[names[1]]))))
-    requests = [request for request in requests if request.num_prompt > 0 and request.num_output > 0]
-    if not requests:
-        raise ValueError(f"{path.name}: no requests")
-    if has_arrivals:
-        requests.sort(key=lambda request: request.arrival)
-        first = requests[0].arrival
-        for request in requests:
-            request.arrival -= first
-    return requests, has_arrivals
-
-
-def quantiles(values: list[int], probabilities: list[float]) -> list[int]:
-    """Order statistics, the nearest of each probability."""
-    ordered = sorted(values)
-    return [ordered[round(p * (len(ordered) - 1))] for p in probabilities]
 
 
 def draw(rng: random.Random, probabilities: list[float], values: list[int]) -> int:
@@ -81,11 +35,35 @@ def draw(rng: random.Random, probabilities: list[float], values: list[int]) -> i
     return max(1, round(values[i - 1] + share * (values[i] - values[i - 1])))
 
 
-def draw_requests(name: str, num_requests: int, seed: int) -> list[Request]:
-    """Requests with the lengths of a table. Input and output are drawn apart: what ties them is not in the tables."""
-    tables = json.loads(QUANTILES.read_text())
-    p, table, rng = tables["probabilities"], tables["tables"][name], random.Random(f"{name} {seed}")
-    return [Request(0.0, draw(rng, p, table["input"]), draw(rng, p, table["output"])) for _ in range(num_requests)]
+def draw_lengths(name: str, seed: int) -> Iterator[tuple[int, int]]:
+    """Endless lengths of a prompt and its output, drawn apart.
+
+    Args:
+        name: "sharegpt" or "alpaca" with the paper's means, "chat" (turns of a conversation, history and all),
+            "translation", or a table of length_quantiles.json as it is: "table NAME".
+        seed: Of what is drawn.
+    """
+    rng = random.Random(f"{name.removeprefix('table ')} {seed}")
+    data = json.loads(QUANTILES.read_text())
+    p, tables = data["probabilities"], data["tables"]
+    table = tables[name.removeprefix("table ")] if name.startswith("table ") else tables["sharegpt"]
+    means = PAPER_MEANS.get(name, (0.0, 0.0))
+    while True:
+        if name == "translation":
+            # Sentences of newstest2016 have some 22 words; taken as 1.35 tokens a word in English and 1.9 in German.
+            words = 22 * rng.lognormvariate(-0.125, 0.5)
+            yield round(1.35 * words) + 1, round(1.9 * words) + 1
+        elif name == "alpaca":
+            prompt, output = (1 + math.floor(math.log(1 - rng.random()) / math.log(1 - 1 / mean)) for mean in means)
+            yield prompt, output
+        else:
+            prompt, output = draw(rng, p, table["input"]), draw(rng, p, table["output"])
+            if name == "chat":
+                prompt, output = min(prompt, HISTORY), min(output, HISTORY)
+            elif name == "sharegpt":
+                prompt = max(1, round(prompt * means[0] / table["mean_input"]))
+                output = max(1, round(output * means[1] / table["mean_output"]))
+            yield prompt, output
 
 
 def poisson(requests: list[Request], rate: float, seed: int) -> None:
@@ -96,16 +74,24 @@ def poisson(requests: list[Request], rate: float, seed: int) -> None:
         now += rng.expovariate(rate)
 
 
-def draw_lengths(name: str, seed: int) -> Iterator[tuple[int, int]]:
-    """Endless `(prompt, output)` lengths in tokens, of "sharegpt" or "alpaca" with the paper's means."""
-    rng = random.Random(f"{name} {seed}")
-    tables = json.loads(QUANTILES.read_text())
-    probabilities, table = tables["probabilities"], tables["tables"]["sharegpt"]
-    means = PAPER_MEANS["alpaca" if name == "alpaca" else "sharegpt"]
-    while True:
-        if name == "alpaca":
-            prompt, output = (1 + math.floor(math.log(1 - rng.random()) / math.log(1 - 1 / mean)) for mean in means)
-        else:
-            prompt = round(draw(rng, probabilities, table["input"]) * means[0] / table["mean_input"])
-            output = round(draw(rng, probabilities, table["output"]) * means[1] / table["mean_output"])
-        yield max(prompt, 1), max(output, 1)
+def draw_requests(
+    name: str, rate: float, seconds: float, *, seed: int = 0, prefix: int = 0, context: int = 2048
+) -> list[Request]:
+    """Those that arrive within so many seconds, at so many a second, by a Poisson process.
+
+    Args:
+        name: Of the workload, see `draw_lengths`.
+        rate: Requests a second.
+        seconds: Of arrivals.
+        seed: Of lengths and arrivals; the same lengths at every rate.
+        prefix: Tokens before each prompt.
+        context: Tokens that a request has at most, prompt and output: the output is cut.
+    """
+    fitting = (
+        (prompt + prefix, min(output, context - prompt - prefix))
+        for prompt, output in draw_lengths(name, seed)
+        if min(prompt, output) >= SHORTEST and prompt + prefix + SHORTEST <= context
+    )
+    made = [Request(0.0, *pair) for pair in itertools.islice(fitting, max(1, round(rate * seconds)))]
+    poisson(made, rate, seed)
+    return made

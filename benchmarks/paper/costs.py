@@ -12,14 +12,47 @@ paper, table 1: 12 GB of an A100-40GB are left for the keys and values of a 13B 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from roofline import Operation, roofline_ms
-from simulation import Work
 
+from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import SequenceGroup
 
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.5
+
+
+@dataclass(slots=True)
+class Work:
+    """What a step does.
+
+    Attributes:
+        decodes: Rows of one token.
+        prompt: Tokens of the other rows.
+        kv: Tokens whose keys and values are read, once for each row.
+        pairs: Tokens that prompt tokens attend to, themselves included.
+        swapped: Tokens in blocks that move to CPU memory or back.
+        copied: Tokens in blocks that are copied.
+    """
+
+    decodes: int = 0
+    prompt: int = 0
+    kv: int = 0
+    pairs: int = 0
+    swapped: int = 0
+    copied: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch, block_size: int) -> Work:
+        prompts = [(start, n) for start, n in zip(batch.starts, batch.query_lens) if n > 1]
+        num_decodes = batch.num_seqs - len(prompts)
+        return cls(
+            decodes=num_decodes,
+            prompt=batch.num_tokens - num_decodes,
+            kv=sum(batch.starts) + batch.num_tokens,
+            pairs=sum(n * start + n * (n + 1) // 2 for start, n in prompts),
+            swapped=block_size * (len(batch.swap_outs) + len(batch.swap_ins)),
+            copied=block_size * len(batch.block_copies),
+        )
 
 
 @dataclass(frozen=True)
@@ -78,11 +111,6 @@ class Roofline:
     step: float = 1e-3
     row: float = 4e-6
 
-    @property
-    def transfer(self) -> float:
-        """Seconds of a copy to CPU memory beside its bytes."""
-        return self.card.transfer
-
     def seconds(self, work: Work) -> float:
         """How long it takes."""
         model = self.model
@@ -97,7 +125,7 @@ class Roofline:
 
     def swap(self, tokens: float, transfers: float = 0) -> float:
         """Seconds that so many tokens take to CPU memory, or back, in so many transfers."""
-        return tokens * self.model.kv_bytes / self.card.link + transfers * self.transfer
+        return tokens * self.model.kv_bytes / self.card.link + transfers * self.card.transfer
 
     def recompute(self, tokens: int) -> float:
         """Seconds that a step of nothing but so many tokens of a prompt takes more than an empty one."""
@@ -110,25 +138,11 @@ class Roofline:
         return 2 * self.swap(tokens) < flops
 
 
-class Costs(Protocol):
-    """What the simulator asks of a cost model."""
-
-    @property
-    def transfer(self) -> float:
-        """Seconds of a copy to CPU memory beside its bytes."""
-
-    def seconds(self, work: Work) -> float:
-        """What a step takes."""
-
-    def prefers_swap(self, group: SequenceGroup) -> bool:
-        """Whether a preempted group is to be swapped."""
-
-
 @dataclass(frozen=True)
 class Setup:
     """A model on a card, with the slots that its pool has."""
 
-    costs: Costs
+    costs: Roofline
     num_slots: int
     context: int = 2048
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_paged.core.errors import needs
+from hf_paged import needs
+from paper.figures import CEILING, OURS, SWEEPS
 from paper.policies import FIRST_FIT, SHORTEST, SYSTEMS
-from paper.sweeps import CEILING, OURS, SWEEPS
 
 with needs("hf-paged[bench]"):
     import matplotlib
@@ -211,30 +211,6 @@ def figure_18(results: dict[str, Any], path: Path) -> None:
             axis.set_title(labels[name])
             axis.set_ylim(0)
         axes[0][0].set_ylabel("normalized latency, s/token")
-
-
-def figure_18a(results: dict[str, Any], path: Path) -> None:
-    """Decoding attention over blocks, against contiguous keys and values."""
-    with page(path, 1, 1, 6.4, 3.2) as axes:
-        axis = axes[0][0]
-        rows = {name: row["times_contiguous"] for name, row in results.items()}
-        lines(axis, rows, ("#0b6e4f", "#e0913a", "#4c78a8"))
-        axis.axhline(1, color="#8c8c8c", linewidth=1)
-        axis.set_ylabel("times the time of contiguous keys")
-        axis.set_ylim(0)
-        axis.legend()
-
-
-def more_scale(results: dict[str, Any], path: Path) -> None:
-    """The scheduler's time a step against how many run, and how many wait."""
-    with page(path, 1, 2, 8.4, 3.0) as axes:
-        for axis, (kind, row) in zip(axes[0], results.items()):
-            times = [found["us_per_step"] for found in row.values()]
-            axis.plot([int(n) for n in row], times, color="#0b6e4f", marker="o", markersize=3)
-            axis.set_xscale("log")
-            axis.set_yscale("log")
-            axis.set_xlabel(f"sequences {kind}")
-        axes[0][0].set_ylabel("us of schedule() + update()")
 
 
 def figure_19(results: dict[str, Any], path: Path) -> None:

@@ -8,16 +8,102 @@ a time: nothing joins until all of it is done.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import FCFS
 from hf_paged.core.sequence import SequenceGroup
-from paper.allocators import Allocator, Buddy, FirstFit
 
 Lengths = Callable[[int], tuple[int, int]]  # of a sequence: its prompt's, and its output's
 Make = Callable[[BlockManager, Lengths, int], FCFS]  # the last is the model's context
+
+
+class Allocator(Protocol):
+    """Runs of blocks out of one pool."""
+
+    def allocate(self, size: int) -> range | None:
+        """A run of at least `size` blocks; `None`: there is no such hole."""
+
+    def free(self, run: range) -> None:
+        """Gives a run back, as it was handed out."""
+
+    def holes(self) -> list[range]:
+        """What is free, in order; for tests and figures."""
+
+
+class Buddy:
+    """Runs of powers of two, aligned to their size; a run that is free merges with its free buddy.
+
+    A pool that is no power of two begins as the pieces of its binary number, the largest first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free: list[list[int]] = [[] for _ in range(num_blocks.bit_length())]  # starts, by order, sorted
+        start = 0
+        for order in reversed(range(len(self._free))):
+            if num_blocks >> order & 1:
+                self._free[order].append(start)
+                start += 1 << order
+
+    def allocate(self, size: int) -> range | None:
+        order = (size - 1).bit_length()
+        found = next((o for o in range(order, len(self._free)) if self._free[o]), None)
+        if found is None:
+            return None
+        start = self._free[found].pop(0)
+        for o in range(found - 1, order - 1, -1):  # the upper half of each split stays free
+            insort(self._free[o], start + (1 << o))
+        return range(start, start + (1 << order))
+
+    def free(self, run: range) -> None:
+        start, order = run.start, len(run).bit_length() - 1
+        while order + 1 < len(self._free):
+            buddy = start ^ 1 << order
+            if buddy not in self._free[order]:
+                break
+            self._free[order].remove(buddy)
+            start &= ~(1 << order)
+            order += 1
+        insort(self._free[order], start)
+
+    def holes(self) -> list[range]:
+        return sorted(
+            (range(start, start + (1 << order)) for order, starts in enumerate(self._free) for start in starts),
+            key=lambda run: run.start,
+        )
+
+
+class FirstFit:
+    """Runs of just the size that is asked for, from the lowest hole that has it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._holes = [(0, num_blocks)]  # start and end, in order, never two that touch
+
+    def allocate(self, size: int) -> range | None:
+        for index, (start, end) in enumerate(self._holes):
+            if end - start >= size:
+                if end - start == size:
+                    del self._holes[index]
+                else:
+                    self._holes[index] = (start + size, end)
+                return range(start, start + size)
+        return None
+
+    def free(self, run: range) -> None:
+        insort(self._holes, (run.start, run.stop))
+        merged: list[tuple[int, int]] = []
+        for start, end in self._holes:
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._holes = merged
+
+    def holes(self) -> list[range]:
+        return [range(start, end) for start, end in self._holes]
 
 
 class Reserved(FCFS):
@@ -129,7 +215,7 @@ def _reserved(
     return make
 
 
-def whole_context(prompt: int, output: int, context: int) -> int:
+def whole_context(_prompt: int, _output: int, context: int) -> int:
     return context
 
 
@@ -137,13 +223,17 @@ def power_of_two(prompt: int, output: int, context: int) -> int:
     return min(prompt + (1 << (output - 1).bit_length()), context)
 
 
-def exact(prompt: int, output: int, context: int) -> int:
+def exact(prompt: int, output: int, _context: int) -> int:
     return prompt + output
 
 
 PAGED = System("hf_paged", "#0b6e4f", lambda manager, lengths, context: FCFS(manager.pool.num_blocks), shares=True)
 ORACLE = System("Orca (Oracle)", "#4c78a8", _reserved(Reserved, exact, Buddy))
-POW2 = System("Orca (Pow2)", "#e0913a", _reserved(Reserved, power_of_two, Buddy))
+POW2 = System(
+    "Orca (Pow2)",
+    "#e0913a",
+    _reserved(Reserved, power_of_two, Buddy),
+)
 MAX = System("Orca (Max)", "#c44e52", _reserved(Reserved, whole_context, Buddy))
 STATIC = System("FasterTransformer", "#7b5ea7", _reserved(Static, whole_context, Buddy), is_static=True)
 FIRST_FIT = System("Oracle, first fit", "#8aa9c8", _reserved(Reserved, exact, FirstFit))

@@ -1,12 +1,10 @@
-"""The soak, and the benchmarks of sharing and of threads, in miniature: that their numbers mean what they say."""
+"""The soak and the benchmark of threads in miniature: that their numbers mean what they say."""
 
 from __future__ import annotations
 
 import importlib
-import statistics
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,13 @@ from helpers.models import tiny_lm, tiny_tokenizer
 from hf_paged.engine.row_store import RowStore
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they import each other
-soak, sharing, threads, workload = map(importlib.import_module, ("soak", "sharing", "threads", "workload"))
+soak, threads = map(importlib.import_module, ("soak", "threads"))
 
 
 class TestSoak:
     @pytest.fixture
     def lengths(self) -> list[tuple[int, int]]:
-        pairs: list[tuple[int, int]] = soak.read_lengths(None, "azure", 0)
+        pairs: list[tuple[int, int]] = soak.read_lengths("azure", 0)
         return pairs
 
     @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
@@ -87,41 +85,6 @@ class TestSoak:
         assert sum(spec.verify for spec in one) == 10
 
 
-class TestSharing:
-    def test_blocks_are_counted_by_part(self) -> None:
-        prompt, generated = sharing.count_blocks([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7]], 2, 3)
-        assert (prompt.shared, prompt.apart) == (3, 6)
-        assert (generated.shared, generated.apart) == (4, 5)
-        assert prompt.saving == 0.5
-
-    def test_one_sequence_stands_for_all_rows_at_first(self) -> None:
-        prompt, generated = sharing.count_blocks([[1, 2]], 2, 4)
-        assert (prompt.shared, prompt.apart, generated.apart) == (2, 8, 0)
-
-    def test_samples_share_the_full_blocks_of_their_prompt(self) -> None:
-        # 40 tokens are 2 blocks of 16 and a half. While the prompt is computed its 3 blocks stand for 12; in each of
-        # the 5 steps that follow, the last one is each sample's own: 2 + 4 blocks in place of 12.
-        ids = torch.arange(100, 140)[None]
-        row = sharing.measure(tiny_lm(), [(ids, 6)], "n=4 sampling", 16, num_verified=1)
-        assert row["steps"] == 6
-        assert row["saving"] == pytest.approx(1 - (3 + 5 * 6) / (6 * 12), abs=1e-4)
-        assert row["saving_prompt_part"] == row["saving"] and row["saving_generated_part"] == 0
-        assert row["verified"] == {"prompts": 1, "tokens_identical": True}
-
-    def test_beams_share_what_they_have_in_common(self) -> None:
-        ids = torch.arange(100, 116)[None]
-        row = sharing.measure(tiny_lm(), [(ids, 12)], "beam 4", 4, num_verified=1)
-        assert row["saving_prompt_part"] == 0.75  # four full blocks, one in place of four
-        assert 0 < row["saving_generated_part"] < 0.75
-        assert row["verified"]["tokens_identical"]
-
-    def test_lengths_have_the_means_of_the_paper(self) -> None:
-        for name, means in workload.PAPER_MEANS.items():
-            pairs = list(islice(workload.draw_lengths(name, 0), 4000))
-            for values, mean in zip(zip(*pairs), means):
-                assert statistics.fmean(values) == pytest.approx(mean, rel=0.06)
-
-
 class TestThreads:
     @pytest.fixture
     def models(self) -> Iterator[dict[str, Any]]:
@@ -154,10 +117,3 @@ class TestThreads:
         assert len({tuple(prompt[0].tolist()) for prompt in prompts}) == 64
         assert {prompt.shape[0] for prompt in prompts} == {1}
         assert len({prompt.shape[1] for prompt in prompts}) > 10
-
-
-def test_what_samples_save_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: the mean over many lengths, here counted by hand: two whole prompt blocks, 17 tokens a sample."""
-    monkeypatch.setattr(sharing, "draw_lengths", lambda name, seed: iter([(32, 17)]))
-    shared, unshared = 2 + 16 * (2 + 4), 4 * 2 + 16 * 4 * 3
-    assert sharing.expected_saving("sharegpt", room=1024, block_size=16, seed=0) == 1 - shared / unshared

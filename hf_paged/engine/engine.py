@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.grammar import Grammar
-from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
+from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted, TokenLogprobs
 
 
 class Engine(Lasting):
@@ -127,8 +128,6 @@ class Engine(Lasting):
         cache_salt: str | int | bytes | None = None,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
-        prompt_logprobs: int | None = None,
-        prompt_logprobs_from: int = 1,
         seed: int | None = None,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
@@ -149,10 +148,6 @@ class Engine(Lasting):
             logprobs: Say of each token how likely it was, and so many of the likeliest in its place (0: none of those).
             logprobs_mode: `"raw"`: log-softmax, in float32, of the model's logits; `"processed"`: of what sampling drew
                 from, behind all processors (not of beams, assisted decoding and processors of your own).
-            prompt_logprobs: Say of each token of the prompt how likely it was, raw, and so many of the likeliest in its
-                place, before the request begins. With `max_new_tokens=0` that is all it does.
-            prompt_logprobs_from: Index of the first token that this is said of; what lies before the one in front of
-                it may come from the prefix cache.
             seed: Draw as `generate()` does after `torch.manual_seed(seed)`; the global generator is left alone then.
             presence_penalty: Taken off the logit of each token that was generated before.
             frequency_penalty: The same, as often as it was. Both before temperature and the like.
@@ -172,10 +167,9 @@ class Engine(Lasting):
         """
         self._check_patched()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
-        of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
         controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar)
         return self._submissions.submit(
-            input_ids, generation_config, request_id, priority, cache_salt, wanted, of_prompt, generate_kwargs, controls
+            input_ids, generation_config, request_id, priority, cache_salt, wanted, generate_kwargs, controls
         )
 
     @deferred_interrupt()
@@ -187,8 +181,6 @@ class Engine(Lasting):
         progress_bar: bool = False,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
-        prompt_logprobs: int | None = None,
-        prompt_logprobs_from: int = 1,
         **generate_kwargs: Any,
     ) -> list[RequestOutput]:
         """Generates for many prompts of any lengths, in one continuous batch.
@@ -199,8 +191,6 @@ class Engine(Lasting):
             progress_bar: Show a tqdm bar.
             logprobs: As in `submit`.
             logprobs_mode: As in `submit`.
-            prompt_logprobs: As in `submit`.
-            prompt_logprobs_from: As in `submit`.
             **generate_kwargs: As in `submit`, for all of them.
 
         Returns:
@@ -212,8 +202,58 @@ class Engine(Lasting):
         self._check_patched()
         self.core.worker.pause.warn()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
-        of_prompt = PromptLogprobsWanted.of(prompt_logprobs, prompt_logprobs_from, self._vocab_size)
-        return self._submissions.generate(prompts, generation_config, progress_bar, wanted, of_prompt, generate_kwargs)
+        return self._submissions.generate(prompts, generation_config, progress_bar, wanted, generate_kwargs)
+
+    @deferred_interrupt()
+    def score(
+        self, prompts: Iterable[SequenceOf[int] | Tensor], *, progress_bar: bool = False, **arguments: Any
+    ) -> list[list[TokenLogprobs]]:
+        """How likely the tokens of given texts are, in one continuous batch.
+
+        Args:
+            prompts: As `input_ids` of `submit`, any number of them.
+            progress_bar: Show a tqdm bar.
+            **arguments: `top`, `first`, `priority` and `cache_salt` of `submit_score`.
+
+        Returns:
+            Of each prompt the log-probabilities of its tokens from `first` on, in the order of the prompts.
+
+        Raises:
+            ValueError: As in `submit_score`.
+        """
+        self.core.worker.pause.warn()
+        outputs = self._submissions.run_all(prompts, partial(self.submit_score, **arguments), progress_bar)
+        return [output.prompt_logprobs or [] for output in outputs]
+
+    @deferred_interrupt()
+    def submit_score(
+        self,
+        input_ids: SequenceOf[int] | Tensor,
+        *,
+        request_id: str | None = None,
+        top: int = 0,
+        first: int = 1,
+        priority: int = 0,
+        cache_salt: str | int | bytes | None = None,
+    ) -> Request:
+        """Queues one text whose tokens' log-probabilities are asked for, and returns at once.
+
+        They are log-softmax, in float32, of the model's logits, in the result's `prompt_logprobs`. A text that is
+        scored first and continued then is computed once: `submit` finds it in the prefix cache.
+
+        Args:
+            input_ids: As in `submit`; so are those that are not named here.
+            top: Name so many of the likeliest tokens in each one's place, too.
+            first: Index of the first token that is asked about. What lies before the one in front of it may come from
+                the prefix cache.
+
+        Raises:
+            ValueError: A number that can't be; no prompt of token ids, or one that could never fit.
+            QueueFullError: `max_waiting` requests are waiting.
+        """
+        self._check_patched()
+        wanted = ScoresWanted.of(top, first, self._vocab_size)
+        return self._submissions.score(input_ids, request_id, priority, cache_salt, wanted)
 
     @property
     def _vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""`LoopRequest`: a request whose tokens one of transformers' loops chooses, on a thread of its own."""
+"""Requests that have a thread of their own: for one of transformers' loops, or for a look at a text."""
 
 from __future__ import annotations
 
@@ -9,66 +9,72 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_paged.engine.call_context import CallContext, within
+from hf_paged.engine.call_context import CallContext, call_context, within
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop
+from hf_paged.engine.executor import autocasting
 from hf_paged.engine.prepared_call import LoopResult, PreparedCall
 from hf_paged.engine.request import RequestState
 from hf_paged.engine.scoring import LogitRows, token_logprobs
-from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
+from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
 
 
-class LoopRequest:
-    """Runs a prepared loop, and puts what comes of it into the request's state."""
+def run_later(
+    core: EngineCore,
+    state: RequestState,
+    loop: DecodingLoop,
+    work: Callable[[RequestState], dict[str, Any]],
+    on_end: Callable[[], None],
+) -> Callable[[], None]:
+    """What runs `work` on a thread of its own, in the context that this one is in, and ends the request with the
+    arguments of `state.finish` that it returns. `on_end` is called before the result is there.
+    """
+    outer, autocast = call_context(), core.batch_key()
+    context = CallContext(outer.cache_salt, outer.shared, loop, core)
 
-    def __init__(
-        self,
-        core: EngineCore,
-        state: RequestState,
-        call: PreparedCall,
-        loop: DecodingLoop,
-        context: CallContext,
-        on_end: Callable[[], None],
-        logprobs: LogprobsWanted | None = None,
-        logit_rows: LogitRows | None = None,
-    ) -> None:
-        """Serves one engine; `logprobs` are of the model's own logits, `loop` is what it counts as."""
-        self._core = core
-        self._state = state
-        self._call = call
-        self._loop = loop
-        self._context = context
-        self._on_end = on_end
-        self._logprobs = logprobs
-        self._logit_rows = logit_rows
-
-    def run(self) -> None:
-        state, call = self._state, self._call
+    def run() -> None:
         try:
-            with within(self._context), torch.no_grad():
-                self._loop.check_cancelled()
-                result: LoopResult = call.work(_TokenStreamer(state) if call.is_streamable else None)  # type: ignore[operator]
-                width = call.prompt.shape[1]
-                limit = call.generation_config.max_length - width
-                rows = [_read_row(row, call.generation_config, limit) for row in result.sequences[:, width:].tolist()]
-                logprobs = None if self._logprobs is None else self._score([tokens for tokens, _ in rows])
+            with within(context), torch.no_grad(), autocasting(autocast):
+                loop.check_cancelled()
+                outcome = work(state)
         except CallCancelledError:
+            on_end()
             state.finish([[event.token_id for event in state.events]], ["cancelled"])
         except BaseException as error:
+            on_end()
             state.fail(error)
         else:
-            scores = None if result.scores is None else result.scores.tolist()
-            state.finish([tokens for tokens, _ in rows], [reason for _, reason in rows], scores, logprobs)
-        finally:
-            self._on_end()
+            on_end()
+            state.finish(**outcome)
 
-    def _score(self, rows: list[list[int]]) -> list[list[TokenLogprobs]]:
-        """Afterwards: which of a beam search's forwards led to a token is known at its end, and beams share prompts."""
-        assert self._logprobs is not None
-        prompt, num_top = self._state.prompt_token_ids, self._logprobs.num_top
-        return [
-            token_logprobs(self._core.model, prompt + tokens, len(prompt), num_top, self._logit_rows) for tokens in rows
-        ]
+    return run
+
+
+def run_prepared(
+    model: Any, call: PreparedCall, logprobs: LogprobsWanted | None, logit_rows: LogitRows, state: RequestState
+) -> dict[str, Any]:
+    """One of transformers' loops; `logprobs` are of the model's own logits."""
+    result: LoopResult = call.work(_TokenStreamer(state) if call.is_streamable else None)  # type: ignore[operator]
+    width = call.prompt.shape[1]
+    limit = call.generation_config.max_length - width
+    rows = [_read_row(row, call.generation_config, limit) for row in result.sequences[:, width:].tolist()]
+    said = None
+    if logprobs is not None:
+        # Afterwards: which of a beam search's forwards led to a token is known at its end, and beams share prompts.
+        prompt, num_top = state.prompt_token_ids, logprobs.num_top
+        said = [token_logprobs(model, prompt + tokens, len(prompt), num_top, logit_rows) for tokens, _ in rows]
+    return {
+        "sequences": [tokens for tokens, _ in rows],
+        "reasons": [reason for _, reason in rows],
+        "scores": None if result.scores is None else result.scores.tolist(),
+        "logprobs": said,
+    }
+
+
+def score(model: Any, wanted: ScoresWanted, logit_rows: LogitRows, state: RequestState) -> dict[str, Any]:
+    """How likely the prompt is."""
+    said = token_logprobs(model, state.prompt_token_ids, wanted.first, wanted.num_top, logit_rows)
+    return {"sequences": [[]], "reasons": ["length"], "prompt_logprobs": said}
 
 
 class _TokenStreamer(BaseStreamer):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.sampling.grammar import Grammar
-from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
+from hf_paged.sampling.logprobs import LogprobsWanted
 from hf_paged.sampling.random import GeneratorStates, default_generator
 
 
@@ -48,15 +48,13 @@ class PreparedCall:
     is_streamable: bool
     states: GeneratorStates = field(default_factory=dict)
 
-    def check_logprobs(self, logprobs: LogprobsWanted | None, prompt_logprobs: PromptLogprobsWanted | None) -> None:
+    def check_logprobs(self, logprobs: LogprobsWanted | None) -> None:
         """Raises `ValueError` for what can't be said of its tokens."""
         if logprobs is not None and logprobs.is_processed and not isinstance(self.work, SampleCall):
             raise ValueError(
                 "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
                 "and processors of your own have logprobs_mode='raw'"
             )
-        if prompt_logprobs is not None and isinstance(self.work, SampleCall) and self.work.given is not None:
-            raise ValueError("prompt_logprobs are of a prompt of token ids: not with pictures, sound or embeddings")
 
     def follow(self, grammar: Grammar) -> None:
         """Its text is to follow a grammar.

@@ -20,6 +20,8 @@ _NOT_TAKEN = {
     "output_logits": "a RequestOutput has no per-step outputs; call generate()",
     "output_attentions": "a RequestOutput has no per-step outputs; call generate()",
     "output_hidden_states": "a RequestOutput has no per-step outputs; call generate()",
+    "prompt_logprobs": "model.paged.score(prompts) says how likely the tokens of texts are",
+    "prompt_logprobs_from": "it is `first` of model.paged.score(prompts)",
 }
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)

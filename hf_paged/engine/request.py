@@ -71,8 +71,7 @@ class RequestOutput:
         scores: Beam search only: the score of each sequence, as transformers' `sequences_scores`.
         metrics: Times.
         logprobs: Of each sequence how likely its tokens were, if `submit(logprobs=...)` asked for it.
-        prompt_logprobs: Of each token of the prompt, if `submit(prompt_logprobs=...)` asked for it; `None` of the
-            first, and of others that were not asked about.
+        prompt_logprobs: Of a request of `submit_score`: how likely each token of the prompt was, from `first` on.
     """
 
     request_id: str
@@ -83,7 +82,7 @@ class RequestOutput:
     scores: list[float] | None = None
     metrics: RequestMetrics | None = None
     logprobs: list[list[TokenLogprobs]] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -101,7 +100,6 @@ class RequestState:
         self.has_events = has_events  # tokens come one by one
         self.condition = threading.Condition()
         self.events: list[TokenEvent] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
         self.arrival_time = time.monotonic()
@@ -127,6 +125,7 @@ class RequestState:
         reasons: list[str],
         scores: list[float] | None = None,
         logprobs: list[list[TokenLogprobs]] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
         with self.condition:
             if self.is_done:
@@ -142,7 +141,7 @@ class RequestState:
                 scores,
                 metrics,
                 logprobs,
-                self.prompt_logprobs,
+                prompt_logprobs,
             )
             self.announce()
 
@@ -212,11 +211,6 @@ class Request:
     def prompt_token_ids(self) -> list[int]:
         """The prompt."""
         return self._state.prompt_token_ids
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """As in `RequestOutput`, known before its first token comes."""
-        return self._state.prompt_logprobs
 
     @property
     def is_done(self) -> bool:

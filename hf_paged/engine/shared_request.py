@@ -28,11 +28,11 @@ def tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
     if output is not None:
         said = {
             "events": state.events,
-            "prompt_logprobs": state.prompt_logprobs,
             "sequences": output.sequences,
             "reasons": output.finish_reasons,
             "scores": output.scores,
             "logprobs": output.logprobs,
+            "prompt_logprobs": output.prompt_logprobs,
         }
     with suppress(RankError):  # which all others hear, too
         leader.end(shared, (None if state.error is None else sendable(state.error), said))
@@ -47,7 +47,6 @@ def hear_end(state: RequestState, outcome: bytes | BaseException) -> None:
     if error is not None:
         state.fail(error)
         return
-    state.prompt_logprobs = output.pop("prompt_logprobs")
     for event in output.pop("events"):
         state.push(*event)
     state.finish(**output)

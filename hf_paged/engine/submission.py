@@ -14,16 +14,15 @@ from torch import Tensor
 
 from hf_paged.core.errors import QueueFullError
 from hf_paged.engine.beam_request import EngineRequest
-from hf_paged.engine.call_context import CallContext, call_context, within
+from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.follower import Follower
-from hf_paged.engine.leader import Leader, sendable
-from hf_paged.engine.loop_request import LoopRequest
+from hf_paged.engine.leader import sendable
+from hf_paged.engine.loop_request import run_later, run_prepared, score
 from hf_paged.engine.many_prompts import generate_all
 from hf_paged.engine.prepared_call import PreparedCall
-from hf_paged.engine.prompt_scoring import PromptScoring
 from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
@@ -33,7 +32,7 @@ from hf_paged.engine.scoring import LogitRows
 from hf_paged.engine.shared_request import hear_end, request_key, tell_end
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.controls import SamplingControls
-from hf_paged.sampling.logprobs import LogprobsWanted, PromptLogprobsWanted
+from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
 
 NO_CONTROLS = SamplingControls()
 
@@ -93,7 +92,6 @@ class Submissions:
         priority: Any,
         cache_salt: Any,
         logprobs: LogprobsWanted | None,
-        prompt_logprobs: PromptLogprobsWanted | None,
         arguments: dict[str, Any],
         controls: SamplingControls = NO_CONTROLS,
         weights_key: WeightsKey | None = None,
@@ -101,6 +99,42 @@ class Submissions:
         """See `Engine.submit`; `weights_key`: see `Calls.start`."""
         prompt = one_prompt(input_ids, self._core.model)
         check_arguments(arguments, priority, cache_salt)
+        with self._admitted(request_id) as name:
+            if processors := controls.processors(prompt.shape[1]):
+                arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
+            call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
+            call.check_logprobs(logprobs)
+            if controls.seed is None:
+                call.split_generators()
+            else:
+                call.seed(controls.seed)
+            if controls.grammar is not None:
+                call.follow(controls.grammar)
+            has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
+            state = RequestState(name, prompt[0].tolist(), call.is_streamable, has_events)
+            begin: _Begin
+            if isinstance(call.work, SampleCall):
+                begin = partial(self._start_run, state, call, priority, logprobs, weights_key)
+            else:
+                work = partial(run_prepared, self._core.model, call, logprobs, self._logit_rows)
+                begin = partial(self._start_loop, state, work, priority)
+            return self._start(state, request_key(prompt, call.generation_config, logprobs), cache_salt, begin)
+
+    def score(self, input_ids: Any, request_id: Any, priority: Any, cache_salt: Any, wanted: ScoresWanted) -> Request:
+        """See `Engine.submit_score`."""
+        prompt = one_prompt(input_ids, self._core.model)
+        check_arguments({}, priority, cache_salt)
+        self._core.pool.check_fits(prompt.shape[1], prompt.shape[1], 0)
+        with self._admitted(request_id) as name:
+            state = RequestState(name, prompt[0].tolist(), is_streaming=False, has_events=False)
+            begin = partial(
+                self._start_loop, state, partial(score, self._core.model, wanted, self._logit_rows), priority
+            )
+            return self._start(state, request_key(prompt, None, wanted), cache_salt, begin)
+
+    @contextmanager
+    def _admitted(self, request_id: Any) -> Iterator[str]:
+        """Takes a request's name, or makes one; given back where the request doesn't begin."""
         if not self._room.is_free:
             raise QueueFullError(
                 f"{self._room.num_waiting} requests are waiting and max_waiting is {self._core.config.max_waiting}: "
@@ -113,50 +147,29 @@ class Submissions:
                 problem = "is running already" if isinstance(request_id, str) else "is no string"
                 raise ValueError(f"request_id {request_id!r} {problem}")
             self._active[request_id] = _Active()
-        ranks, outer, shared = self._core.ranks, call_context(), None
         try:
-            if processors := controls.processors(prompt.shape[1]):
-                arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
-            begin: _Begin
-            if prompt_logprobs is not None and arguments.get("max_new_tokens") == 0:
-                state = RequestState(request_id, prompt[0].tolist(), is_streaming=True, has_events=True)
-                self._check_scored(state, generation_config, arguments)
-                begin = partial(self._end_scored, state)
-            else:
-                call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
-                call.check_logprobs(logprobs, prompt_logprobs)
-                if controls.seed is None:
-                    call.split_generators()
-                else:
-                    call.seed(controls.seed)
-                if controls.grammar is not None:
-                    call.follow(controls.grammar)
-                has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
-                state = RequestState(request_id, prompt[0].tolist(), call.is_streamable, has_events)
-                if isinstance(call.work, SampleCall):
-                    begin = partial(self._start_run, state, call, priority, logprobs, weights_key)
-                else:
-                    begin = partial(self._start_loop, state, call, priority, logprobs)
-                generation_config = call.generation_config
-            if ranks is not None:
-                key = request_key(prompt, generation_config, logprobs, prompt_logprobs)
-                if isinstance(ranks, Follower):
-                    give_up = self._expect(ranks, state, key)
-                    return Request(state, give_up, give_up, self._waiting)
-                if outer.shared is None:
-                    shared = ranks.begin(*key)
-            salt = outer.cache_salt if cache_salt is None else cache_salt
-            with within(cache_salt=salt, shared=shared or outer.shared):
-                if prompt_logprobs is not None:
-                    begin = partial(self._start_scoring, state, prompt_logprobs, priority, begin)
-                abandon, cancel = begin()
-        except BaseException as error:
+            yield request_id
+        except BaseException:
             self._active.pop(request_id, None)
-            if shared is not None and isinstance(ranks, Leader):
-                ranks.end(shared, (sendable(error), None))
             raise
 
-        if ranks is not None and shared is not None:
+    def _start(self, state: RequestState, key: tuple[bytes, str, bytes], cache_salt: Any, begin: _Begin) -> Request:
+        """Begins a prepared request, and returns its handle; `key`: see `Leader.begin`."""
+        ranks, outer, shared = self._core.ranks, call_context(), None
+        if isinstance(ranks, Follower):
+            give_up = self._expect(ranks, state, key)
+            return Request(state, give_up, give_up, self._waiting)
+        if ranks is not None and outer.shared is None:
+            shared = ranks.begin(*key)
+        try:
+            salt = outer.cache_salt if cache_salt is None else cache_salt
+            with within(cache_salt=salt, shared=shared or outer.shared):
+                abandon, cancel = begin()
+        except BaseException as error:
+            if shared is not None and ranks is not None:
+                ranks.end(shared, (sendable(error), None))
+            raise
+        if shared is not None and ranks is not None:
             shared.on_cancel(cancel)
             state.listen(partial(tell_end, ranks, shared, state))
         return Request(state, cancel, abandon, self._waiting)
@@ -178,65 +191,6 @@ class Submissions:
                 "whose generate() has a loop of its own, or works on what the loop returns"
             )
         return call
-
-    def _start_scoring(
-        self, state: RequestState, wanted: PromptLogprobsWanted, priority: int, begin: _Begin
-    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
-        """Looks at the prompt on a thread, and begins the request then."""
-        loop = DecodingLoop(priority, state.request_id)
-        ends: list[Callable[[], None]] = []  # of what was begun
-        cancels: list[Callable[[int | None], None]] = []
-        cancelled: list[int | None] = []  # before it was: sequences, or all
-
-        def then() -> None:
-            end_rest, cancel_rest = begin()
-            ends.append(end_rest)
-            cancels.append(cancel_rest)
-            for index in [*cancelled, *([None] if loop.is_cancelled else [])]:
-                cancel_rest(index)
-
-        def end() -> None:
-            self._active.pop(state.request_id, None)
-            self._calls.wake()
-
-        rows, context = self._logit_rows, self._context(loop)
-        scoring = PromptScoring(self._core, state, wanted, loop, rows, context, then, end)
-
-        # As in the other two, what the handle's finalizer holds doesn't lead to the state.
-        def abandon() -> None:
-            loop.cancel()
-            for end_rest in list(ends):
-                end_rest()
-
-        self._active[state.request_id] = _Active(state, abandon)
-        job = self._threads.add(loop, scoring.run)
-
-        def cancel(index: int | None) -> None:
-            cancelled.append(index)
-            if index is None:
-                abandon()
-                if self._threads.remove(job):
-                    self._active.pop(state.request_id, None)
-                    state.finish([[]], ["cancelled"])
-            for cancel_rest in list(cancels):
-                cancel_rest(index)
-            self._calls.wake()
-
-        return abandon, cancel
-
-    def _check_scored(self, state: RequestState, generation_config: Any, arguments: dict[str, Any]) -> None:
-        """Raises `ValueError` for what a request that asks about its prompt only has no use for, or no room."""
-        others = sorted(arguments.keys() - {"max_new_tokens"}) + ["generation_config"] * (generation_config is not None)
-        if others:
-            raise ValueError(f"with max_new_tokens=0 nothing is generated: there is no use for {', '.join(others)}")
-        num_tokens = len(state.prompt_token_ids)
-        self._core.pool.check_fits(num_tokens, num_tokens, 0)
-
-    def _end_scored(self, state: RequestState) -> tuple[Callable[[], None], Callable[[int | None], None]]:
-        """What is left of a request that asks about its prompt only."""
-        self._active.pop(state.request_id, None)
-        state.finish([[]], ["length"])
-        return (lambda: None), (lambda index: None)
 
     def _start_run(
         self,
@@ -279,16 +233,15 @@ class Submissions:
         return abandon, cancel
 
     def _start_loop(
-        self, state: RequestState, call: PreparedCall, priority: int, logprobs: LogprobsWanted | None
+        self, state: RequestState, work: Callable[[RequestState], dict[str, Any]], priority: int
     ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         def end() -> None:
             self._active.pop(state.request_id, None)
             self._calls.wake()
 
         loop = DecodingLoop(priority, state.request_id)
-        request = LoopRequest(self._core, state, call, loop, self._context(loop), end, logprobs, self._logit_rows)
         self._active[state.request_id] = _Active(state, loop.cancel, loop)
-        job = self._threads.add(loop, request.run)
+        job = self._threads.add(loop, run_later(self._core, state, loop, work, end))
 
         def cancel(index: int | None) -> None:
             loop.cancel()
@@ -298,11 +251,6 @@ class Submissions:
             self._calls.wake()
 
         return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
-
-    def _context(self, loop: DecodingLoop) -> CallContext:
-        """Of the thread that is to run a loop for this one."""
-        outer = call_context()
-        return CallContext(outer.cache_salt, outer.shared, loop, self._core)
 
     def _expect(self, follower: Follower, state: RequestState, key: tuple[bytes, str, bytes]) -> Callable[..., None]:
         """On another rank than 0: the request ends with what comes of it there; returns what ends it."""
@@ -322,18 +270,22 @@ class Submissions:
         generation_config: Any,
         progress_bar: bool,
         logprobs: LogprobsWanted | None,
-        prompt_logprobs: PromptLogprobsWanted | None,
         arguments: dict[str, Any],
     ) -> list[RequestOutput]:
         """See `Engine.generate`."""
         with self._core.transaction():  # one look at the model for all of them
             weights_key = self._core.weights_key()
-        wanted = logprobs, prompt_logprobs
 
         def submit(prompt: Any) -> Request:
             given = dict(arguments)
-            return self.submit(prompt, generation_config, None, 0, None, *wanted, given, weights_key=weights_key)
+            return self.submit(prompt, generation_config, None, 0, None, logprobs, given, weights_key=weights_key)
 
+        return self.run_all(prompts, submit, progress_bar)
+
+    def run_all(
+        self, prompts: Iterable[Any], submit: Callable[[Any], Request], progress_bar: bool
+    ) -> list[RequestOutput]:
+        """Submits all prompts, and waits for them."""
         return generate_all(self._core, self._room, prompts, submit, self._waiting, progress_bar)
 
     def cancel_all(self) -> None:

@@ -56,29 +56,27 @@ class LogprobsWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobsWanted:
-    """What is asked of a prompt's tokens, of the model's own logits.
+class ScoresWanted:
+    """What is asked of a given text's tokens, of the model's own logits.
 
     Attributes:
-        first: Index of the first one that is asked about.
+        first: Index of the first token that is asked about.
     """
 
     num_top: int
-    first: int = 1
+    first: int
 
     @classmethod
-    def of(cls, prompt_logprobs: Any, first: Any, vocab_size: int) -> PromptLogprobsWanted | None:
-        """From the arguments of a request.
+    def of(cls, top: Any, first: Any, vocab_size: int) -> ScoresWanted:
+        """From the arguments of `score`.
 
         Raises:
             ValueError: No number of the vocabulary's tokens, or no index of a token that follows others.
         """
         if isinstance(first, bool) or not isinstance(first, int) or first < 1:
-            raise ValueError(f"prompt_logprobs_from must be the index of a token behind the first, got {first!r:.80}")
-        if prompt_logprobs is None:
-            return None
-        _check_number("prompt_logprobs", prompt_logprobs, vocab_size)
-        return cls(prompt_logprobs, first)
+            raise ValueError(f"first must be the index of a token behind the text's first one, got {first!r:.80}")
+        _check_number("top", top, vocab_size)
+        return cls(top, first)
 
 
 def _check_number(name: str, value: Any, vocab_size: int) -> None:

@@ -81,6 +81,11 @@ def queue_full(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
+def server_ends() -> ApiError:
+    """What ran was cancelled."""
+    return ApiError(503, "the request was cancelled: the server ends", code="cancelled")
+
+
 def too_long(timeout: float | None) -> ApiError:
     """A deadline has passed."""
     return ApiError(504, f"the request took longer than {timeout} s", code="timeout")

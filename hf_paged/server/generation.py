@@ -9,13 +9,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from hf_paged import Engine, QueueFullError, Request, RequestOutput, TokenEvent, TokenLogprobs
-from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, too_long
+from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, server_ends, too_long
 from hf_paged.server.formats import bad_grammar
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
@@ -181,6 +182,7 @@ class Generation:
         self._fresh: deque[_Part] = deque()  # those with news
         self._num_running = 0
         self._parts: list[_Part] = []
+        self._scores: list[Request] = []  # of each prompt, where its tokens are asked about
         self._unlisten: list[Callable[[], None]] = []
         self.is_closed = False
         self.label: str | None = None
@@ -194,8 +196,8 @@ class Generation:
         self.first_token_time: float | None = None
 
     def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
-        """What was asked for about the tokens of one of the prompts; known when its first text begins."""
-        return self._parts[number].request.prompt_logprobs or []
+        """What was asked for about the tokens of one of the prompts; nothing is said of its first."""
+        return [None, *(self._scores[number].result(0).prompt_logprobs or ())]
 
     @property
     def usage(self) -> dict[str, int]:
@@ -203,38 +205,71 @@ class Generation:
         prompt, new = self.num_prompt_tokens, self.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
+    def score(self) -> None:
+        """Queues what is asked about the prompts' tokens. As `submit`, which is to wait until `scored`."""
+        self._queue_all(self._score)
+
     def submit(self) -> None:
         """Queues all prompts. Takes milliseconds: not for the event loop's thread.
 
         Raises:
             ApiError: A prompt or an argument can't be served, or the queue is full.
         """
+        self._queue_all(self._submit)
+
+    def _queue_all(self, queue: Callable[[Prompt], None]) -> None:
         try:
             for prompt in self.prompts:
-                self._submit(prompt)
+                queue(prompt)
+        except QueueFullError as error:
+            self.close()
+            raise queue_full(str(error)) from None
+        except (ValueError, TypeError) as error:
+            self.close()
+            raise bad_argument(str(error), type(self._body).model_fields) from error
         except BaseException:
             self.close()
             raise
         if self.is_closed:  # meanwhile
             self.close()
 
-    def _submit(self, prompt: Prompt) -> None:
+    async def scored(self) -> None:
+        """Waits for what is asked about the prompts' tokens; raises `ApiError` if that failed."""
+        for request in self._scores:
+            with self._engine_errors():
+                output = await request
+            if output.finish_reason == "cancelled":
+                raise server_ends()
+
+    def _score(self, prompt: Prompt) -> None:
+        if prompt.inputs:
+            raise bad_field("prompt_logprobs", "of a prompt of token ids; not with pictures")
+        self._arguments(len(prompt.token_ids))  # what they refuse need not be computed
         body = self._body
+        request = self._engine.submit_score(
+            prompt.token_ids,
+            request_id=self._name(len(self._scores)),
+            top=body.wanted_of_prompt or 0,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        self._scores.append(request)
+
+    def _submit(self, prompt: Prompt) -> None:
+        body, number = self._body, len(self._parts)
         arguments = self._arguments(len(prompt.token_ids)) | prompt.inputs
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        try:
+        if body.limit == 0:  # all that is asked for is known
+            request = self._scores[number]
+        else:
             request = self._engine.submit(
                 prompt.token_ids,
                 **arguments,
-                request_id=self._name(),
+                request_id=self._name(number),
                 seed=seed,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )
-        except QueueFullError as error:
-            raise queue_full(str(error)) from None
-        except (ValueError, TypeError) as error:
-            raise bad_argument(str(error), type(body).model_fields) from error
         # The likeliest token has no variants: what isn't drawn is computed once, and returned as often as asked for.
         num_sequences = arguments.get("num_return_sequences", 1)
         texts: list[list[Text]] = [[] for _ in range(num_sequences)]
@@ -247,8 +282,7 @@ class Generation:
         prompt.inputs.clear()  # the model has seen its pictures
         self._parts.append(_Part(request, texts, body.num_samples))
 
-    def _name(self) -> str | None:
-        number = len(self._parts)
+    def _name(self, number: int) -> str | None:
         return f"{self.label}.{number}" if self.label is not None and number else self.label
 
     async def updates(self) -> AsyncIterator[list[Delta]]:
@@ -312,8 +346,8 @@ class Generation:
         for unlisten in self._unlisten:
             unlisten()
         self._unlisten.clear()
-        for part in list(self._parts):
-            part.request.cancel()
+        for request in [*self._scores, *(part.request for part in list(self._parts))]:
+            request.cancel()
 
     def _read_fresh(self) -> Iterator[tuple[int, Delta | None]]:
         """For each text with new tokens, or an end: how much there was to read, and what is new."""
@@ -330,7 +364,10 @@ class Generation:
         is_done = request.is_done  # before the look at what has come
         new = request.events_since(part.num_read)
         part.num_read += len(new)
-        output = self._outcome(request) if is_done else None
+        output = None
+        if is_done:
+            with self._engine_errors():
+                output = request.result(0)
         events = iter(new) if output is None or part.num_read else _events_of(output)
         while chunk := list(itertools.islice(events, PIECE)):
             by_sequence: dict[int, tuple[list[int], list[TokenLogprobs]]] = {}
@@ -348,7 +385,7 @@ class Generation:
             for texts, reason in zip(part.texts, output.finish_reasons, strict=True):
                 for text in texts:
                     if text.finish_reason is None and reason not in FINISH_REASONS:
-                        raise ApiError(503, "the request was cancelled: the server ends", code="cancelled")
+                        raise server_ends()
                     yield 1, text.end(reason)
         part.is_over = output is not None or not part.num_open
 
@@ -359,9 +396,11 @@ class Generation:
         part.num_open -= delta is not None and delta.finish_reason is not None
         return delta
 
-    def _outcome(self, request: Request) -> RequestOutput:
+    @contextmanager
+    def _engine_errors(self) -> Iterator[None]:
+        """Errors of a request's result, as a client is told."""
         try:
-            return request.result(0)
+            yield
         except ValueError as error:  # a grammar that its matcher gives up
             raise bad_grammar(self._body, str(error)) from error
         except Exception as error:
@@ -405,11 +444,10 @@ def submit_arguments(
             f"of {room} tokens", body.limit_field, "context_length_exceeded",
         )  # fmt: skip
     limit = left if body.limit is None else body.limit
-    of_prompt = {} if body.wanted_of_prompt is None else {"prompt_logprobs": body.wanted_of_prompt}
     if body.min_tokens > limit:
         raise bad_field("min_tokens", f"{body.min_tokens} are above the limit of {limit} tokens")
     if limit == 0:
-        return {"max_new_tokens": 0} | of_prompt
+        return {"max_new_tokens": 0}
     for token_id in body.stop_token_ids:
         if token_id >= vocab_size:
             raise bad_field("stop_token_ids", f"{token_id} is no token id below {vocab_size}")
@@ -425,7 +463,6 @@ def submit_arguments(
         "logit_bias": _bias(body),
         "do_sample": False,
         "num_beams": body.num_beams,
-        **of_prompt,
     }
     if body.min_tokens:
         arguments["min_new_tokens"] = body.min_tokens

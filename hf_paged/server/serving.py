@@ -175,9 +175,9 @@ class Serving:
         self.requests.add(request.scope["route"].path, body.model or self.model_name, body.stream, generation)
         try:
             if self._adapters is None:
-                await self.in_thread(generation.submit)
+                await self._queue(request, body, generation)
             else:
-                await self._submit_in_turn(generation, self._adapters, body.model)
+                await self._queue_in_turn(request, body, generation, self._adapters)
         except BaseException:
             generation.close()
             raise
@@ -192,12 +192,20 @@ class Serving:
                 self._wakeups = live | {loop: Wakeups(loop, lambda: self.engine.is_handing_out)}
             return self._wakeups[loop]
 
-    async def _submit_in_turn(self, generation: Generation, adapters: Adapters, model: str | None) -> None:
-        name = model if model in adapters.names else None
+    async def _queue(self, request: Request, body: SamplingBody, generation: Generation) -> None:
+        if body.wanted_of_prompt is not None:  # first, and then its prompts are found in the prefix cache
+            await self.in_thread(generation.score)
+            await unless_gone(request.receive, generation.scored())
+        await self.in_thread(generation.submit)
+
+    async def _queue_in_turn(
+        self, request: Request, body: SamplingBody, generation: Generation, adapters: Adapters
+    ) -> None:
+        name = body.model if body.model in adapters.names else None
         await adapters.turns.enter(name)
         try:
             await self.in_thread(adapters.switch, name)
-            await self.in_thread(generation.submit)
+            await self._queue(request, body, generation)
         finally:
             generation.on_done(adapters.turns.leave)
 

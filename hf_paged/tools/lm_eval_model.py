@@ -132,14 +132,11 @@ class PagedLM(HFLM):  # type: ignore[misc]
                 _, context, continuation = requests[index]
                 tokens = (context + continuation)[-(self.max_length + 1) :]
                 first = len(tokens) - len(continuation)
-                handles.append(
-                    self.engine.submit(tokens, prompt_logprobs=1, prompt_logprobs_from=first, max_new_tokens=0)
-                )
+                handles.append(self.engine.submit_score(tokens, top=1, first=first))
         for index, handle in zip(indices, handles, strict=True):
-            text, _, continuation = requests[index]
-            said = handle.result().prompt_logprobs
-            assert said is not None
-            likely = [each for each in said[-len(continuation) :] if each is not None]
+            text = requests[index][0]
+            likely = handle.result().prompt_logprobs
+            assert likely is not None
             is_greedy = all(each.top[0][0] == each.token_id for each in likely)
             answers[index] = sum(each.logprob for each in likely), is_greedy
             if text is not None:  # of a rolling likelihood its parts are not cached

@@ -179,9 +179,9 @@ def test_submit_and_logprobs(make_spread: MakePair) -> None:
     expected = pair.stock.generate(prompt, max_new_tokens=8, min_new_tokens=8)[0, 7:].tolist()
     requests = [pair.engine.submit(prompt[0].tolist(), max_new_tokens=8, min_new_tokens=8) for _ in range(3)]
     assert [request.result(20).token_ids for request in requests] == [expected] * 3
-    said = pair.engine.submit(prompt[0].tolist(), max_new_tokens=3, logprobs=1, prompt_logprobs=1).result(20)
+    said = pair.engine.submit(prompt[0].tolist(), max_new_tokens=3, logprobs=1).result(20)
     assert said.logprobs is not None and len(said.logprobs[0]) == 3
-    assert said.prompt_logprobs is not None and len(said.prompt_logprobs) == 7
+    assert [len(text) for text in pair.engine.score([prompt], top=1)] == [6]
 
 
 def test_own_loop(make_spread: MakePair) -> None:

@@ -410,7 +410,7 @@ def test_prompts_that_are_scored_while_the_model_changes(both: Both) -> None:
     """Several prompts, of which the model is looked at once: those that begin behind the change are of the new one."""
     prompts = [[*PROMPT, token] for token in range(20, 24)]
     both.engine.pause()
-    requests = [both.engine.submit(prompt, max_new_tokens=0, prompt_logprobs=0) for prompt in prompts[:2]]
+    requests = [both.engine.submit_score(prompt) for prompt in prompts[:2]]
     both.engine.step()
     both.switch("two")
     both.engine.resume()

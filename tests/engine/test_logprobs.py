@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -110,10 +111,7 @@ def test_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"logprobs": True}, "got True"),
         ({"logprobs": 1, "logprobs_mode": "cooked"}, "logprobs_mode must be one of 'raw', 'processed', got 'cooked'"),
         ({"logprobs": 1, "logprobs_mode": "processed", "num_beams": 2}, "beams, assisted decoding and processors"),
-        ({"prompt_logprobs": 98}, "prompt_logprobs must be a number of likeliest tokens from 0 to 97"),
-        ({"prompt_logprobs": 1, "prompt_logprobs_from": 0}, "index of a token behind the first, got 0"),
-        ({"prompt_logprobs": 1, "max_new_tokens": 0, "do_sample": True}, "no use for do_sample"),
-        ({"prompt_logprobs": 1, "max_new_tokens": -1}, "max_new_tokens"),
+        ({"prompt_logprobs": 0}, r"prompt_logprobs: model\.paged\.score\(prompts\) says"),
     ],
 )
 def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
@@ -126,33 +124,43 @@ def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "falcon_alibi", "lfm2", "mamba2"])
-@pytest.mark.parametrize("mode", ["greedy", "samples", "beams", "own_processor"])
-def test_prompt(make_pair: MakePair, model: str, mode: str) -> None:
-    """Would break: tokens moved by one, a prefix hit or a chunk that skips some, other new tokens."""
+def test_score(make_pair: MakePair, model: str) -> None:
+    """Would break: tokens moved by one, a prefix hit or a chunk that skips some."""
     pair = make_pair(build_state_model(model) if model in STATE_MODELS else model, max_num_batched_tokens=8)
-    given = {"max_new_tokens": 5} | ENDLESS | MODES[mode]
     ids = prompt(5, 21)
     expected = pair.stock(ids).logits.detach()[0, :-1].log_softmax(-1)
     for _ in range(2):  # the second time the prompt is in the prefix cache
-        torch.manual_seed(3)
-        rows = pair.stock.generate(ids, **given)[:, ids.shape[1] :].tolist()
-        torch.manual_seed(3)
-        request = pair.engine.submit(ids, **given, prompt_logprobs=3)
-        if mode in ("greedy", "own_processor"):
-            assert list(request) == rows[0]
-        output = request.result(PATIENCE)
-        assert output.sequences == rows and output.prompt_logprobs is not None
-        assert output.prompt_logprobs[0] is None and output.logprobs is None
-        check(output.prompt_logprobs[1:], ids[0, 1:].tolist(), expected, 3)
-        for said, row in zip(output.prompt_logprobs[1:], expected, strict=True):
-            assert said is not None and said.rank is not None
-            assert abs(said.rank - 1 - int((row > row[said.token_id]).sum())) <= int(
-                ((row - row[said.token_id]).abs() < 1e-4).sum() - 1
+        (said,) = pair.engine.score([ids], top=3)
+        check(said, ids[0, 1:].tolist(), expected, 3)
+        for each, row in zip(said, expected, strict=True):
+            assert each.rank is not None
+            assert abs(each.rank - 1 - int((row > row[each.token_id]).sum())) <= int(
+                ((row - row[each.token_id]).abs() < 1e-4).sum() - 1
             ), "tokens as likely as this one but for rounding may be before or behind it"
     settle(pair)
 
 
-def test_prompt_only(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["greedy", "samples", "beams", "own_processor"])
+def test_scored_and_continued(pair: Pair, mode: str) -> None:
+    """Would break: a text that is computed twice, tokens that are less likely now than when they were chosen."""
+    given = {"max_new_tokens": 5} | ENDLESS | MODES[mode]
+    ids = prompt(5, 33)
+    torch.manual_seed(3)
+    rows = pair.stock.generate(ids, **given)[:, ids.shape[1] :].tolist()
+    pair.engine.score([ids])
+    before = pair.engine.stats().prefix_cache_hit_tokens
+    torch.manual_seed(3)
+    output = pair.engine.submit(ids, **given, logprobs=2).result(PATIENCE)
+    assert output.sequences == rows and output.prompt_logprobs is None
+    assert pair.engine.stats().prefix_cache_hit_tokens - before >= 28
+    said = pair.engine.score([ids[0].tolist() + row for row in rows], top=2, first=33)
+    for scored, chosen in zip(said, output.logprobs or [], strict=True):
+        assert [each.token_id for each in scored] == [each.token_id for each in chosen]
+        assert [each.logprob for each in scored] == pytest.approx([each.logprob for each in chosen], abs=1e-4)
+    settle(pair)
+
+
+def test_score_of_ends(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: `[T, V]` logits at once, tokens that were not asked for, a context computed again and again."""
     pair = make_pair(num_blocks=64)
     monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 8)
@@ -160,43 +168,92 @@ def test_prompt_only(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> No
     pair.paged.lm_head.register_forward_hook(hf_paged.packed_hook(lambda *args: widest.append(args[2].shape[-2])))
     context = prompt(1, 40)[0].tolist()
     ends = [prompt(seed, 9)[0].tolist() for seed in range(2, 8)]
-    pair.engine.submit(context, prompt_logprobs=0, max_new_tokens=0).result(PATIENCE)
+    pair.engine.score([context])
     assert max(widest) <= 8
     before = pair.engine.stats()
-    outputs = pair.engine.generate(
-        [context + end for end in ends], prompt_logprobs=1, prompt_logprobs_from=40, max_new_tokens=0
-    )
-    for end, output in zip(ends, outputs, strict=True):
-        assert output.sequences == [[]] and output.prompt_logprobs is not None
-        assert output.prompt_logprobs[:40] == [None] * 40
+    for end, said in zip(ends, pair.engine.score([context + end for end in ends], top=1, first=40), strict=True):
         logits = pair.stock(torch.tensor([context + end])).logits.detach()[0, 39:-1]
-        check(output.prompt_logprobs[40:], end, logits.log_softmax(-1), 1)
+        check(said, end, logits.log_softmax(-1), 1)
     hits = pair.engine.stats().prefix_cache_hit_tokens - before.prefix_cache_hit_tokens
     assert hits >= 36 * len(ends)
-    one = pair.engine.submit([5], prompt_logprobs=2, max_new_tokens=0).result(PATIENCE)
-    assert one.prompt_logprobs == [None] and one.finish_reason == "length"
-    with pytest.raises(ValueError, match=r"needs \d+ KV blocks"):
-        pair.engine.submit([5] * 255 + [6] * 255, prompt_logprobs=2, max_new_tokens=0)
+    assert pair.engine.score([[5], [5, 6]], top=2, first=2) == [[], []]
     settle(pair)
 
 
-def test_prompts_of_many(make_pair: MakePair) -> None:
-    """Would break: prompts of others, requests that fail or are cancelled while theirs is looked at."""
+@pytest.mark.parametrize(
+    ("tokens", "arguments", "message"),
+    [
+        ([5] * 510, {}, r"needs \d+ KV blocks"),
+        ([5, 6], {"top": 98}, "top must be a number of likeliest tokens from 0 to 97"),
+        ([5, 6], {"first": 0}, "first must be the index of a token behind the text's first one, got 0"),
+        ([5, 6], {"cache_salt": 1.5}, "cache_salt must be"),
+        ([5, 6], {"priority": "low"}, "priority must be"),
+        ([[5, 6]], {}, "a prompt is a list of integer token ids"),
+        ([], {}, "the prompt is empty"),
+    ],
+)
+def test_score_refused(make_pair: MakePair, tokens: Any, arguments: dict[str, Any], message: str) -> None:
+    pair = make_pair(num_blocks=64)
+    for score in (
+        lambda: pair.engine.score([tokens], **arguments),
+        lambda: pair.engine.submit_score(tokens, **arguments),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score()
+    settle(pair)
+
+
+def test_score_handles(make_pair: MakePair) -> None:
+    """Would break: texts of others, requests beside them, those that are cancelled, names that are still taken."""
     pair = make_pair(num_blocks=40, max_num_seqs=4)
-    requests = [
-        pair.engine.submit(prompt(seed, 12 + seed), max_new_tokens=6, **ENDLESS, prompt_logprobs=seed % 3 or None)
+    requests = [pair.engine.submit(prompt(seed, 12 + seed), max_new_tokens=6, **ENDLESS) for seed in range(4)]
+    scores = [
+        pair.engine.submit_score(prompt(seed, 12 + seed), request_id=f"text {seed}", top=seed % 3, priority=-seed)
         for seed in range(12)
     ]
-    for request in requests[9:]:
-        request.cancel()
-    for seed, request in enumerate(requests[:9]):
-        output, ids = request.result(PATIENCE), prompt(seed, 12 + seed)
-        assert output.sequences == pair.stock.generate(ids, max_new_tokens=6, **ENDLESS)[:, ids.shape[1] :].tolist()
-        if not seed % 3:
-            assert output.prompt_logprobs is None
+    for handle in scores[9:]:
+        handle.cancel()
+    again: list[hf_paged.Request] = []
+    scores[0].on_done(lambda: again.append(pair.engine.submit_score([1, 2], request_id="text 0")))
+    for seed, handle in enumerate(scores[:9]):
+        output, ids = handle.result(PATIENCE), prompt(seed, 12 + seed)
+        assert (output.sequences, output.finish_reason, output.request_id) == ([[]], "length", f"text {seed}")
+        assert output.prompt_logprobs is not None
+        expected = pair.stock(ids).logits.detach()[0, :-1].log_softmax(-1)
+        check(output.prompt_logprobs, ids[0, 1:].tolist(), expected, seed % 3)
+    for handle in scores[9:]:
+        assert handle.result(PATIENCE).finish_reason in ("cancelled", "length")
+    for seed, request in enumerate(requests):
+        ids = prompt(seed, 12 + seed)
+        expected = pair.stock.generate(ids, max_new_tokens=6, **ENDLESS)[:, ids.shape[1] :]
+        assert request.result(PATIENCE).sequences == expected.tolist()
+    assert len(again[0].result(PATIENCE).prompt_logprobs or []) == 1
+    settle(pair)
+
+
+def test_score_is_awaited_and_salted(pair: Pair) -> None:
+    async def scored(salt: str) -> hf_paged.RequestOutput:
+        return await pair.engine.submit_score(prompt(5, 33), first=32, cache_salt=salt)
+
+    hits = []
+    for salt in ("one", "two", "one"):
+        before = pair.engine.stats().prefix_cache_hit_tokens
+        assert len(asyncio.run(scored(salt)).prompt_logprobs or []) == 1
+        hits.append(pair.engine.stats().prefix_cache_hit_tokens - before)
+    assert hits[:2] == [0, 0] and hits[2] >= 28
+    settle(pair)
+
+
+@pytest.mark.parametrize("what", ["score", "own_processor"])
+def test_autocast_reaches_requests_with_threads_of_their_own(pair: Pair, what: str) -> None:
+    """They run on a thread that has no autocast of its own."""
+    ids, seen = prompt(5), []
+    pair.paged.lm_head.register_forward_hook(hf_paged.packed_hook(lambda *args: seen.append(args[2].dtype)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if what == "score":
+            handle = pair.engine.submit_score(ids)
         else:
-            expected = pair.stock(ids).logits.detach()[0, :-1].log_softmax(-1)
-            check(output.prompt_logprobs[1:], ids[0, 1:].tolist(), expected, seed % 3)
-    for request in requests[9:]:
-        assert request.result(PATIENCE).finish_reason in ("cancelled", "length")
+            handle = pair.engine.submit(ids, max_new_tokens=2, **MODES[what])
+    handle.result(PATIENCE)
+    assert set(seen) == {torch.bfloat16}
     settle(pair)

@@ -329,6 +329,25 @@ def test_a_client_that_goes_away_frees_its_blocks(served: Served) -> None:
     eventually(lambda: 'status="499"' in served.http.get("/metrics").text, "it is not counted")
 
 
+@pytest.mark.parametrize("given", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1, "stream": True}])
+def test_a_client_that_goes_away_while_its_prompt_is_scored(served: Served, given: dict[str, Any]) -> None:
+    """Would break: what nobody waits for is scored, and then continued."""
+
+    def gone() -> list[str]:
+        return re.findall(r'status="499".*', served.http.get("/metrics").text)
+
+    before, gone_before = served.engine.stats().num_generated_tokens, gone()
+    served.engine.pause()
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            served.post(COMPLETION, {"prompt": ["The door", "A door"], "max_tokens": 9} | given, timeout=0.3)
+        eventually(lambda: gone() != gone_before, "it is not counted")
+    finally:
+        served.engine.resume()
+    eventually(served.is_free, "a prompt is scored")
+    assert served.engine.stats().num_generated_tokens == before
+
+
 def test_a_reader_that_reads_nothing(served: Served) -> None:
     """Would break: a stream that holds blocks until it is read."""
     body = json.dumps({"prompt": "The door", "max_tokens": 300, "stream": True, "n": 8}).encode()

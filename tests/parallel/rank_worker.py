@@ -295,10 +295,12 @@ class Worker:
         of_beams = own.paged.submit(prompts[0], num_beams=2, **options).result(60).token_ids
         listed = [output.token_ids for output in own.paged.generate(prompts, **options)]
         said = own.paged.submit(prompts[2], logprobs=2, **options).result(60).logprobs
+        scored = own.paged.score(prompts[:2], first=2)
         hf_paged.unpatch(own)
         return {
             "same": [found == stock, streamed == stock[1], of_beams == beams, listed == stock],
             "logprobs": len(said[0]),
+            "scored": [[each.token_id for each in text] for text in scored] == [prompt[2:] for prompt in prompts[:2]],
         }
 
     def errors(self, model: str, settings: dict[str, Any]) -> Any:

@@ -55,7 +55,7 @@ def test_threads_in_another_order_on_each_rank(two_ranks: Any) -> None:
 
 def test_requests(two_ranks: Any) -> None:
     for answer in two_ranks.run("submit", model="llama", settings=ROOM):
-        assert answer == {"same": [True] * 4, "logprobs": 6}
+        assert answer == {"same": [True] * 4, "logprobs": 6, "scored": True}
 
 
 def test_what_goes_wrong_is_raised_on_every_rank(two_ranks: Any) -> None:

@@ -13,8 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationM
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.api.batch_manager import PagedBatchManager
-from hf_paged.api.batch_request import with_settings
-from hf_paged.api.batch_results import request_of
+from hf_paged.api.batch_request import request_of, with_settings
 
 MANAGER = "_cached_continuous_batching_manager"  # of a model: transformers' own name
 
@@ -119,9 +118,14 @@ class PagedBatchMixin:
             logging_redirect_tqdm(),
             tqdm(total=total, disable=not progress_bar, desc=f"Solving {total} requests", unit="request") as bar,
         ):
-            ids = manager.add_requests(inputs, record_timestamps=record_timestamps)
-            order = {name: index for index, name in enumerate(ids)}
-            while len(results) < total and (output := manager.get_result()) is not None:
+            order: dict[str, int] = {}  # of the prompts' ids
+            num_each, ahead = total // len(inputs), 2 * self.paged.config.max_num_seqs
+            while len(results) < total:
+                new = inputs[len(order) : len(results) // num_each + ahead]
+                for name in manager.add_requests(new, record_timestamps=record_timestamps):
+                    order[name] = len(order)
+                if (output := manager.get_result()) is None:
+                    break
                 # A manager that was kept may have others'.
                 if output.is_finished() and request_of(output.request_id) in order:
                     results[output.request_id] = output

@@ -11,11 +11,16 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from hf_paged.api.batch_results import CHILD
-from hf_paged.engine.request import Request, RequestOutput, TokenEvent
+from hf_paged.engine.request import Request, TokenEvent
 
+_CHILD = "__child#"  # in the id of a request's further sequences, behind its own
 # What `generate()` would take from the model's own generation config, and the batch API does not: it is given all.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def request_of(name: str) -> str:
+    """The id of the request that an output of this name belongs to."""
+    return name.partition(_CHILD)[0]
 
 
 def with_settings(config: GenerationConfig, settings: dict[str, Any], where: str) -> GenerationConfig:
@@ -57,9 +62,8 @@ class BatchRequest:
         request_id: Its id; further sequences are its children, `ID__child#0` on.
         batching: What its manager was told beside the config.
         created_time: As of `time.perf_counter`, like the next.
-        start_time: When it was handed to the engine; below 0 before.
-        is_dropped: Whether its caller wants no output any more.
-        is_over: Its last output is there, or about to be.
+        start_time: When it was submitted; below 0 before.
+        is_over: Its last output is there, or nothing wants one.
     """
 
     request_id: str
@@ -71,7 +75,6 @@ class BatchRequest:
     created_time: float = field(default_factory=time.perf_counter)
     start_time: float = -1
     handle: Request | None = None
-    is_dropped: bool = False
     is_over: bool = False
     num_events: int = 0
     _tokens: list[list[int]] = field(init=False)
@@ -88,13 +91,9 @@ class BatchRequest:
         self._tokens = [[] for _ in self._names()]
         self._times = [[] for _ in self._names()]
 
-    def generate_arguments(self, max_context: int, vocab_size: int) -> dict[str, Any]:
-        """The arguments for `submit()`.
-
-        Args:
-            max_context: Tokens of the model's longest sequence: without any other limit the request ends there.
-            vocab_size: The first number that is no token.
-        """
+    def submit_arguments(self, model: Any) -> dict[str, Any]:
+        """The arguments for `submit()`, which this is about to be given to."""
+        self.start_time = time.perf_counter()
         config = copy.copy(self.config)
         config.do_sample = bool(config.do_sample)
         if config.do_sample:
@@ -102,12 +101,18 @@ class BatchRequest:
                 if getattr(config, name) is None:
                     setattr(config, name, value)
         if config.max_new_tokens is None and config.max_length is None:
-            config.max_new_tokens = max(1, max_context - len(self.prompt))
+            config.max_new_tokens = max(1, model.paged.core.pool.max_context - len(self.prompt))
         eos = config.eos_token_id
         given = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # "None" would be taken from the model's own config.
+        vocab_size = model.get_input_embeddings().num_embeddings
         config.eos_token_id = [token for token in given if token >= 0] or [vocab_size]
-        return {"generation_config": config}
+        arguments: dict[str, Any] = {"generation_config": config}
+        if self.batching.return_logprobs:
+            arguments |= {"logprobs": 0, "logprobs_mode": "processed"}
+        if not self.batching.allow_block_sharing:
+            arguments["cache_salt"] = f"batch {id(self)} {self.start_time}"
+        return arguments
 
     def take(self, events: list[TokenEvent]) -> list[GenerationOutput]:
         """Notes tokens that have come; returns a stream's outputs, one a token."""
@@ -121,7 +126,14 @@ class BatchRequest:
         self.num_events += len(events)
         return told
 
-    def outputs(self, output: RequestOutput) -> list[GenerationOutput]:
+    def results(self, handle: Request) -> list[GenerationOutput]:
+        """The last outputs of a request that has ended."""
+        try:
+            output = handle.result()
+        except Exception as error:
+            return self.failures(str(error))
+        if output.finish_reason == "cancelled":
+            return self.failures("the request was cancelled")
         results = []
         for index, tokens in enumerate(output.sequences):
             said = [] if output.logprobs is None else [each.logprob for each in output.logprobs[index]]
@@ -136,7 +148,7 @@ class BatchRequest:
 
     def _names(self) -> list[str]:
         num_children = (self.config.num_return_sequences or 1) - 1
-        return [self.request_id, *(f"{self.request_id}{CHILD}{i}" for i in range(num_children))]
+        return [self.request_id, *(f"{self.request_id}{_CHILD}{i}" for i in range(num_children))]
 
     def _output(
         self,

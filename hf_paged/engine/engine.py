@@ -52,12 +52,14 @@ class Engine(Lasting):
         store: What a `PagedCache` asks for.
         forwards: Forwards that callers make.
         calls: How calls begin.
+        room: Where they wait for that.
     """
 
     core: EngineCore
     store: RowStore | RemoteRows
     forwards: CallerForwards
     calls: Calls
+    room: Room
 
     def __init__(
         self,
@@ -109,11 +111,11 @@ class Engine(Lasting):
     def _start(self, model: PreTrainedModel) -> None:
         self.core = core = EngineCore(model, self.config, self._forward, self.traits)
         self._threads = RequestThreads(self.config.max_num_seqs)
-        self._room = Room(core, self._threads)
+        self.room = Room(core, self._threads)
         self.store = store = RowStore(core)
         self.forwards = CallerForwards(core, store)
-        self.calls = Calls(core, store, self._room)
-        self._submissions = Submissions(core, self.calls, self._room, self._threads)
+        self.calls = Calls(core, store, self.room)
+        self._submissions = Submissions(core, self.calls, self.room, self._threads)
 
     # Requests
 
@@ -292,7 +294,7 @@ class Engine(Lasting):
     @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks: not started yet, or preempted."""
-        return self._room.num_waiting
+        return self.room.num_waiting
 
     @deferred_interrupt()
     def stats(self) -> EngineStats:

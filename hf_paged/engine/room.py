@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from hf_paged.core.interrupts import check_interrupt, wait_interruptibly
 from hf_paged.engine.core import EngineCore
@@ -38,13 +39,19 @@ class Room:
         limit = self._core.config.max_waiting
         return limit is None or self.num_waiting < limit
 
-    def wait(self) -> None:
-        """Blocks while the queue is full. Not inside a request, which others in the queue may wait for."""
-        may_wait = not self._core.worker.loop.is_mine and not is_request_thread()
-        if self._core.config.max_waiting is not None and may_wait:
-            with self._condition:
-                while not self.is_free:
-                    wait_interruptibly(self._condition.wait)
+    @property
+    def may_wait(self) -> bool:
+        """Not inside a request, which others in the queue may wait for."""
+        return not self._core.worker.loop.is_mine and not is_request_thread()
+
+    def wait(self, is_free: Callable[[], bool] | None = None, timeout: float | None = None) -> bool:
+        """Blocks while the queue is full, if this thread may wait; `is_free` says instead of `max_waiting` when it is
+        not. Returns whether it is free now.
+        """
+        if (is_free is None and self._core.config.max_waiting is None) or not self.may_wait:
+            return True
+        with self._condition:
+            return wait_interruptibly(partial(self._condition.wait_for, is_free or (lambda: self.is_free)), timeout)
 
     @contextmanager
     def reserving(self, loop: DecodingLoop, num_blocks: int) -> Iterator[None]:

@@ -21,7 +21,6 @@ import hf_paged
 from helpers.models import EOS, PAD
 from helpers.pairs import Pair, logged_messages
 from helpers.waiting import PATIENCE, join
-from hf_paged.api.batch_results import BatchResults
 
 MakePair = Callable[..., Pair]
 
@@ -246,7 +245,7 @@ def test_nothing_of_a_cancelled_request_is_left(pair: Pair) -> None:
         for ends in (False, True):
             name = manager.add_request(PROMPTS[0], "chat", 200 if not ends else 5, streaming=True)
             assert manager.get_result(name, timeout=PATIENCE) is not None
-            while ends and manager._feeder.is_live(name):
+            while ends and pair.engine.num_running:
                 time.sleep(0.001)
             manager.cancel_request(name)
             assert manager.get_result(name, timeout=0.01) is None
@@ -296,13 +295,13 @@ def test_stop_while_requests_wait_for_the_queue(make_pair: MakePair) -> None:
     ]
     for thread in threads:
         thread.start()
-    while not manager._feeder._pending:
+    while not pair.engine.num_waiting:
         time.sleep(0.001)
     manager.stop(hard_stop=True, timeout=PATIENCE)
     join(*threads, seconds=5)  # and not the ten seconds that a place is waited for
     failed = {output.request_id for output in iter(lambda: manager.get_result(timeout=0.01), None)}
     assert failed == {name for name in names if name is not None} and None in names
-    assert not manager._feeder._live and not manager._feeder._pending
+    assert not pair.engine.num_running and not pair.engine.num_waiting
 
 
 def test_stop(make_pair: MakePair) -> None:
@@ -383,7 +382,7 @@ def test_kept_manager(pair: Pair) -> None:
 
 def test_queue_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: a queue without an end."""
-    monkeypatch.setattr("hf_paged.api.batch_feeder._QUEUE_SECONDS", 0.01)
+    monkeypatch.setattr("hf_paged.api.batch_manager._QUEUE_SECONDS", 0.01)
     manager = pair.paged.init_continuous_batching(config(), ContinuousBatchingConfig(max_queue_size=2))
     manager.add_requests(PROMPTS[:2])
     with pytest.raises(Full):
@@ -430,24 +429,6 @@ def test_handlers_in_an_event_loop(pair: Pair) -> None:
     with pair.paged.continuous_batching_context_manager(config()) as manager:
         assert asyncio.run(all_of(manager)) == expected
     assert threads == {threading.get_ident()}
-
-
-def test_a_result_on_its_way(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: no result, for who asks while it is handed over; a stop that does not wait for it."""
-    deliver, has_begun = BatchResults.deliver, threading.Event()
-
-    def slowly(*given: Any) -> None:
-        has_begun.set()
-        time.sleep(0.1)
-        deliver(*given)
-
-    monkeypatch.setattr(BatchResults, "deliver", slowly)
-    with pair.paged.continuous_batching_context_manager(config()) as manager:
-        asked = manager.add_request(PROMPTS[0])
-        assert has_begun.wait(PATIENCE)
-        assert manager.get_result(asked, timeout=PATIENCE) is not None
-        left = manager.add_request(PROMPTS[1])
-    assert manager.get_result(left) is not None
 
 
 def test_many_threads(make_pair: MakePair) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from helpers.scheduler_world import WINDOWS, World, random_call, random_world
 
-NUM_RANDOM_STEPS = 200_000
+NUM_RANDOM_STEPS = 20_000
 CALLS_PER_EPISODE = 400
 STEPS_BETWEEN_CHECKS = 24  # of the whole state, in the random walk; what a step touches is checked in every step
 
@@ -38,29 +39,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from(WINDOWS),
         seed=st.integers(0, 3),
     )
-    def begin(
-        self,
-        num_blocks: int,
-        block_size: int,
-        budget: int,
-        max_num_seqs: int,
-        swap_share: int,
-        caching: bool,
-        overlaps: bool,
-        windows: tuple[int | None, ...],
-        seed: int,
-    ) -> None:
-        self.world = World(
-            random.Random(seed),
-            num_blocks,
-            block_size,
-            budget,
-            max_num_seqs,
-            num_blocks * swap_share // 2,
-            caching,
-            overlaps,
-            windows,
-        )
+    def begin(self, seed: int, num_blocks: int, swap_share: int, **settings: Any) -> None:
+        self.world = World(random.Random(seed), num_blocks, num_swap_blocks=num_blocks * swap_share // 2, **settings)
 
     @rule(
         kind=st.sampled_from(["samples", "beams", "cache"]),
@@ -91,65 +71,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     def forward(self, pick: int, added: list[int], has_no_ids: bool) -> None:
         self.world.forward(pick, added, has_no_ids)
 
-    @rule(pick=small)
-    def lay_aside(self, pick: int) -> None:
-        self.world.lay_aside(pick)
-
     @rule(pick=small, cut=st.integers(0, 12))
     def crop(self, pick: int, cut: int) -> None:
         self.world.crop(pick, cut)
-
-    @rule(pick=small)
-    def keep_past(self, pick: int) -> None:
-        self.world.keep_past(pick)
-
-    @rule(pick=small)
-    def fork(self, pick: int) -> None:
-        self.world.fork(pick)
-
-    @rule(pick=small)
-    def reorder(self, pick: int) -> None:
-        self.world.reorder(pick)
-
-    @rule(pick=small)
-    def cancel(self, pick: int) -> None:
-        self.world.cancel(pick)
-
-    @rule(pick=small)
-    def drop_row(self, pick: int) -> None:
-        self.world.drop_row(pick)
-
-    @rule(pick=small)
-    def give_up(self, pick: int) -> None:
-        self.world.give_up(pick)
-
-    @rule(pick=small)
-    def pin(self, pick: int) -> None:
-        self.world.pin(pick)
-
-    @rule()
-    def unpin(self) -> None:
-        self.world.unpin()
-
-    @rule(num_blocks=small)
-    def make_room(self, num_blocks: int) -> None:
-        self.world.make_room(num_blocks)
-
-    @rule(pick=small)
-    def swap_in_now(self, pick: int) -> None:
-        self.world.swap_in_now(pick)
 
     @rule(pick=small, num_tokens=st.integers(1, 4))
     def add_unknown_tokens(self, pick: int, num_tokens: int) -> None:
         self.world.add_unknown_tokens(pick, num_tokens)
 
-    @rule()
-    def release(self) -> None:
-        self.world.release()
+    @rule(call=st.sampled_from(["lay_aside", "keep_past", "fork", "reorder", "pin"]), pick=small)
+    def change(self, call: str, pick: int) -> None:
+        getattr(self.world, call)(pick)
 
-    @rule()
-    def reset_prefix_cache(self) -> None:
-        self.world.reset_prefix_cache()
+    @rule(call=st.sampled_from(["cancel", "drop_row", "give_up", "make_room", "swap_in_now"]), pick=small)
+    def end_or_move(self, call: str, pick: int) -> None:
+        getattr(self.world, call)(pick)
+
+    @rule(call=st.sampled_from(["unpin", "release", "reset_prefix_cache"]))
+    def let_go(self, call: str) -> None:
+        getattr(self.world, call)()
 
     @invariant()
     def check(self) -> None:
@@ -163,13 +103,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
 # Driver 2: a long seeded walk
 
-EVENTS = (
+EVENTS = {
     "preemption by recomputation",
     "preemption by swap",
     "preemption of an idle group",
@@ -208,13 +148,13 @@ EVENTS = (
     "callers beside a step",
     "left out until tokens are known",
     "ended while it ran",
-)
+}
 
 
 @pytest.mark.timeout(600)
 def test_long_random_walk() -> None:
     num_steps, events, episode = 0, Counter[str](), 0
-    while num_steps < NUM_RANDOM_STEPS:
+    while num_steps < NUM_RANDOM_STEPS or (EVENTS - set(+events) and num_steps < 10 * NUM_RANDOM_STEPS):
         world = random_world(episode)
         next_check = 0
         where: object = None
@@ -232,6 +172,4 @@ def test_long_random_walk() -> None:
         num_steps += world.num_steps
         events += world.events
         episode += 1
-    for event in EVENTS:
-        assert events[event] >= 20, f"{event} happened only {events[event]} times: {dict(events)}"
-    print(num_steps, dict(events))
+    assert not EVENTS - set(+events), f"did not happen in {num_steps} steps"

@@ -9,6 +9,8 @@ import pytest
 
 from helpers.processes import ROOT, run_compiled
 
+pytestmark = pytest.mark.ci
+
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOT_A_DEMONSTRATION = {"train_tiny_lm.py"}  # makes the embedded model: most of an hour
 

@@ -13,6 +13,8 @@ import torch
 import hf_paged
 from helpers.benchmark_files import load
 
+pytestmark = pytest.mark.ci
+
 fuzz = load("fuzz")
 ALONE, TOGETHER, FP8 = 3, 1, 2
 

@@ -11,15 +11,12 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gpu_plugin
 import pytest
-import torch
 
 from helpers.waiting import PATIENCE
 
@@ -31,7 +28,8 @@ import children  # noqa: E402
 import common  # noqa: E402
 import gpu  # noqa: E402
 import gpu_tests  # noqa: E402
-import roofline  # noqa: E402
+
+pytestmark = pytest.mark.ci
 
 PATHS = os.pathsep.join(map(str, (ROOT, FOLDER, ROOT / "tests")))
 
@@ -41,14 +39,6 @@ def wait_for(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """A zombie, whose status was not asked for yet, runs no more."""
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 def python(code: str) -> list[str]:
@@ -71,41 +61,6 @@ def test_how_a_child_ends(code: str, limits: dict[str, float], status: int, reas
     ended = children.run(python(code), **limits)
     assert (ended.status, ended.reason) == (status, reason)
     assert "1" in ended.lines
-
-
-def test_the_end_of_what_a_child_says_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = children.run(python("import sys; [print(i) for i in range(99)]; sys.stderr.write('x')"), seconds=20)
-    assert ended.lines == [*map(str, range(40, 99)), "x"]
-    assert capsys.readouterr().out.startswith("0\n1\n")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_children_end_with_who_started_them(tmp_path: Path) -> None:
-    """Else what is left of a killed call has the device when the next one comes."""
-    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(300)"
-    parent = f"import children, sys; children.run([sys.executable, '-c', {child!r}], seconds=60)"
-    process = subprocess.Popen(python(parent), env=os.environ | {"PYTHONPATH": PATHS})
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    pid = int((tmp_path / "pid").read_text())
-    assert is_running(pid)
-    process.kill()
-    process.wait()
-    try:
-        wait_for(lambda: not is_running(pid))
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_the_code_hash_is_that_of_contents(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("1")
-    first = children.code_hash([tmp_path])
-    (tmp_path / "notes.md").write_text("1")
-    assert children.code_hash([tmp_path]) == first
-    (tmp_path / "a.py").write_text("2")
-    assert children.code_hash([tmp_path]) != first
-    with pytest.raises(FileNotFoundError):
-        children.code_hash([tmp_path / "gone"])
 
 
 # Families of points
@@ -141,94 +96,7 @@ def test_errors_are_rows_with_their_causes_and_the_time_limit_is_kept(tmp_path: 
     assert "| 1 | **2.0** | -   |" in text and f"- two, 1: {cause}" in text
 
 
-def test_a_family_goes_on_behind_its_rows(tmp_path: Path) -> None:
-    measured: list[int] = []
-    clock = iter([float("inf")] * 99)
-
-    def points(_: Any) -> Iterator[common.Point]:
-        for number in range(5):
-            yield common.Point(str(number), lambda number=number: {"number": measured.append(number) or number})
-
-    family = common.Family("f", points, check=lambda _: next(clock) and 0.0)
-    report = new_report(tmp_path, rows=[{"family": "f", "case": "0"}, {"family": "f", "case": "1", "error": "x"}])
-    common.run_family(family, None, report, deadline=float("inf"))
-    assert measured == [2, 3, 4] and [row["case"] for row in report.data["rows"]] == list("01234")
-
-
-@pytest.mark.parametrize(
-    ("given", "again", "num_rows"),
-    [("c", False, 3), ("c", True, 1), ("other", False, 0)],
-    ids=["same code", "again", "other code"],
-)
-def test_a_report_is_resumed(given: str, again: bool, num_rows: int, tmp_path: Path) -> None:
-    states = {"good": {"status": "done"}, "bad": {"status": "done"}, "wrong": {"status": "failed: x"}}
-    rows = [{"family": "good"}, {"family": "bad", "error": "x"}, {"family": "wrong"}]
-    new_report(tmp_path, rows=rows, families=states, limits={"a": 1}).save()
-    empty = {"code": given, "families": {}, "rows": [], "limits": {}, "device": "new"}
-    report = common.Report.resume(tmp_path / "x.json", empty, again)
-    assert len(report.data["rows"]) == num_rows and report.data["device"] == "new"
-    assert set(report.data["families"]) == (set() if given != "c" else {"good"} if again else set(states))
-    assert (tmp_path / "x.before.json").exists() == (given != "c")
-
-
-class DeathError(BaseException):
-    """A child's end: nothing in it is said or saved any more."""
-
-
-@pytest.mark.parametrize("how", [children.Ended(9, None, ["last words"]), children.Ended(-9, "silent", ["last words"])])
-def test_a_crash_costs_one_point(how: children.Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = new_report(tmp_path)
-    points = [common.Point(str(n), lambda n=n: {"n": n} if n != 1 else fail(DeathError())) for n in range(3)]
-
-    def run(command: list[str], **_: Any) -> children.Ended:
-        try:
-            common.run_family(common.Family("f", lambda _: points), None, common.Report.load(report.path), float("inf"))
-        except DeathError:
-            return how
-        return children.Ended(0, None, [])
-
-    monkeypatch.setattr(children, "run", run)
-    common.supervise([], ["f"], report, time.monotonic() + 60)
-    rows = report.data["rows"]
-    assert [row["case"] for row in rows] == ["0", "1", "2"] and rows[2]["n"] == 2
-    assert rows[1]["error"] == f"the process ended in it ({how})"
-    assert report.data["families"]["f"]["status"] == "done"
-    assert "last words" in (tmp_path / "x.log").read_text()
-
-
-@pytest.mark.parametrize("state", [None, {"status": "done"}])
-def test_what_can_not_begin_or_is_done_is_not_started_again(state: Any, tmp_path: Path) -> None:
-    report = new_report(tmp_path, families={"f": state} if state else {})
-    child = "import sys; open(sys.argv[1] + '.begun', 'a').write('x'); sys.exit(1)"
-    common.supervise([*python(child), str(report.path)], ["f"], report, time.monotonic() + 60)
-    begun = Path(f"{report.path}.begun")
-    assert (begun.read_text() if begun.exists() else "") == ("" if state else "x")
-
-
-def test_a_family_that_always_crashes_is_given_up(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"status": "running", "at": "x"}
-    for _ in range(common.MAX_CRASHES):
-        assert not state["status"].startswith("failed")
-        common._note_crash(state, "lost")
-    assert state["status"] == "failed: lost"
-
-
 # The roofline
-
-
-def test_roofline_by_hand() -> None:
-    """Three layers of hidden size 8, 4 query and 2 kv heads of 2, 16 in the middle, 32 tokens; 8 sequences of 10."""
-    shape = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = SimpleNamespace(**shape, head_dim=2, intermediate_size=16, vocab_size=32)
-    operations = {op.name: op for op in roofline.decode_operations(config, batch=8, context=10, itemsize=2)}
-    sizes = {"query, key, value": 128, "output": 64, "gate, up": 256, "down": 128, "logits": 256}
-    assert {name: op.num_bytes for name, op in operations.items() if name != "attention"} == {
-        name: 2 * weights for name, weights in sizes.items()
-    }
-    assert (operations["attention"].num_bytes, operations["attention"].flops) == (1280, 2560)
-    # At 1,000 bytes/s and 4,000 flop/s products are bound by computing, 4 ms a weight, attention by its 1,280 bytes:
-    # 3 x (576 x 4 ms + 1,280 ms) + 256 x 4 ms. The maximum of the two sums would be 9,856 ms.
-    assert roofline.roofline_ms(operations.values(), 1e3, 4e3) == pytest.approx(11_776)
 
 
 # Whole calls
@@ -241,44 +109,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer tokens and steps than are measured."""
     monkeypatch.setattr(generate_gpu, "CONTEXT", 64)
     monkeypatch.setattr(generate_gpu, "NUM_STEPS", 8)
-
-
-class Engine:
-    """Only its events."""
-
-    def __init__(self, *steps: tuple[int, int]) -> None:
-        self._events = [{"kind": "step", "num_decode": n, "num_prefill_tokens": p} for n, p in steps]
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"events": [{"kind": "admitted"}, *self._events]}
-
-
-@pytest.mark.parametrize(
-    ("steps", "found"),
-    [
-        ([(1, 9), (4, 0), (4, 0)], 4),
-        ([(4, 0), (3, 0)], None),
-        ([(4, 0), (4, 7)], None),
-        ([(4, 0)], None),
-    ],
-)
-def test_the_live_batch_is_that_of_all_steps(steps: list[tuple[int, int]], found: int | None) -> None:
-    model = SimpleNamespace(paged=Engine(*steps))
-    if found is None:
-        with pytest.raises(generate_gpu.WrongBatchError):
-            generate_gpu.live_batch(model, 2)
-    else:
-        assert generate_gpu.live_batch(model, 2) == found
-
-
-def test_a_step_of_another_batch_is_no_measurement(short: None) -> None:
-    """A pool that holds five of eight: three of them wait or are preempted meanwhile."""
-    bench = generate_gpu.Bench("tiny", torch.device("cpu"), (8,), 4)
-    tokens = generate_gpu.CONTEXT + 6 * generate_gpu.NUM_STEPS
-    with generate_gpu.patched(bench.model, num_blocks=5 * tokens // 16) as heard:
-        with pytest.raises(generate_gpu.WrongBatchError):
-            bench.step(8, heard)
-        assert bench.step(3, heard)["live_batch"] == 3
 
 
 @pytest.fixture
@@ -337,21 +167,6 @@ def test_pieces(piece: str, in_process: None, tmp_path: Path, monkeypatch: pytes
     assert ("### tiny-profile" in (tmp_path / "generate-gpu.md").read_text()) == (piece == "profile")
 
 
-def test_preemption_goes_on(tmp_path: Path) -> None:
-    preemption = importlib.import_module("preemption")
-    shape = "--layers 1 --hidden 16 --heads 2 --kv-heads 1 --intermediate 16 --vocab 50 --repeats 1 --block-sizes 8"
-    given = [*shape.split(), "--lengths", "4", "16", "--out", str(tmp_path)]
-    assert preemption.main([*given, "--time-limit", "0"]) == children.UNFINISHED
-    path = tmp_path / "preemption-cpu.json"
-    assert json.loads(path.read_text())["results"] == {"8": []}
-    assert preemption.main(given) == 0
-    first = json.loads(path.read_text())["results"]
-    assert [row["length"] for row in first["8"]] == [4, 16]
-    path.write_text(path.read_text().replace('"length": 4', '"length": 5'))
-    assert preemption.main(given) == 0  # 4 tokens again, and they alone
-    assert [row["length"] for row in json.loads(path.read_text())["results"]["8"]] == [5, 16, 4]
-
-
 # Tests, in pieces
 
 TESTS = """
@@ -393,15 +208,13 @@ def test_end():
 class Runs:
     """A folder of tests, and what ran of it."""
 
-    def __init__(self, folder: Path, has_xdist: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         (folder / "tests").mkdir()
         (folder / "tests" / "test_fake.py").write_text(TESTS)
         self._folder, self._notes = folder, folder / "ran"
         options = ["--out", str(folder), "--tests", str(folder / "tests"), "--time-limit", "100"]
-        main = "import gpu_tests as g; g.MOST_PROCESSES = 1; g.LEAST = 1; "
-        if not has_xdist:
-            main += "g.importlib.util.find_spec = lambda name: None; "
-        self._command = [*python(f"{main}raise SystemExit(g.main())"), *options]
+        main = "import gpu_tests as g; g.MOST_PROCESSES = 1; g.LEAST = 1; raise SystemExit(g.main())"
+        self._command = [*python(main), *options]
 
     def start(self, *options: str, **env: str) -> subprocess.Popen[str]:
         self._notes.write_text("")
@@ -429,11 +242,9 @@ class Runs:
         return {line["id"].split("::")[1].removeprefix("test_") for line in lines if line["event"] == event}
 
 
-@pytest.mark.parametrize("has_xdist", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_broken_device_is_left_and_what_passed_is_not_run_again(has_xdist: bool, tmp_path: Path) -> None:
-    if has_xdist:
-        pytest.importorskip("xdist")
-    runs = Runs(tmp_path, has_xdist)
+def test_a_broken_device_is_left(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    runs = Runs(tmp_path)
     status, out = runs.run(CRASH="1")
     assert status == 1, out
     names = ["good0", "good1", "good2", "broken", "crash", "wrong", "slow", "end", "alone", "alone_too"]
@@ -449,57 +260,6 @@ def test_a_broken_device_is_left_and_what_passed_is_not_run_again(has_xdist: boo
     assert "tokens differ" in out and "illegal memory access" in out and "7 passed so far, 3 failed" in out
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, has_xdist=False)
-    process = runs.start(HANG="1")
-    wait_for(lambda: "slow" in runs.ran)
-    process.kill()
-    process.communicate()
-    assert runs.outcomes("passed") == {"good[0]", "good[1]", "good[2]", "crash", "wrong"}
-    status, out = runs.run()
-    assert status == 1 and "9 passed so far, 1 failed" in out
-    assert runs.ran == ["broken", "slow", "end", "alone", "alone_too"]
-
-
-def test_what_passed_counts_for_the_same_code_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_tests, "run_all", lambda *_: gpu_tests.OUT_OF_TIME)
-    (tmp_path / "test_fake.py").write_text("1")
-    given = ["--out", str(tmp_path), "--tests", str(tmp_path)]
-    record = tmp_path / "gpu-tests.jsonl"
-    gpu_tests.main(given)
-    gpu_plugin.Record(record, "").add("passed", id="x")
-    for change in (lambda: None, lambda: (tmp_path / "test_fake.py").write_text("2")):
-        assert gpu_plugin.Record(record, "").done == {"x"}
-        change()
-        assert gpu_tests.main(given) == children.UNFINISHED
-    assert not gpu_plugin.Record(record, "").done
-
-
-@pytest.mark.parametrize("limit", ["0.1", pytest.param("4", marks=pytest.mark.slow)])
-def test_tests_for_which_no_time_is_left_are_said(limit: str, tmp_path: Path) -> None:
-    runs = Runs(tmp_path, has_xdist=False)
-    (tmp_path / "tests" / "test_fake.py").write_text(TESTS + "\ntime.sleep(5)\n")  # until it is over
-    status, out = runs.run("--time-limit", limit)
-    assert status == children.UNFINISHED and not runs.ran and "others are left" in out, out
-
-
-@pytest.mark.parametrize(
-    ("error", "found"),
-    [
-        (RuntimeError("CUDA error: device-side assert triggered"), True),
-        (RuntimeError("CUDA kernel errors"), False),
-        (torch.OutOfMemoryError("CUDA out of memory"), False),
-        (type("AcceleratorError", (RuntimeError,), {})("gone"), True),
-    ],
-)
-def test_which_errors_are_the_drivers(error: Exception, found: bool) -> None:
-    outer = AssertionError("tokens differ")
-    outer.__context__ = error
-    assert gpu_plugin.is_cuda_error(error) == gpu_plugin.is_cuda_error(outer) == found
-    assert not gpu_plugin.is_cuda_error(None)
-
-
 ABSENT = ("hypothesis", "gradio", "xdist", "pytest_timeout", "peft", "matplotlib", "fastapi", "pandas")
 
 
@@ -507,7 +267,13 @@ def test_gpu_tests_need_little() -> None:
     """A machine with a GPU has torch, triton, transformers and pytest. A smoke test that is renamed is missed."""
     files = gpu_tests.marked("gpu", ROOT / "tests")
     assert len(files) >= 5 and __file__ not in files
-    for file in [*files, *(ROOT / "tests" / f"{name}.py" for name in ("conftest", "models", "kernel_cases"))]:
+    for file in [
+        *files,
+        *(
+            ROOT / "tests" / f"{name}.py"
+            for name in ("conftest", "helpers/pairs", "helpers/models", "helpers/kernel_cases")
+        ),
+    ]:
         found = [
             node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)
         ]
@@ -589,46 +355,3 @@ def test_a_call_that_is_killed_leaves_what_it_had(how: signal.Signals, tmp_path:
     status, out = call.run(CALM="1")
     assert status == 0 and call.rows() == {"one": "ab", "two": "ab", "three": "ab"}
     assert "== one" not in out and "== two: begun" in out
-
-
-def test_what_failed_is_tried_again_after_all_others(tmp_path: Path) -> None:
-    call = Call(tmp_path, one="fail", two="stop", three="")
-    status, out = call.run()
-    assert status == children.UNFINISHED and "three" not in call.rows(), "a step that is out of time is the last"
-    assert "it is broken" in (call.state / "logs" / "one.log").read_text()
-    status, out = call.run(CALM="1")
-    begun = [line.split(":")[0] for line in out.splitlines() if line.startswith("==")]
-    assert status == 0 and begun == ["== two", "== three", "== one"]
-
-
-def test_nothing_is_begun_for_which_no_time_is_left(tmp_path: Path) -> None:
-    call = Call(tmp_path, one="")
-    status, out = call.run("--seconds", "2")
-    assert status == children.UNFINISHED and not call.rows() and "it needs 5" in out
-
-
-def test_an_archive_is_unpacked_by_a_machine_that_forgot(tmp_path: Path) -> None:
-    call = Call(tmp_path, one="", two="stop")
-    assert call.run()[0] == children.UNFINISHED
-    call.state.rename(tmp_path / "forgotten")
-    call.archive.rename(tmp_path / call.archive.name)
-    status, out = call.run(CALM="1")
-    assert status == 0 and "unpacked" in out and "== one" not in out and "== two: stopped" in out
-
-
-def test_an_archive_holds_all_results_and_the_newest_kernels(tmp_path: Path) -> None:
-    state = tmp_path / "gpu-state"
-    for number in range(6):
-        folder = state / "triton" / f"k{number}"
-        folder.mkdir(parents=True)
-        (folder / "kernel.cubin").write_bytes(os.urandom(200_000))
-        os.utime(folder, (number, number))
-    (state / "results").mkdir()
-    (state / "results" / "x.json").write_text("{}")
-    gpu.pack(state, tmp_path / "a.tar.gz", most=500_000)
-    assert (tmp_path / "a.tar.gz").stat().st_size < 900_000
-    with tarfile.open(tmp_path / "a.tar.gz") as tar:
-        names = tar.getnames()
-    assert "gpu-state/results/x.json" in names
-    kept = {name.split("/")[2] for name in names if "triton" in name}
-    assert kept == {f"k{5 - i}" for i in range(len(kept))} and 2 <= len(kept) < 6

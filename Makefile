@@ -21,10 +21,10 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 T ?= tests
 
-# What the oldest supported transformers is tested with: everything except what drives the package from outside
-# (a subprocess per example or command) and what knows no transformers, which the newest one already tests. And of each
-# test only every fourth case: what another version changes shows in many of them.
+# Of each test only every fourth case, others with each commit; all of them in .ci/run, and where T names some tests.
 EVERY ?= 4
+# What the oldest supported transformers is tested with: everything except what drives the package from outside
+# (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
 NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory/test_*.py tests/demo/test_*.py) \
     $(addprefix tests/tools/test_,cli.py examples.py benchmarks.py gpu_runs.py soak.py fuzz.py paper.py report.py tiny_lm.py docs.py) \
     $(addprefix tests/server/test_,every_field.py unwelcome.py hard_use.py requests.py formats.py) \
@@ -33,6 +33,7 @@ NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory
 
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
+QUICK := not slow and not gpu and not browser and not ci
 SOURCES := hf_paged tests examples $(wildcard benchmarks demo)
 RESULTS ?= benchmarks/results
 
@@ -97,8 +98,8 @@ serve: $(VENV)/.installed-dev ## OpenAI's HTTP interface: make serve ARGS="NAME_
 venv: $(VENV)/.installed-dev ## make .venv with everything that the tests and tools need
 
 .PHONY: test
-test: $(VENV)/.installed-dev ## all CPU tests
-	$(TEST_ENV) $(PY) -m pytest $(PYTEST_ARGS) $(T)
+test: $(VENV)/.installed-dev ## the CPU tests: one case of four, and what .ci/run alone runs left out (CI=1: all of it)
+	$(TEST_ENV) $(PY) -m pytest $(if $(CI)$(filter-out tests,$(T)),,--every $(EVERY) -m "$(QUICK)") $(PYTEST_ARGS) $(T)
 
 .PHONY: test-slow
 test-slow: $(VENV)/.installed-dev ## the CPU tests marked slow

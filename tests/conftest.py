@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -34,11 +35,23 @@ from hf_paged.model.trial import TRIALS
 torch.set_num_threads(1)
 TRIALS.kept = None  # what a machine busy with tests measures is nothing to keep
 
+ROOT = Path(__file__).parents[1]
 NOT_FOR_THE_DEMO = [name for name in ("gradio", "gradio_client", "pandas", "playwright") if find_spec(name) is None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", type=int, default=1, metavar="N", help="only every Nth case of each test")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="only every Nth case, others with each commit")
+
+
+def turn() -> int:
+    """A number that is another one with each commit, so that all cases have their turn."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(asked.stdout[:8] or "0", 16)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    every = config.getoption("--every")
+    return f"cases: one of {every} of each test, number {turn() % every} (--every 1: all)" if every > 1 else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,10 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     every = config.getoption("--every")
     if every > 1:
         tests = [item.nodeid.partition("[")[0] for item in items]
-        totals, seen = Counter(tests), Counter[str]()
+        residue, totals, seen = turn(), Counter(tests), Counter[str]()
         kept: list[pytest.Item] = []
         for item, test in zip(items, tests, strict=True):
-            first = len(test) % min(every, totals[test])  # another one of each test, but of each at least one
+            first = (len(test) + residue) % min(every, totals[test])  # of each test at least one
             if seen[test] % every == first:
                 kept.append(item)
             seen[test] += 1

@@ -21,10 +21,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 60
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 # By what torch found (and ATEN_CPU_CAPABILITY may lower); for others, the compiler's default.
-_INSTRUCTIONS = {
+INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma"),
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+    "AVX512": _AVX512,
+    "AVX512_BF16": (*_AVX512, "-mavx512bf16"),  # products of pairs; a compiler may be too old for it
 }
 # Sums may be reordered, which is what makes them vectors; infinities and NaN keep their meaning. Not -ffast-math: in a
 # library it makes denormals zero in the whole process. And short loops that copy stay loops, not calls of memcpy.
@@ -36,19 +38,27 @@ class CompileError(Exception):
     """There is no compiler, or it says no; the message is the end of a sentence about the kernels."""
 
 
-def library(source: Path, functions: Iterable[str], options: tuple[str, ...] = (), **constants: int) -> ctypes.CDLL:
+def library(
+    source: Path,
+    functions: Iterable[str],
+    options: tuple[str, ...] = (),
+    instructions: str | None = None,
+    **constants: int,
+) -> ctypes.CDLL:
     """A C file as a loaded library. Compiles it where no earlier process has.
 
     Args:
         source: The file; headers beside it may be included.
         functions: What it must have.
         options: Of the compiler, beyond those of all files.
+        instructions: A key of `INSTRUCTIONS`, or another word for the compiler's default; `None`: what torch found.
         constants: Preprocessor constants.
 
     Raises:
         CompileError: It can't be compiled or loaded here. The first one of a process is also a warning.
     """
     try:
+        options = (*INSTRUCTIONS.get(instructions or torch.backends.cpu.get_cpu_capability(), ()), *options)
         return _library(source, functions, options, constants)
     except subprocess.CalledProcessError as error:
         reason = f"does not compile here: {(error.stderr or '').strip()[:300]}"
@@ -73,7 +83,6 @@ def _library(
     flags = (
         *(() if any(word.startswith("-O") for word in compiler) else ("-O3",)),
         *("-std=gnu11", "-fPIC", "-fopenmp", *_MATH, *_LOOPS),
-        *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()),
         *options,
         *(f"-D{name}={value}" for name, value in constants.items()),
     )

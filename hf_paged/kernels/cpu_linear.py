@@ -1,26 +1,24 @@
-"""The kernel of `cpu_linear.c`: products of a few rows with a weight that lies as the kernel reads it."""
+"""The kernel of `cpu_linear.c`: products with weights where they lie."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from struct import Struct
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import InputError
 
-DEPTHS = {torch.float32: 1, torch.bfloat16: 2}  # elements of the width that lie side by side
+PanelWeight = Tensor  # goes with the last user of packed copies
+DTYPES = (torch.float32, torch.bfloat16)
 _SOURCE = Path(__file__).with_suffix(".c")
-_HAS_BFLOAT16 = (
-    torch.backends.cpu.get_cpu_capability() == "AVX512" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-)
-_BFLOAT16 = ("-mavx512bf16",) if _HAS_BFLOAT16 else ()  # products of pairs; a compiler may be too old for it
+# Sums keep the order they are written in, so that each tile of the kernel makes the same ones.
+_OPTIONS = ("-fno-associative-math",)
 
 
 class Part(ctypes.Structure):
@@ -28,105 +26,86 @@ class Part(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "output")),
-        ("columns", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("columns", "row", "is_transposed")),
     ]
 
 
 class Linear(ctypes.Structure):
-    """`struct linear`."""
+    """`struct linear`; its parts lie behind it."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("input", "parts")),
+        ("input", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_parts", "rows", "width", "num_threads")),
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PanelWeight:
-    """A weight, copied into the kernel's layout.
-
-    Attributes:
-        panels: `[panels, width / depth, columns of a panel, depth]`, contiguous; columns beyond the last are zeros.
-        width: Elements of a row that it multiplies.
-        columns: Elements of a result.
-    """
-
-    panels: Tensor
-    width: int
-    columns: int
+_pack_linear, _pack_part, _pack_one = Struct("5q").pack, Struct("6q").pack, Struct("11q").pack  # as in these structs
 
 
 class CPULinear:
     """The compiled kernel for one element type.
 
+    A row of a result depends, bit for bit, on that row of the states, the weight and the bias alone: not on the number of
+    rows, the other weights of the call or the threads.
+
     Attributes:
-        function: It, which takes a `Linear`.
+        dtype: Of states, weights and biases.
+        function: The kernel, which takes the address of a `Linear`.
     """
 
     def __init__(self, compiled: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self._dtype, self._depth = dtype, DEPTHS[dtype]
-        compiled.hf_paged_panel.restype = ctypes.c_int64
-        self._panel: int = compiled.hf_paged_panel()
+        self.dtype = dtype
         self.function = compiled.hf_paged_linear
-        self.function.argtypes, self.function.restype = [ctypes.POINTER(Linear)], None
+        self.function.argtypes, self.function.restype = [ctypes.c_void_p], None
 
-    def call(self, states: int, weights: Sequence[tuple[PanelWeight, Tensor | None, int]]) -> tuple[Linear, list[Part]]:
+    def takes(self, weight: Tensor) -> bool:
+        """Whether it multiplies by this weight, `[columns, width]` with elements side by side along either of them."""
+        return (
+            weight.dtype is self.dtype
+            and weight.is_cpu
+            and weight.layout is torch.strided
+            and weight.ndim == 2
+            and 1 in weight.stride()
+        )
+
+    def call(self, states: int, weights: Sequence[tuple[Tensor, Tensor | None, int]]) -> tuple[Linear, list[Part]]:
         """What `function` is to be given, but for rows and threads. It holds neither weights nor biases.
 
         Args:
             states: Address of `[rows, width]`, contiguous.
-            weights: From `pack`, each with a bias as in `multiply`, and the address of `[rows, columns]`.
+            weights: Each with a bias, as in `multiply`, and the address of `[rows, columns]`.
 
         Returns:
             The call, and the part in it of each weight.
-        """
-        parts = (Part * len(weights))()
-        for part, (weight, bias, output) in zip(parts, weights, strict=True):
-            part.weight, part.bias = weight.panels.data_ptr(), None if bias is None else bias.data_ptr()
-            part.output, part.columns = output, weight.columns
-        call = Linear(input=states, parts=ctypes.addressof(parts), num_parts=len(weights), width=weights[0][0].width)
-        call.held = parts
-        return call, list(parts)
-
-    def pack(self, weight: Tensor) -> PanelWeight:
-        """Copies a weight.
-
-        Args:
-            weight: `[columns, width]`, of any strides; the width is even in half precision.
 
         Raises:
-            InputError: A weight of another type, or of an odd width.
+            InputError: As in `multiply`.
         """
-        if weight.dtype is not self._dtype or not weight.is_cpu or weight.ndim != 2 or weight.shape[1] % self._depth:
-            raise InputError("pack", f"[columns, width] of {self._dtype} on CPU, an even width", weight=weight)
-        columns, width = weight.shape
-        whole = pad(weight, (0, 0, 0, -columns % self._panel))
-        panels = whole.view(-1, self._panel, width // self._depth, self._depth).transpose(1, 2).contiguous()
-        return PanelWeight(panels, width, columns)
+        width = weights[0][0].shape[1]
+        packed = _pack_linear(states, len(weights), 0, width, 0)
+        packed += b"".join(self._part(weight, width, bias, output) for weight, bias, output in weights)
+        memory = ctypes.create_string_buffer(packed, len(packed))
+        places = range(ctypes.sizeof(Linear), len(packed), ctypes.sizeof(Part))
+        return Linear.from_buffer(memory), [Part.from_buffer(memory, place) for place in places]
 
-    def unpack(self, weight: PanelWeight) -> Tensor:
-        """`[columns, width]`, contiguous: what `pack` was given, bit for bit."""
-        panels = weight.panels.transpose(1, 2).reshape(-1, weight.width)
-        return panels[: weight.columns].clone(memory_format=torch.contiguous_format)
-
-    def multiply(self, states: Tensor, weight: PanelWeight, bias: Tensor | None) -> Tensor:
+    def multiply(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`states @ weight.T + bias`, summed in float32.
 
         Args:
             states: `[..., width]`, of any strides.
-            weight: From `pack`.
+            weight: `[columns, width]`, one that it `takes`.
             bias: `[columns]`, contiguous; `None`: none.
 
         Returns:
             `[..., columns]`, contiguous.
 
         Raises:
-            InputError: Tensors of other shapes, dtypes or devices.
+            InputError: Tensors of other shapes, dtypes, strides or devices.
         """
         return self.multiply_all(states, ((weight, bias),))[0]
 
-    def multiply_all(self, states: Tensor, weights: Sequence[tuple[PanelWeight, Tensor | None]]) -> list[Tensor]:
-        """The same by several weights of one width, in one pass: bit for bit what each gives by itself.
+    def multiply_all(self, states: Tensor, weights: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """The same by several weights of one width, in one pass.
 
         Args:
             states: As in `multiply`.
@@ -138,39 +117,58 @@ class CPULinear:
         Raises:
             InputError: As in `multiply`.
         """
-        dtype, width = self._dtype, weights[0][0].width
-        if not (states.dtype is dtype and states.is_cpu and states.ndim and states.shape[-1] == width):
-            raise InputError("multiply", f"[..., {width}] of {dtype} on CPU", states=states)
+        width = weights[0][0].shape[-1]
+        if not (states.dtype is self.dtype and states.is_cpu and states.ndim and states.shape[-1] == width):
+            raise InputError("multiply", f"[..., {width}] of {self.dtype} on CPU", states=states)
         states = states.contiguous()
         leading = states.shape[:-1]
-        outputs, parts = [], (Part * len(weights))()
-        for part, (weight, bias) in zip(parts, weights, strict=True):
-            columns = weight.columns
-            if weight.width != width:
-                raise InputError("multiply", f"weights of width {width}", panels=weight.panels)
-            if bias is not None:
-                if not (bias.dtype is dtype and bias.is_cpu and bias.shape == (columns,) and bias.is_contiguous()):
-                    raise InputError("multiply", f"[{columns}] of {dtype} on CPU", bias=bias)
-                part.bias = bias.data_ptr()
-            output = states.new_empty((*leading, columns))
-            part.weight, part.output, part.columns = weight.panels.data_ptr(), output.data_ptr(), columns
-            outputs.append(output)
-        rows = states.numel() // width if width else 0
-        self.function(
-            Linear(states.data_ptr(), ctypes.addressof(parts), len(outputs), rows, width, torch.get_num_threads())
+        outputs = [states.new_empty((*leading, weight.shape[0])) for weight, _ in weights]
+        parts = b"".join(
+            self._part(weight, width, bias, output.data_ptr())
+            for (weight, bias), output in zip(weights, outputs, strict=True)
         )
+        threads = torch.get_num_threads()
+        self.function(_pack_linear(states.data_ptr(), len(outputs), leading.numel(), width, threads) + parts)
         return outputs
+
+    def _part(self, weight: Tensor, width: int, bias: Tensor | None, output: int) -> bytes:
+        if not self.takes(weight) or weight.shape[1] != width:
+            raise InputError("multiply", f"[columns, {width}] of {self.dtype} on CPU, one stride 1", weight=weight)
+        columns, (row, step) = weight.shape[0], weight.stride()
+        if bias is not None and not (
+            bias.dtype is self.dtype and bias.is_cpu and bias.shape == (columns,) and bias.is_contiguous()
+        ):
+            raise InputError("multiply", f"[{columns}] of {self.dtype} on CPU", bias=bias)
+        is_transposed = step != 1 and width > 1
+        return _pack_part(
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            output,
+            columns,
+            step if is_transposed else row,
+            is_transposed,
+        )
 
 
 @lru_cache
-def load(dtype: torch.dtype) -> CPULinear | str:
-    """The kernel for weights of this type, or why there is none. Compiles where no earlier process has."""
-    if dtype not in DEPTHS:
-        return f"takes {' and '.join(str(d) for d in DEPTHS)}, the weight is in {dtype}"
-    is_bfloat16 = dtype is torch.bfloat16
-    functions = ("hf_paged_panel", "hf_paged_linear")
+def load(dtype: torch.dtype, instructions: str | None = None) -> CPULinear | str:
+    """The kernel for weights of this type, or why there is none. Compiles where no earlier process has.
+
+    Args:
+        dtype: The type.
+        instructions: Those of `c_compiler.INSTRUCTIONS` to compile for; `None`: the machine's, and with AMX bfloat16 is
+            left to torch, which multiplies by it.
+    """
+    if dtype not in DTYPES:
+        return f"takes {' and '.join(str(d) for d in DTYPES)}, the weight is in {dtype}"
+    if instructions is None and dtype is torch.bfloat16:
+        if torch.cpu._is_amx_tile_supported():
+            return "leaves bfloat16 to torch on a processor with AMX"
+        if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+            instructions = "AVX512_BF16"
     try:
-        compiled = library(_SOURCE, functions, _BFLOAT16 if is_bfloat16 else (), IS_BFLOAT16=int(is_bfloat16))
+        is_bfloat16 = int(dtype is torch.bfloat16)
+        compiled = library(_SOURCE, ("hf_paged_linear",), _OPTIONS, instructions, IS_BFLOAT16=is_bfloat16)
     except CompileError as error:
         return str(error)
     return CPULinear(compiled, dtype)

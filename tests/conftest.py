@@ -29,11 +29,9 @@ import hf_paged
 from helpers.models import build
 from helpers.pairs import Pair
 from hf_paged.engine.draft_budget import RowBudget
-from hf_paged.model.trial import TRIALS
 
 # The models are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
-TRIALS.kept = None  # what a machine busy with tests measures is nothing to keep
 
 ROOT = Path(__file__).parents[1]
 NOT_FOR_THE_DEMO = [name for name in ("gradio", "gradio_client", "pandas", "playwright") if find_spec(name) is None]

@@ -15,8 +15,6 @@ from hf_paged.api.support import is_supported, unwrap
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.engine.engine import Engine
-from hf_paged.model.int8_linears import why_not_int8
-from hf_paged.model.packed_linears import why_not_replaced
 from hf_paged.model.sharding import ranks_of
 from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
@@ -54,7 +52,6 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     report = is_supported(inner)
     if report.traits is None:
         raise UnsupportedModelError(type(inner).__name__, report.reasons)
-    _check_weights(inner, wanted)
     attach(inner, wanted, report.traits, _channel(inner, wanted, report.traits))
     if wanted.warm_up:
         try:
@@ -66,16 +63,6 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
             raise
     guard_tuner(model)
     return model
-
-
-def _check_weights(model: nn.Module, config: PagedConfig) -> None:
-    """Raises `ValueError` where the settings ask for what this model's weights can't be."""
-    for name, value, why_not in (
-        ("packed_weights", "replace", why_not_replaced),
-        ("weight_dtype", "int8", why_not_int8),
-    ):
-        if getattr(config, name) == value and (reason := why_not(model)) is not None:
-            raise ValueError(f'{name}="{value}" is not for this {type(model).__name__}: {reason}; leave it out')
 
 
 def _channel(model: nn.Module, config: PagedConfig, traits: ModelTraits) -> Channel | None:

@@ -22,12 +22,12 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "preemption": ("auto", "recompute", "swap"),
     "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
     "attention_backend": attention_backends,
-    "packed_weights": ("copy", "replace"),
-    "weight_dtype": ("auto", "int8"),
 }
 # Settings that are gone, and what to do instead. A release later their names are as unknown as any other.
 _GONE = {
     "record": "model.paged.snapshot() has what happened to requests and blocks lately, under 'events'",
+    "packed_weights": "weights are multiplied where they lie, and no copy is made: leave it out",
+    "weight_dtype": "quantize the model itself (with torchao, say) before patch()",
 }
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
 
@@ -66,13 +66,6 @@ class PagedConfig:
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
             compiler), another one that was registered, or `"auto"`: those the device can run, else torch.
-        packed_weights: Of a model on CPU, linear layers' weights in the layout that is multiplied fastest: `"copy"`, a
-            second copy of them, as far as `memory_fraction` has room; `"replace"`, in the place of the weights, which
-            takes a C compiler. What else than the engine reads or writes such a weight (scoring, training,
-            `state_dict()`, `.to()`) gives it its own memory again first, beside the packed copy; `unpatch` gives all.
-        weight_dtype: Of a model on CPU, how the engine multiplies by linear layers' weights: `"auto"`, as they are;
-            `"int8"`, all but the head's in 8-bit integers, a scale for each output and for each row of an input. Tokens
-            then differ from stock `generate()`; the model's weights, and forwards that are not the engine's, do not.
         cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
             on a CUDA device, its backend can be recorded (Triton's can) and it keeps no states, `True`: the same, and
             raise elsewhere.
@@ -98,8 +91,6 @@ class PagedConfig:
     swap_space_gib: float | None = None
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
-    packed_weights: str = "copy"
-    weight_dtype: str = "auto"
     cuda_graphs: bool | None = None
     compile_decode: bool = False
     use_async_batching: bool | None = None
@@ -107,9 +98,11 @@ class PagedConfig:
     strict: bool = False
     rank_timeout: float = 600.0
     record: InitVar[None] = None
+    packed_weights: InitVar[None] = None
+    weight_dtype: InitVar[None] = None
 
-    def __post_init__(self, record: None) -> None:
-        _refuse_gone(record=record)
+    def __post_init__(self, record: None, packed_weights: None, weight_dtype: None) -> None:
+        _refuse_gone(record=record, packed_weights=packed_weights, weight_dtype=weight_dtype)
         for name in _POSITIVE:
             value = getattr(self, name)
             optional = name in ("num_blocks", "max_waiting")
@@ -137,10 +130,6 @@ class PagedConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
-        if self.weight_dtype == "int8" and self.packed_weights == "replace":
-            raise ValueError(
-                'weight_dtype="int8" rounds weights, which can\'t replace them: packed_weights="replace" was given'
-            )
         if self.preemption == "swap" and self.swap_space_gib == 0:
             raise ValueError('preemption="swap" needs swap_space_gib above 0 (or None), got 0')
 

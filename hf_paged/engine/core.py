@@ -33,9 +33,8 @@ from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.decoder_layers import DecoderLayers
 from hf_paged.model.fused_layers import FusedLayers
-from hf_paged.model.int8_linears import Int8Linears
 from hf_paged.model.latents import Latents
-from hf_paged.model.packed_linears import PackedLinears
+from hf_paged.model.linears import Linears
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.traits import ModelTraits
@@ -50,7 +49,7 @@ class EngineCore:
     """State, and who runs the steps over it. What callers may do to it is elsewhere: rows, forwards, calls.
 
     Attributes:
-        linears: Other ways to compute linear layers,
+        linears: The engine's way to compute linear layers,
         fused: norms, gated MLPs and rotary embeddings, and
         decoder_layers: decoder layers that consist of both.
         bound: The model as forwards call it.
@@ -75,8 +74,7 @@ class EngineCore:
             )
         self.config = config
         self.traits = traits
-        linears = Int8Linears if config.weight_dtype == "int8" else PackedLinears
-        self.linears = linears(model, config.memory_fraction, config.packed_weights == "replace")
+        self.linears = Linears(model)
         self.fused = FusedLayers(model)
         self.decoder_layers = DecoderLayers(model, self.fused, self.linears)
         latents = Latents(model, traits.layers)
@@ -106,7 +104,7 @@ class EngineCore:
     @contextmanager
     def _layers(self) -> Iterator[None]:
         """Within it, the engine's ways compute the layers of forwards on this thread."""
-        with self.linears.scope(), self.fused.scope(), self.decoder_layers.scope():
+        with self.fused.scope(), self.linears.scope(), self.decoder_layers.scope():
             yield
 
     @property
@@ -141,8 +139,8 @@ class EngineCore:
         return context.loop if context.core is self else None
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Around a forward that no step is: where a step may take weights away (those that are there only while their
-        module computes, and those that packed ones replace), none runs beside it.
+        """Around a forward that no step is: where weights are there only while their module computes, no step runs
+        beside it, which may take them away.
 
         What it is made with (no adapter, for a moment) a step beside it may meet, too.
         """
@@ -150,8 +148,7 @@ class EngineCore:
             with self.pool.lock, suppress(UnsupportedModelError):
                 self.look_at_weights()
         _ = self.bound.placement  # as of now
-        takes_weights = self.bound.is_offloaded or self.config.packed_weights == "replace"
-        return self.worker.loop.exclusive() if takes_weights else nullcontext()
+        return self.worker.loop.exclusive() if self.bound.is_offloaded else nullcontext()
 
     # Tables
 
@@ -286,4 +283,3 @@ class EngineCore:
             loop.fail_all(RuntimeError("the model was unpatched while this call was running"))
             self.worker.pause.end()
         self.worker.stop()
-        self.linears.forget()

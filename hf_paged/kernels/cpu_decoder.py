@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.cpu_layers import Add, CPULayers, Gate, RMSNorm, Rotary
-from hf_paged.kernels.cpu_linear import CPULinear, Linear, PanelWeight, Part
+from hf_paged.kernels.cpu_linear import CPULinear, Linear, Part
 from hf_paged.kernels.layers import InputError
 
 PIECE = 256  # rows at a time: what lies between two kernels stays in the processor's caches
@@ -28,12 +28,7 @@ class NormSettings:
     rounds_first: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LinearWeight:
-    """A weight as `CPULinear` packs it, and a bias or none."""
-
-    panels: PanelWeight
-    bias: Tensor | None
+LinearWeight = tuple[Tensor, Tensor | None]  # `[columns, width]`, as `CPULinear` takes it, and a bias or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +85,17 @@ class CPUDecoderLayer:
     """One layer's calls, prepared: a step fills in where its rows are. Bit for bit what the kernels give one by one."""
 
     def __init__(self, layers: CPULayers, linears: CPULinear, settings: DecoderSettings, scratch: Scratch) -> None:
-        """`layers` and `linears` are of one dtype, which all weights have.
+        """`layers` and `linears` are of one dtype, which all weights have. They are held by their addresses alone.
 
         Raises:
             InputError: Weights of sizes that don't fit together, of other dtypes or strides.
         """
-        _check(settings, layers.dtype)
+        _check(settings, linears, layers.dtype)
         self._dtype = layers.dtype
-        self._settings = own = settings
+        own = settings
         self._width = own.norms[0].weight.shape[0]
-        query_width, key_width, gate_width = (one.panels.columns for one in (own.query, own.key, own.gate))
+        query_width, key_width, gate_width = (one[0].shape[0] for one in (own.query, own.key, own.gate))
+        self._dim, self._row = own.head_dim, query_width
         # No kernel writes over what it reads: compilers don't vectorise such loops.
         attention_widths, mlp_widths = [query_width, key_width] * 2, [gate_width] * 3
         self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths, layers.dtype)
@@ -183,10 +179,10 @@ class CPUDecoderLayer:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
-        row = self._settings.query.panels.columns
+        row, dim = self._row, self._dim
         if not (
             self._is_own(states)
-            and attended.shape == (states.shape[1], row // self._settings.head_dim, self._settings.head_dim)
+            and attended.shape == (states.shape[1], row // dim, dim)
             and attended.dtype is self._dtype
             and attended.is_cpu
             and attended.is_contiguous()
@@ -208,7 +204,7 @@ class CPUDecoderLayer:
             and (shape := cos.shape) == sin.shape
             and len(shape) == 3
             and shape[:2] == states.shape[:2]
-            and shape[2] <= self._settings.head_dim
+            and shape[2] <= self._dim
             and shape[2] % 2 == 0
             and cos.dtype is sin.dtype is self._dtype
             and cos.is_contiguous()
@@ -268,7 +264,7 @@ class _Heads:
         """
         self._dtype, self._dim = layers.dtype, own.head_dim
         self._width = own.norms[0].weight.shape[0]
-        widths = own.query.panels.columns, own.key.panels.columns
+        widths = own.query[0].shape[0], own.key[0].shape[0]
         self._heads = widths[0] // own.head_dim * has_queries, widths[1] // own.head_dim * has_keys
         self._first_norm = _norm(own.norms[0], normed)
         wanted = [(own.query, query_at[0])] * has_queries + [(own.key, key_at[0]), (own.value, 0)] * has_keys
@@ -339,24 +335,21 @@ class _Heads:
         self._rotary.tokens, self._rotary.num_threads = rows, threads
 
 
-def _check(own: DecoderSettings, dtype: torch.dtype) -> None:
+def _check(own: DecoderSettings, linears: CPULinear, dtype: torch.dtype) -> None:
     width, dim = own.norms[0].weight.shape[0], own.head_dim
-    heads, keys, mlp = own.query.panels.columns, own.key.panels.columns, own.gate.panels.columns
-    sizes = [
-        *((one.panels.width, width) for one in (own.query, own.key, own.value, own.gate, own.up)),
-        *((one.panels.columns, width) for one in (own.projection, own.down)),
-        *((own.projection.panels.width, heads), (own.up.panels.columns, mlp), (own.down.panels.width, mlp)),
-        *((own.value.panels.columns, keys), (heads % dim, 0), (keys % dim, 0)),
-        *((one.weight.shape[0], dim) for one in own.head_norms or ()),
+    heads, keys, mlp = own.query[0].shape[0], own.key[0].shape[0], own.gate[0].shape[0]
+    weights = [
+        *((one, (rows, width)) for one, rows in ((own.query, heads), (own.key, keys), (own.value, keys))),
+        *((one, (mlp, width)) for one in (own.gate, own.up)),
+        *((one, (width, columns)) for one, columns in ((own.projection, heads), (own.down, mlp))),
     ]
-    linears = own.query, own.key, own.value, own.projection, own.gate, own.up, own.down
-    sizes += [(one.bias.numel(), one.panels.columns) for one in linears if one.bias is not None]
-    tensors = [norm.weight for norm in (*own.norms, *(own.head_norms or ()))]
-    tensors += [one.bias for one in linears if one.bias is not None]
-    are_here = all(each.dtype is dtype and each.is_cpu and each.is_contiguous() for each in tensors)
-    are_here &= all(one.panels.panels.dtype is dtype for one in linears)
-    fit = own.norms[1].weight.shape[0] == width and all(size == expected for size, expected in sizes)
-    if not (fit and are_here):
+    vectors = [(norm.weight, width) for norm in own.norms] + [(norm.weight, dim) for norm in own.head_norms or ()]
+    vectors += [(bias, shape[0]) for (_, bias), shape in weights if bias is not None]
+    fit = all(linears.takes(weight) and weight.shape == shape for (weight, _), shape in weights)
+    fit &= all(
+        each.dtype is dtype and each.is_cpu and each.is_contiguous() and each.shape == (size,) for each, size in vectors
+    )
+    if not fit or heads % dim or keys % dim:
         raise InputError("decoder layer", f"weights that fit together; a head has {dim}", norm=own.norms[0].weight)
 
 
@@ -373,7 +366,7 @@ def _norm(settings: NormSettings, output: int) -> RMSNorm:
 
 def _product(linears: CPULinear, states: int, *weights: tuple[LinearWeight, int]) -> tuple[Linear, list[Part]]:
     """One pass over weights of one input, each with the address of its result."""
-    return linears.call(states, [(one.panels, one.bias, output) for one, output in weights])
+    return linears.call(states, [(*one, output) for one, output in weights])
 
 
 class _Call(ctypes.Structure):

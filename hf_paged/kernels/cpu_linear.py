@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import InputError
 
-PanelWeight = Tensor  # goes with the last user of packed copies
 DTYPES = (torch.float32, torch.bfloat16)
 _SOURCE = Path(__file__).with_suffix(".c")
 # Sums keep the order they are written in, so that each tile of the kernel makes the same ones.

@@ -6,7 +6,7 @@ import dis
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,11 +19,12 @@ from hf_paged.attention.context import ForwardContext, current_context, is_senti
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.shared_layers import SharedLayersStep
 from hf_paged.attention.wanted import WantedTokens
-from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, LinearWeight, NormSettings, Scratch
+from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
 from hf_paged.model.fused_layers import FusedLayers, GatedMLP, Norm, activation_of
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
+from hf_paged.model.linears import Linear, Linears
 from hf_paged.model.module_overrides import (
     ModuleOverride,
     has_hooks,
@@ -32,12 +33,11 @@ from hf_paged.model.module_overrides import (
     not_overriding,
     overriding,
 )
-from hf_paged.model.packed_linears import Layer as PackedLinear
-from hf_paged.model.packed_linears import PackedLinears
 
 logger = logging.getLogger(__name__)
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
 # What a forward of attention uses beside its own modules: of shapes, of the cache, and of the attention function.
 ATTENTION_NAMES = {
     *("shape", "view", "transpose", "reshape", "contiguous", "head_dim", NAME),
@@ -50,21 +50,20 @@ ATTENTION_NAMES = {
 class DecoderLayers:
     """Decoder layers of the usual kind, in steps: norm, attention, sum, norm, gated MLP, sum.
 
-    All that they consist of is computed by our kernels already (`FusedLayers`, `PackedLinears`); here these are called
+    All that they consist of is computed by our kernels already (`FusedLayers`, `Linears`); here these are called
     from C. A layer is taken if its code uses nothing else, and its own forward in a step gives the same, bit for bit:
     queries, keys, values and result. Whatever changes in it or in one of its modules gives it back its own forward.
 
     Only the thread inside `scope` sees any of it.
     """
 
-    def __init__(self, model: nn.Module, fused: FusedLayers, linears: PackedLinears) -> None:
+    def __init__(self, model: nn.Module, fused: FusedLayers, linears: Linears) -> None:
         """Does nothing before the first `scope`. The model is held weakly."""
         self._model = weakref.ref(model)
         self._fused = fused
         self._linears = linears
-        self._made_of: tuple[list[ModuleOverride], list[PackedLinear]] | None = None
+        self._made_of: tuple[list[ModuleOverride], list[Linear]] | None = None
         self._layers: list[_DecoderLayer] = []
-        linears.on_forget = self.forget  # which would keep their copies
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -79,29 +78,18 @@ class DecoderLayers:
             self._made_of, self._layers = (calls, linears), []
             model = self._model()
             if model is not None:
-                self._layers = _find(model, calls, linears, self._linears.small)
+                self._layers = _find(model, calls, linears)
         with overriding(self._layers):
             yield
 
-    def forget(self) -> None:
-        """Drops what was prepared; the next `scope` looks again. In one that is open, layers compute as they are."""
-        layers, self._made_of, self._layers = self._layers, None, []
-        for layer in layers:
-            layer.thread_id = None
 
-
-def _find(
-    model: nn.Module,
-    calls: list[ModuleOverride],
-    linears: list[PackedLinear],
-    small: Callable[[nn.Module], PackedLinear | None],
-) -> list[_DecoderLayer]:
+def _find(model: nn.Module, calls: list[ModuleOverride], linears: list[Linear]) -> list[_DecoderLayer]:
     overrides = {id(call.module): call for call in (*calls, *linears)}
     scratch = Scratch()
     last: nn.Module | None = None  # attention of the layer that comes last
     found: list[_DecoderLayer] = []
     for module in model.modules():
-        parts = _parts(module, overrides, small)
+        parts = _parts(module, overrides)
         if parts is not None:
             found.append(_DecoderLayer(module, parts, scratch))
         if isinstance(getattr(module, "layer_idx", None), int):
@@ -117,19 +105,15 @@ class _Parts:
 
     Attributes:
         norms: Before attention, and before the MLP; of queries' and of keys' heads, if there are any.
-        places: All with the dictionary that their module is in, and its name there; but for
-        small: the same of linear layers that compute for themselves where they are called by themselves.
+        linears: In the order of `LINEARS`.
+        places: All with the dictionary that their module is in, and its name there.
     """
 
     def __init__(self, attention: RotaryAttention, mlp: GatedMLP) -> None:
         self.attention, self.mlp = attention, mlp
         self.norms: list[Norm] = []
-        self.linears: list[PackedLinear] = []
+        self.linears: list[Linear] = []
         self.places: list[tuple[dict[str, Any], str, ModuleOverride]] = []
-        self.small: list[tuple[dict[str, Any], str, PackedLinear]] = []
-
-    def add(self, parent: nn.Module, name: str, override: ModuleOverride) -> None:
-        self.places.append((parent._modules, name, override))
 
     def are_taken(self, thread_id: int | None) -> bool:
         """Whether all are where they were, and are computed our way now, on this thread."""
@@ -137,30 +121,33 @@ class _Parts:
             module = override.module
             if modules.get(name) is not module or override.thread_id != thread_id or has_hooks(override.module):
                 return False
-        for modules, name, linear in self.small:
-            module = linear.module
-            is_own = is_untouched(module) and type(module).forward is linear.own and not has_hooks(module)
-            if modules.get(name) is not module or not is_own:
-                return False
         mlp = self.mlp
         is_same = activation_of(mlp.module) is mlp.activation
         return is_same and not (isinstance(mlp.activation, nn.Module) and has_hooks(mlp.activation))
 
-    def state(self) -> list[object]:
-        """Everything else that the layer's result depends on, in numbers."""
+    def state(self) -> tuple[list[object], list[object]]:
+        """Everything else that the layer's result depends on, in numbers, and what to hold while these are used.
+
+        Raises:
+            InputError: A linear layer is not one that our kernel takes any more.
+        """
         attention = vars(self.attention.module)
         state: list[object] = [value for value in attention.values() if type(value) in (int, float, bool)]
+        tensors: list[Tensor] = []
         for norm in self.norms:
-            state += norm.module.weight.data_ptr(), getattr(norm.module, norm.eps)
+            tensors.append(norm.module.weight)
+            state.append(getattr(norm.module, norm.eps))
         for linear in self.linears:
-            bias = linear.module._parameters["bias"]
-            state.append(None if bias is None else bias.data_ptr())
-        return state
+            weight, bias = linear.weight, linear.bias
+            tensors.append(weight)
+            state += weight.dtype, weight.shape, bias is None
+            if bias is not None:
+                tensors.append(bias)
+        state += [tensor.data_ptr() for tensor in tensors]
+        return state, [tensor.untyped_storage() for tensor in tensors]
 
 
-def _parts(
-    layer: Any, overrides: dict[int, ModuleOverride], small: Callable[[nn.Module], PackedLinear | None]
-) -> _Parts | None:
+def _parts(layer: Any, overrides: dict[int, ModuleOverride]) -> _Parts | None:
     """Those of a layer whose forward uses nothing but its four modules, which are of the right kinds."""
     children = dict(layer.named_children())
     if len(children) != 4 or not is_untouched(layer) or not is_library_code(layer) or has_hooks(layer):
@@ -171,51 +158,25 @@ def _parts(
     mlp = next((one for one in own.values() if isinstance(one, GatedMLP)), None)
     if code is None or attention is None or mlp is None or not set(code.co_names) <= own.keys():
         return None
-    if not isinstance(mlp.kernels, CPULayers):
-        return None
     parts = _Parts(attention, mlp)
-    for name, override in own.items():
-        if override is None:
-            return None
-        parts.add(layer, name, override)
-        if isinstance(override, Norm):
-            parts.norms.append(override)
-    modules = dict(attention.module.named_children())
+    parts.norms = [one for one in own.values() if isinstance(one, Norm)]
     code = _code(type(attention.module).forward)
-    names = {*LINEARS[:4], "q_norm", "k_norm"}
+    modules = dict(attention.module.named_children())
     if code is None or _calculates(code) or not set(code.co_names) <= ATTENTION_NAMES | modules.keys():
         return None
-    if not names - {"q_norm", "k_norm"} <= modules.keys() <= names or len(modules) == 5 or len(parts.norms) != 2:
+    if len(parts.norms) != 2 or modules.keys() not in (set(LINEARS[:4]), {*LINEARS[:4], *HEAD_NORMS}):
         return None
-    found: dict[str, ModuleOverride] = {}
-    too_small: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in (attention.module, mlp.module):
+    for parent in (layer, attention.module, mlp.module):
         for name, child in parent.named_children():
             override = overrides.get(id(child))
-            if name in LINEARS and override is None:
-                too_small.append((parent, name, child))
-            elif name in LINEARS and isinstance(override, PackedLinear):
-                if override.panels is None or min(override.gains) <= 1:
-                    return None
-                found[name] = override
-            elif name in names and isinstance(override, Norm):
-                found[name] = override
-            elif name in (*LINEARS, *names):
-                return None
-            if name in found:
-                parts.add(parent, name, found[name])
-    if not any(name in LINEARS for name in found):  # copies of this model's weights are not worth it, or not allowed
+            if override is not None:
+                parts.places.append((parent._modules, name, override))
+    found = {name: override for _, name, override in parts.places}
+    linears = [one for name in LINEARS if isinstance(one := found.get(name), Linear)]
+    head_norms = [one for name in HEAD_NORMS if isinstance(one := found.get(name), Norm)]
+    if len(linears) != len(LINEARS) or len(head_norms) + 4 != len(modules) or not isinstance(mlp.kernels, CPULayers):
         return None
-    for parent, name, child in too_small:
-        linear = small(child)
-        if linear is None:
-            return None
-        found[name] = linear
-        parts.small.append((parent._modules, name, linear))
-    if not set(LINEARS) <= found.keys():
-        return None
-    parts.linears = [found[name] for name in LINEARS]  # type: ignore[misc]
-    parts.norms += [found[name] for name in ("q_norm", "k_norm") if name in found]  # type: ignore[misc]
+    parts.linears, parts.norms = linears, parts.norms + head_norms
     return parts
 
 
@@ -260,9 +221,10 @@ class _DecoderLayer(ModuleOverride):
     def _compute(
         self, context: ForwardContext, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
     ) -> Any:
-        state, step, wanted = self.parts.state(), context.step, context.wanted
+        (state, held), step, wanted = self.parts.state(), context.step, context.wanted
         if self.kernels is None or self.params is None or state != self.state:
             return self._try(step, mask, angles, state, *args, **kwargs)
+        assert held  # by this name, until the kernels are through: another thread may be moving weights
         states = args[0]
         # By its number, and where it is: layers may have been put in another order.
         if wanted is not None and self.is_last and wanted.layer == self.params.layer:
@@ -294,12 +256,14 @@ class _DecoderLayer(ModuleOverride):
     ) -> Any:
         """The layer's own forward, with a look at what it hands to attention: is it what the kernels give?"""
         noting = _NotingStep(step)
-        with with_step(mask, noting), overriding(linear for _, _, linear in self.parts.small):
+        with with_step(mask, noting):
             own = self.module._call_impl(*args, **kwargs)
         kernels: CPUDecoderLayer | None = None
         found: tuple[Tensor, ...] = ()  # as of a layer of another kind
         try:
-            kernels = CPUDecoderLayer(*_kernels(self.parts), _settings(self.parts), self.scratch)
+            layers = self.parts.mlp.kernels
+            assert isinstance(layers, CPULayers)
+            kernels = CPUDecoderLayer(layers, self.parts.linears[0].kernel, _settings(self.parts), self.scratch)
             found = kernels.before_attention(args[0], *angles)
             if noting.attended is not None:
                 found += (kernels.behind_attention(args[0], noting.attended),)
@@ -347,22 +311,12 @@ class _NotingStep:
         return self.attended
 
 
-def _kernels(parts: _Parts) -> tuple[CPULayers, Any]:
-    layers, panels = parts.mlp.kernels, parts.linears[0].panels
-    assert isinstance(layers, CPULayers) and panels is not None
-    return layers, panels.kernel
-
-
 def _settings(parts: _Parts) -> DecoderSettings:
     norms = [
         NormSettings(norm.module.weight, getattr(norm.module, norm.eps), norm.offset, norm.rounds_first)
         for norm in parts.norms
     ]
-    weights: list[LinearWeight] = []
-    for linear in parts.linears:
-        assert linear.panels is not None
-        weights.append(LinearWeight(linear.panels.weight, linear.module.bias))
-    query, key, value, projection, gate, up, down = weights
+    query, key, value, projection, gate, up, down = ((linear.weight, linear.bias) for linear in parts.linears)
     rotary = parts.attention.changed.rotary
     return DecoderSettings(
         head_dim=parts.attention.module.head_dim,

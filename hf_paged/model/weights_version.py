@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -18,8 +18,8 @@ from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules, is_for_rows
 from hf_paged.model.latents import Latents
+from hf_paged.model.linears import Linears
 from hf_paged.model.module_overrides import CALL, is_library_code, is_of_library
-from hf_paged.model.packed_linears import PackedLinears
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of, why_not_whole
 from hf_paged.model.spread import is_wrapped, offloading, stored
@@ -29,6 +29,7 @@ WeightsKey = tuple[Hashable, ...]
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
 
 
 class WeightsVersion(Lasting):
@@ -40,9 +41,11 @@ class WeightsVersion(Lasting):
     or their class's.
     Numbers: attributes of modules, such as a scale, an epsilon, a switch.
 
-    Not seen, so that `engine.reset_prefix_cache()` has to be called: writes into `.data` (but where copies of weights
-    are held and compared), tensors that are neither parameter nor buffer, strings, lists and other objects, what a
-    closure or a hook keeps.
+    Writes into `.data` (averages of weights, optimizers by hand) leave no trace but the elements: of each matrix on CPU
+    some are compared, at least one of each row and of each column.
+
+    Not seen, so that `engine.reset_prefix_cache()` has to be called: other writes into `.data`, tensors that are
+    neither parameter nor buffer, strings, lists and other objects, what a closure or a hook keeps.
 
     Attributes:
         hooks: The model's forward hooks.
@@ -54,7 +57,7 @@ class WeightsVersion(Lasting):
     def __init__(
         self,
         model: nn.Module,
-        linears: PackedLinears | None = None,
+        linears: Linears | None = None,
         fused: FusedLayers | None = None,
         latents: Latents | None = None,
     ) -> None:
@@ -62,7 +65,7 @@ class WeightsVersion(Lasting):
 
         Args:
             model: Held weakly.
-            linears: Hold copies of its weights, dropped when these change.
+            linears: Were found by where its weights are, and are forgotten when these move.
             fused: Hold its code, and numbers that it computes with, dropped when either changes.
             latents: Hold parts of its weights, or what its layers make of these, dropped when either changes.
         """
@@ -73,7 +76,8 @@ class WeightsVersion(Lasting):
         self._latents = latents
         self.state: WeightsKey = ()
         self._tensors: list[weakref.ref[Tensor]] = []
-        self._versions: Sequence[tuple[Hashable, ...]] = []
+        self._versions: list[tuple[Hashable, ...]] = []
+        self._samples: list[Tensor] = []
         self._glimpse: list[tuple[int, int]] = []
         self._kinds: list[type] = []
         self._class_forwards: dict[type[nn.Module], Any] = {}
@@ -108,39 +112,27 @@ class WeightsVersion(Lasting):
         tuners = [tuner for seen in self._tuners if (tuner := seen()) is not None]
         _take_out(tuners)
         tensors = self._held(modules, attributes)
-        # Of a tensor that is shared out, its share: what stands for the whole has no version and no address.
-        held = tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
-        if self._linears is not None and self._linears.replacements:
-            versions = [self._linears.replacements.state(t) for t in held]
-        else:
-            versions = [(0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride()) for t in held]
-        is_same_tensors = (
+        versions = self._versions_of(tensors)
+        is_same_program = self._has_same_numbers(modules, attributes, is_same_code) and is_same_code
+        is_moved = [version[1:] for version in versions] != [version[1:] for version in self._versions]
+        is_same_weights = (
             not self._was_stepped
             and versions == self._versions
             # Identity, not id(): a new parameter may lie where an old one was.
             and all(seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True))
         )
-        is_same_numbers = self._has_same_numbers(modules, attributes, is_same_code)
-        if not is_same_tensors or not is_same_code:
-            reason = why_not_whole(model)
-            if reason is None and self._is_whole and ranks_of(model) is not None:
-                reason = "its weights have been shared out between processes since it was patched"
-            if reason is not None:
-                raise UnsupportedModelError(type(model).__name__, (reason,))
-        if not is_same_tensors or not is_same_code or (self._linears is not None and self._linears.is_outdated()):
-            self._epoch += 1
-            if self._linears is not None:
-                self._linears.forget()
-        elif not is_same_numbers:
-            self._epoch += 1
-        if not (is_same_code and is_same_numbers) and self._fused is not None:
-            self._fused.forget()
-        is_moved = [version[1:] for version in versions] != [version[1:] for version in self._versions]
-        if is_moved or not is_same_code or not is_same_numbers:
-            self.num_moves += 1
-        if not is_same_tensors:
+        if not is_same_weights or not is_same_code:
+            self._check_whole(model)
+        samples = [sample for tensor in {id(t): t for t in tensors}.values() for sample in _samples(tensor)]
+        is_same_weights = is_same_weights and all(map(torch.equal, samples, self._samples))
+        if not is_same_weights:
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
+            self._samples = [sample.clone() for sample in samples]
             self._was_stepped = False
+        if not is_same_weights or not is_same_program:
+            self._epoch += 1
+        if is_moved or not is_same_program:
+            self._forget_program(is_moved or not is_same_code, not is_same_program)
         device = placed[1].type if (placed := self._placement()) is not None else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
@@ -151,6 +143,23 @@ class WeightsVersion(Lasting):
             self._latents.forget()
         self.state, self._glimpse = state, self._glance(tensors)
         return (*state, autocast)
+
+    def _check_whole(self, model: nn.Module) -> None:
+        reason = why_not_whole(model)
+        if reason is None and self._is_whole and ranks_of(model) is not None:
+            reason = "its weights have been shared out between processes since it was patched"
+        if reason is not None:
+            raise UnsupportedModelError(type(model).__name__, (reason,))
+
+    def _versions_of(self, tensors: list[Tensor]) -> list[tuple[Hashable, ...]]:
+        return [
+            (0 if t.is_inference() else t._version, t.data_ptr(), t.shape, t.stride(), t.dtype)
+            for t in self._shares(tensors)
+        ]
+
+    def _shares(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of a tensor that is shared out, its share: what stands for the whole has no version and no address."""
+        return tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
 
     def may_have_changed(self) -> bool:
         """Whether `key` is to be asked for between two steps: a look at what is changed while requests run.
@@ -166,10 +175,7 @@ class WeightsVersion(Lasting):
         )
 
     def _glance(self, tensors: list[Tensor]) -> list[tuple[int, int]]:
-        """Versions and addresses, as they are: also of a weight that was packed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            held = tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
-            return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in held]
+        return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._shares(tensors)]
 
     def _has_same_code(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> bool:
         """Whether modules are of the classes they were of, with the same forwards; notes what they are."""
@@ -280,10 +286,16 @@ class WeightsVersion(Lasting):
 
     def forget(self) -> None:
         """Drops what was made from the model's weights, code and numbers; the next forwards make it anew."""
+        self._forget_program(True, True)
+        if self._latents is not None:
+            self._latents.forget()
+
+    def _forget_program(self, linears: bool, fused: bool) -> None:
         self.num_moves += 1
-        for made in (self._linears, self._fused, self._latents):
-            if made is not None:
-                made.forget()
+        if self._linears is not None and linears:
+            self._linears.forget()
+        if self._fused is not None and fused:
+            self._fused.forget()
 
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""
@@ -309,6 +321,21 @@ def _tensors(attributes: list[dict[str, Any]]) -> list[Tensor]:
     lasting = [own for own in attributes if "rope_type" not in own or not is_batch_dependent(own["rope_type"])]
     tables = [own[name] for own in lasting for name in ("_parameters", "_buffers")]
     return [tensor for table in tables for tensor in table.values() if tensor is not None]
+
+
+def _samples(tensor: Tensor) -> list[Tensor]:
+    """Of a matrix on CPU, elements along diagonals, as bits: of each row and of each column at least one."""
+    if type(tensor) is not nn.Parameter or tensor.ndim != 2 or not tensor.is_cpu or not tensor.numel():
+        return []
+    (rows, columns), (down, right) = tensor.shape, tensor.stride()
+    side, longer = min(rows, columns), down if rows > columns else right
+    if (integer := _INTEGERS.get(tensor.element_size())) is None:
+        return []
+    bits = tensor.detach().view(integer)
+    found = [bits.as_strided((max(rows, columns) // side, side), (side * longer, down + right))]
+    if max(rows, columns) % side:
+        found.append(bits[-side:, -side:].diagonal())
+    return found
 
 
 def _reference(forward: Any) -> Any:
@@ -342,7 +369,7 @@ def _number_names(module: nn.Module) -> list[str]:
 def _take_out(modules: list[Any]) -> None:
     """Takes adapters that are merged and disabled out of the weights.
 
-    Their layers do so themselves when they are next called: within a forward, where copies of the weights are used.
+    Their layers do so themselves when they are next called: within a forward, whose weights would then be others.
     """
     for module in modules:
         if module.disable_adapters and module.merged_adapters:

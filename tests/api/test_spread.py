@@ -224,7 +224,7 @@ def test_hooks_come_and_go(tmp_path: Path, is_patched_first: bool) -> None:
 
 
 def test_layers_in_other_memory_are_not_taken(make_spread: MakePair) -> None:
-    """Would break: a packed copy of a weight that is not there, or held beside the one that is fetched."""
+    """Would break: a product with a weight that is not there, or held beside the one that is fetched."""
     pair = make_spread()
     pair.generate(**ragged_batch(), max_new_tokens=3)
     assert pair.engine.core.linears._layers == []

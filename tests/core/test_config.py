@@ -43,8 +43,6 @@ def test_fields_and_defaults() -> None:
         "swap_space_gib": None,
         "kv_cache_dtype": "auto",
         "attention_backend": "auto",
-        "packed_weights": "copy",
-        "weight_dtype": "auto",
         "cuda_graphs": None,
         "compile_decode": False,
         "use_async_batching": None,
@@ -115,8 +113,6 @@ VALID: list[tuple[str, Any]] = [
     ("kv_cache_dtype", "auto"),
     ("attention_backend", "auto"),
     ("attention_backend", "torch"),
-    ("packed_weights", "replace"),
-    ("weight_dtype", "int8"),
     ("cuda_graphs", None),
     ("cuda_graphs", False),
     ("cuda_graphs", True),
@@ -147,8 +143,6 @@ INVALID: list[tuple[str, Any]] = [
     *(("swap_space_gib", value) for value in (-1, -0.5, "4", True, float("nan"), float("inf"), 1e300)),
     *(("kv_cache_dtype", value) for value in ("fp8", "bfloat16", None, 8)),
     *(("attention_backend", value) for value in ("sdpa", "TORCH", None)),
-    *(("weight_dtype", value) for value in ("int4", "", 8, None)),
-    *(("packed_weights", value) for value in ("none", "", True, None)),
     *(("cuda_graphs", value) for value in (0, 1, 0.0, "auto", "true", [])),
 ]
 
@@ -176,8 +170,6 @@ def test_messages_say_what_is_allowed() -> None:
         ("preemption", ("auto", "recompute", "swap")),
         ("kv_cache_dtype", ("auto", "fp8_e4m3", "fp8_e5m2")),
         ("attention_backend", ("auto", "triton", "torch")),
-        ("packed_weights", ("copy", "replace")),
-        ("weight_dtype", ("auto", "int8")),
     ):
         with pytest.raises(ValueError) as caught:
             PagedConfig(**{name: "nonsense"})
@@ -189,13 +181,21 @@ def test_messages_say_what_is_allowed() -> None:
     assert "None" not in str(caught.value)
 
 
-def test_a_setting_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = re.escape("record='file': this setting is gone; model.paged.snapshot()")
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("record", "file", "model.paged.snapshot()"),
+        ("packed_weights", "replace", "weights are multiplied where they lie"),
+        ("weight_dtype", "int8", "quantize the model"),
+    ],
+)
+def test_a_setting_that_is_gone(name: str, value: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = re.escape(f"{name}={value!r}: this setting is gone; {instead}")
     for make in (PagedConfig, PagedConfig.from_settings):
         with pytest.raises(ValueError, match=message):
-            make(record="file")
-        assert make(record=None) == PagedConfig()
-    set_env(monkeypatch, record="file")
+            make(**{name: value})
+        assert make(**{name: None}) == PagedConfig()
+    set_env(monkeypatch, **{name: value})
     with pytest.raises(ValueError, match=message):
         PagedConfig.from_settings()
     assert replace(PagedConfig(), block_size=4).block_size == 4

@@ -1,22 +1,20 @@
-"""Linear layers of engine forwards, multiplied another way, and inference mode: no other code may see any of it.
-
-The models' weights are large enough to be packed, and whether that is faster is not asked of the machine.
-"""
+"""Linear layers of engine forwards, multiplied where their weights lie, and inference mode: no other code sees any."""
 
 from __future__ import annotations
 
+import copy
 import gc
-import threading
+import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import wraps
-from itertools import cycle
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -27,18 +25,20 @@ import hf_paged
 from helpers.library_code import as_library_code
 from helpers.models import random_ids
 from helpers.pairs import assert_same
+from helpers.requests import held_step
 from hf_paged import PagedCache
 from hf_paged.attention.context import is_sentinel
-from hf_paged.model import linear_ways, packed_linears, trial
-from hf_paged.model.linear_ways import Multiply, Way
-from hf_paged.model.trial import Pair, Trials
+from hf_paged.kernels import cpu_linear
+from hf_paged.kernels.cpu_linear import CPULinear
+from hf_paged.model import decoder_layers, linears
+from hf_paged.model.linears import Linears
+from hf_paged.model.weights_version import _samples
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"),
+    pytest.mark.skipif(isinstance(cpu_linear.load(torch.float32), str), reason="there is no kernel here"),
 ]
 
-BOTH_WAYS = pytest.mark.parametrize("calls", ["panels", "onednn"], indirect=True)
 SPECIAL = {"vocab_size": 400, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 IDS = random_ids(2, 7)
@@ -72,41 +72,24 @@ def make(name: str = "llama") -> Any:
     return model
 
 
-class _Always(Trials):
-    """Says the same of every layer, for few rows and for many."""
-
-    def __init__(self, *answers: bool) -> None:
-        self._answers = cycle(answers)
-
-    def gains(self, pairs: Sequence[Pair], tolerances: Any) -> list[float]:
-        return [2.0 if next(self._answers) else 1.0] * len(pairs)
+class Calls(list[int]):
+    """How many weights each call of the kernel multiplied by, but for those from C."""
 
 
 @pytest.fixture(autouse=True)
-def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """All layers are taken for faster by one way; each multiplication adds its number of rows to the list."""
-    name: str = getattr(request, "param", "panels")
-    rows: list[int] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Decoder layers are computed in Python, unless a test asks for them."""
+    numbers = Calls()
+    own = CPULinear.multiply_all
 
-    def counted(way: Way) -> Way:
-        @wraps(way)
-        def hold(weight: Tensor) -> Multiply | None:
-            multiply = way(weight)
-            assert multiply is not None
+    def counting(self: CPULinear, states: Tensor, weights: Any) -> list[Tensor]:
+        results = own(self, states, weights)
+        numbers.append(len(weights))
+        return results
 
-            def counting(states: Tensor, bias: Tensor | None) -> Tensor:
-                rows.append(states.numel() // states.shape[-1])
-                return multiply(states, bias)
-
-            return counting
-
-        return hold
-
-    monkeypatch.setattr(linear_ways, "WITH_COPY", (counted(getattr(linear_ways, name)),))
-    monkeypatch.setattr(linear_ways, "WITHOUT_COPY", (counted(linear_ways.onednn_in_place),))
-    monkeypatch.setattr(packed_linears, "TRIALS", _Always(True))
-    monkeypatch.setattr(packed_linears, "MIN_ELEMENTS", 2**17)  # keys' and values' layers are below
-    return rows
+    monkeypatch.setattr(CPULinear, "multiply_all", counting)
+    monkeypatch.setattr(decoder_layers, "_find", lambda *_: [])
+    return numbers
 
 
 def patch(model: Any, **settings: Any) -> Any:
@@ -134,45 +117,18 @@ def assert_clean(model: nn.Module) -> None:
         assert "forward" not in module.__dict__, name
         for value in vars(module).values():
             owner = getattr(value, "__self__", value)
-            assert type(owner).__module__ != packed_linears.__name__, name
-
-
-@contextmanager
-def held_step(
-    model: Any, monkeypatch: pytest.MonkeyPatch, block: type[nn.Module] = LlamaRMSNorm
-) -> Iterator[threading.Thread]:
-    """Within it a request of the model is in the midst of a forward, on the engine's thread."""
-    is_inside, may_go_on = threading.Event(), threading.Event()
-    original = block.forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread().name == "hf_paged":
-            is_inside.set()
-            may_go_on.wait(30)
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(block, "forward", forward)
-        request = model.paged.submit(IDS[0], **GREEDY)
-        try:
-            assert is_inside.wait(30)
-            yield threading.current_thread()
-        finally:
-            may_go_on.set()
-            request.result(30)
+            assert type(owner).__module__ != linears.__name__, name
 
 
 # The same tokens
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_tokens(name: str, calls: list[int]) -> None:
+def test_tokens(name: str, calls: Calls) -> None:
     stock = make(name)
     model = patch(make(name))
     compare(stock, model)
-    layers = model.paged.core.linears._layers
-    assert len(layers) == (2 * 5 + 1 if name == "llama" else 2 * 4 + 1)
+    assert len(model.paged.core.linears.layers) == (2 * 7 + 1 if name == "llama" else 2 * 4 + 1)
     calls.clear()
     for arguments in (
         {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6},
@@ -182,21 +138,21 @@ def test_tokens(name: str, calls: list[int]) -> None:
         expected = stock.generate(IDS, **arguments)
         torch.manual_seed(0)
         assert torch.equal(model.generate(IDS, **arguments), expected)
-    assert len(calls) % len(layers) == 0 and len(calls) >= 12 * len(layers)
+    assert len(calls) >= 12 * 9
     assert_clean(model)
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_bfloat16(name: str, calls: list[int]) -> None:
+def test_bfloat16(name: str, calls: Calls) -> None:
+    """By our kernel, or by torch where the processor has units for it that ours doesn't use."""
     stock, model = make(name).bfloat16(), patch(make(name).bfloat16())
+    calls.clear()
     expected, found = logits(stock).float(), logits(model).float()
-    assert calls
+    assert bool(calls) == (not isinstance(cpu_linear.load(torch.bfloat16), str))
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
-@BOTH_WAYS
-def test_shapes(calls: list[int]) -> None:
+def test_shapes(calls: Calls) -> None:
     """Whatever a model's code hands to a layer."""
     model = patch(make("gpt2"))
     model.generate(IDS, **GREEDY)
@@ -219,7 +175,7 @@ def test_shapes(calls: list[int]) -> None:
                 calls.clear()
                 with model.paged.core.linears.scope():
                     found = layer(states)
-            assert len(calls) == 1
+            assert calls == [1]
             assert found.shape == expected.shape and found.is_contiguous() == expected.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         calls.clear()
@@ -260,11 +216,17 @@ def load_state_dict(model: Any) -> None:
 
 
 def a_row_of_data(model: Any) -> None:
-    model.lm_head.weight.data[17] *= -9
+    model.model.layers[0].self_attn.v_proj.weight.data[17] *= -9
 
 
 def a_column_of_data(model: Any) -> None:
-    model.model.layers[1].mlp.gate_proj.weight.data[:, 201] = 3.0
+    model.model.layers[0].mlp.gate_proj.weight.data[:, 201] = 3.0
+
+
+def an_average_of_data(model: Any) -> None:
+    """As of weights that are averaged by hand; a small layer's and a wide one's."""
+    for layer in (model.model.layers[1].self_attn.k_proj, model.model.layers[0].mlp.down_proj):
+        layer.weight.data.mul_(0.5).add_(layer.weight.data.flip(0), alpha=0.5)
 
 
 def a_new_parameter(model: Any) -> None:
@@ -309,6 +271,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
             load_state_dict,
             a_row_of_data,
             a_column_of_data,
+            an_average_of_data,
             a_new_parameter,
             a_new_storage,
             another_view,
@@ -320,20 +283,31 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.parametrize("is_in_c", [False, True], ids=["called one by one", "called from C"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_weights_that_change_between_calls(name: str, calls: list[int]) -> None:
+def test_weights_that_change_between_calls(
+    name: str, is_in_c: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would break: blocks that the weights of before have filled, an address that is no weight's any more."""
+    if is_in_c:
+        monkeypatch.undo()
     stock, model = make(), patch(make())
     before = compare(stock, model)
+    hits = model.paged.stats().prefix_cache_hit_tokens
     for one in (stock, model):
         CHANGES[name](one)
     calls.clear()
-    after = compare(stock, model)
+    after = logits(stock)
+    assert_same(after, logits(model))
+    assert model.paged.stats().prefix_cache_hit_tokens == hits
+    compare(stock, model)
     assert before.shape != after.shape or not torch.allclose(before, after, rtol=1e-2, atol=1e-2)
-    assert calls, "packed no more"
+    assert is_in_c or calls, "multiplied by torch"
     assert_clean(model)
+    assert 3 in of_a_step(model, calls) or is_in_c
 
 
-def test_an_adapter_that_is_merged_and_disabled(calls: list[int]) -> None:
+def test_an_adapter_that_is_merged_and_disabled(calls: Calls) -> None:
     """Would break: PEFT takes it out when its layer is called, and the copy of the weight still has it in."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False)
@@ -371,13 +345,15 @@ def test_data_that_no_sample_shows() -> None:
     """`reset_prefix_cache()` is what the documentation says to call after writes to `.data`."""
     stock, model = make(), patch(make())
     compare(stock, model)
-    layer = model.paged.core.linears._layers[-1]
-    assert layer.module is model.lm_head
-    sampled = torch.zeros(400 * 384, dtype=torch.bool)
-    sampled[layer.sample_index] = True
-    free = (~sampled).nonzero()[:: 400 * 384 // 2000, 0]
+    key = model.paged.core.weights_version.key()
     for one in (stock, model):
-        one.lm_head.weight.data.view(-1)[free] += 2.0
+        weight = one.model.layers[0].self_attn.v_proj.weight
+        samples = _samples(nn.Parameter(weight.data))
+        kept = [sample.clone() for sample in samples]
+        weight.data += 2.0
+        for sample, elements in zip(samples, kept, strict=True):
+            sample.copy_(elements)
+    assert model.paged.core.weights_version.key() == key
     model.paged.reset_prefix_cache()
     compare(stock, model)
 
@@ -428,7 +404,7 @@ def gradients(model: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_training_while_another_thread_generates(name: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+def test_training_while_another_thread_generates(name: str, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     """Bit for bit what it is without us, in the midst of an engine's step and behind it."""
     stock, model = make(name), patch(make(name))
     expected, scores = gradients(stock), logits(stock)
@@ -446,7 +422,7 @@ def test_training_while_another_thread_generates(name: str, monkeypatch: pytest.
     assert_clean(model)
 
 
-def test_autocast(calls: list[int]) -> None:
+def test_autocast(calls: Calls) -> None:
     stock, model = make(), patch(make())
     model.generate(IDS, **GREEDY)
     calls.clear()
@@ -471,7 +447,7 @@ class Wrapped:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_forward_of_the_instance(when: str, calls: list[int]) -> None:
+def test_a_forward_of_the_instance(when: str, calls: Calls) -> None:
     stock, model = make(), patch(make())
     if when == "after":
         compare(stock, model)
@@ -511,7 +487,7 @@ def test_a_forward_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(stock, model)
 
 
-def test_a_step_inside_a_step(calls: list[int]) -> None:
+def test_a_step_inside_a_step(calls: Calls) -> None:
     """A hook that generates: refused, and the layers are as they were."""
     stock, model = make(), patch(make())
 
@@ -543,176 +519,66 @@ def test_two_models_that_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(stock, other)
 
 
-# Memory and speed
+# Memory
 
 
-def test_no_room_for_copies(calls: list[int]) -> None:
-    stock, model = make(), patch(make(), memory_fraction=1e-9)
-    compare(stock, model)
-    assert calls
-    for layer in model.paged.core.linears._layers:
-        assert layer.sample is None and layer.source is None
-    for one in (stock, model):
-        one.lm_head.weight.data[3, 4] += 50
-    model.paged.reset_prefix_cache()
-    compare(stock, model)
-    for name in ("SGD", "a_new_parameter", "a_new_storage"):
-        for one in (stock, model):
-            CHANGES[name](one)
-        compare(stock, model)
-
-
-def test_release() -> None:
-    stock, model = make(), patch(make())
-    compare(stock, model)
-    copies = [weakref.ref(layer.multiply) for layer in model.paged.core.linears._layers]
-    assert any(ref() is not None for ref in copies)
-    model.paged.release()
+def bytes_held() -> int:
+    """By all tensors of this process that hold something."""
     gc.collect()
-    assert not any(ref() is not None for ref in copies)
-    compare(stock, model)
-    copies = [weakref.ref(layer.multiply) for layer in model.paged.core.linears._layers]
-    hf_paged.unpatch(model)
-    gc.collect()
-    assert not any(ref() is not None for ref in copies)
+    storages: dict[int, int] = {}
+    for tensor in [each for each in gc.get_objects() if isinstance(each, Tensor)]:
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and not isinstance(tensor, FakeTensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
-def test_what_is_not_faster_is_left_alone(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    monkeypatch.setattr(packed_linears, "TRIALS", _Always(False))
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_takes_no_more_memory_than_stock_and_its_pool(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    compare(make(name), patch(make(name)))  # what is made once in a process
+    before = bytes_held()
+    model = make(name)
+    size = bytes_held() - before
+    patch(model)
+    for _ in range(2):
+        model.generate(IDS, **GREEDY)
+    core = model.paged.core
+    others = [core.kv_cache.tensor, *(layer.scratch._memory for layer in core.decoder_layers._layers[:1])]
+    others += core.weights_version._samples
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in others)
+    assert bytes_held() - before - num_bytes < 1.01 * size + 2**16
+
+
+@pytest.mark.parametrize("leave", [lambda model: model.to(torch.bfloat16), lambda model: model.to("meta")])
+def test_weights_that_go_are_let_go(leave: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: memory of weights that a layer of ours still holds, until the next call or for good."""
+    monkeypatch.undo()
+    model = patch(make())
+    compare(make(), model)
+    held = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
+    leave(model)
+    assert not any(storage() for storage in held)
+
+
+def test_what_reads_weights(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     stock, model = make(), patch(make())
     compare(stock, model)
-    assert model.paged.core.linears._layers == [] and not calls
+    model.save_pretrained(tmp_path)
+    found = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), LlamaForCausalLM.from_pretrained(tmp_path)]
+    for one in (*found, hf_paged.unpatch(model)):
+        for other, expected in zip(one.parameters(), stock.parameters(), strict=True):
+            assert torch.equal(other, expected) and type(other) is nn.Parameter
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
 
 
-@pytest.mark.parametrize("gains", [(False, True), (True, False)], ids=["many rows", "few rows"])
-def test_what_is_faster_for_some_numbers_of_rows(
-    gains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, calls: list[int]
-) -> None:
-    """Would break: a single user's rows multiplied in the way that is best for many users', or the reverse."""
-    monkeypatch.setattr(packed_linears, "TRIALS", _Always(*gains))
+def test_no_kernel(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    """Where there is no compiler, say."""
+    monkeypatch.setattr(cpu_linear, "load", lambda dtype: "can't be compiled here")
     stock, model = make(), patch(make())
     compare(stock, model)
-    assert calls and {rows >= packed_linears.MANY_ROWS for rows in calls} == {gains[1]}
-
-
-@pytest.mark.parametrize("gains", [(1.0, 1.0), (1.04, 1.04), (1.0, 1.06), (1.06, 1.0), (3.0, 3.0)])
-def test_measuring(gains: tuple[float, float], monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """Once a process for each kind of layer, few rows and many, and nothing for a few percent."""
-    trials = Trials()
-    measured: list[int] = []
-
-    def seconds(*series: list[tuple[Any, Callable[[], Tensor]]]) -> list[dict[Any, float]]:
-        own, other = series
-        assert len(own) == len(other)
-        gain = gains[len(measured) % 2]
-        measured.append(len(own))
-        return [{kind: gain for kind, _ in own}, {kind: 1.0 for kind, _ in other}]
-
-    monkeypatch.setattr(packed_linears, "TRIALS", trials)
-    monkeypatch.setattr(trial, "_seconds", seconds)
-    model = patch(make("gpt2"))
-    model.generate(IDS, **GREEDY)
-    few, many = (gain > trial.MIN_GAIN for gain in gains)
-    assert [gain > 1 for gain in trials._gains.values()] == [few] * 5 + [many] * 5
-    assert bool(model.paged.core.linears._layers) == (few or many)
-    num_measured = sum(measured)
-    compare(make("gpt2"), patch(make("gpt2")))
-    assert sum(measured) == num_measured > 0 and len(trials._gains) == 10
-
-
-def test_real_measurements() -> None:
-    """Whatever they say, tokens are the same."""
-    with pytest.MonkeyPatch.context() as patched:
-        trials = Trials()
-        patched.setattr(packed_linears, "TRIALS", trials)
-        for name in ("llama", "gpt2"):
-            compare(make(name), patch(make(name)))
-        assert trials._gains
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("how", ["wrong", "missing", "not here", "not for this weight"])
-def test_a_way_that_is_wrong_or_not_there(how: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """Operations of oneDNN, private ones, may change with torch; ours may be missing, where there is no compiler."""
-    (right,) = linear_ways.WITH_COPY
-    tried = []
-
-    def way(weight: Tensor) -> Multiply | None:
-        tried.append(1)
-        if how == "wrong":
-            multiply = right(weight)
-            assert multiply is not None
-            return lambda states, bias: multiply(states, bias) * 1.01
-        if how == "not for this weight":
-            return None
-        raise {"missing": AttributeError, "not here": RuntimeError}[how]("no such operation")
-
-    class Checked(Trials):
-        """Whatever agrees is faster."""
-
-        def gains(self, pairs: Sequence[Pair], tolerances: Any) -> list[float]:
-            super().gains(pairs, tolerances)
-            return [2.0] * len(pairs)
-
-    for ways in ((way,), (way, right), (right, way)):
-        monkeypatch.setattr(linear_ways, "WITH_COPY", ways)
-        monkeypatch.setattr(packed_linears, "TRIALS", Checked())
-        stock, model = make(), patch(make())
-        compare(stock, model)
-        assert tried and bool(model.paged.core.linears._layers) == (right in ways)
-        tried.clear()
-        calls.clear()
-
-
-@pytest.mark.parametrize("has_onednn", [False, True])
-def test_a_torch_without_onednn(has_onednn: bool, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """The kernel in C doesn't need it."""
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
-    compare(make(), patch(make()))
-    assert calls
-
-
-def test_no_memory_for_a_copy_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial's copies fit, and the last layers' don't: no step fails for it."""
-    num_copies = []
-
-    def way(weight: Tensor) -> Multiply:
-        num_copies.append(1)
-        if len(num_copies) > 16:
-            raise RuntimeError("can't allocate memory")
-        return linear_ways.onednn_in_place(weight)
-
-    monkeypatch.setattr(linear_ways, "WITH_COPY", (way,))
-    stock, model = make(), patch(make())
-    compare(stock, model)
-    assert len(num_copies) == 17 and 0 < len(model.paged.core.linears._layers) < 11
-
-
-def test_the_way_that_gains_most(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    """By few rows and many together; a layer has one copy."""
-    used: list[str] = []
-
-    def way_of(name: str) -> Way:
-        def way(weight: Tensor) -> Multiply:
-            def multiply(states: Tensor, bias: Tensor | None) -> Tensor:
-                used.append(name)
-                return torch.nn.functional.linear(states, weight, bias)
-
-            return multiply
-
-        way.__name__ = name
-        return way
-
-    class Given(Trials):
-        def gains(self, pairs: Sequence[Pair], tolerances: Any) -> list[float]:
-            gains = {"a": (3.0, 1.0), "b": (2.0, 2.0), "c": (1.0, 2.5)}
-            kinds = [cast(tuple[Any, ...], pair.kind) for pair in pairs]
-            return [gains[way][rows > 1] for *_, rows, way, _ in kinds]
-
-    monkeypatch.setattr(linear_ways, "WITH_COPY", tuple(way_of(name) for name in "abc"))
-    monkeypatch.setattr(packed_linears, "TRIALS", Given())
-    compare(make(), patch(make()))
-    assert set(used) == {"b"}
+    assert not calls
 
 
 def test_layers_that_are_not_taken() -> None:
@@ -725,10 +591,141 @@ def test_layers_that_are_not_taken() -> None:
         model.model.layers[0].mlp.up_proj.weight.detach().t().contiguous().t()
     )
     model.model.layers[1].self_attn.o_proj.weight.data = model.model.layers[1].self_attn.o_proj.weight.data.double()
-    taken = {name for name, module in model.named_modules() if packed_linears.can_take(module)}
-    assert "lm_head" not in taken and "model.layers.0.mlp.up_proj" not in taken
-    assert "model.layers.1.self_attn.o_proj" not in taken and "model.layers.0.self_attn.k_proj" not in taken
-    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"} <= taken
+    taken = {id(layer.module) for layer in linears._find(model, linears._Runs())}
+    names = {name for name, module in model.named_modules() if id(module) in taken}
+    assert "lm_head" not in names and "model.layers.1.self_attn.o_proj" not in names
+    assert {"model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"} <= names
+
+
+# Several of one input
+
+
+def of_a_step(model: Any, calls: Calls) -> list[int]:
+    """How many weights each product of a step has, in the order of the step."""
+    model.paged.reset_prefix_cache()
+    model.generate(IDS[:, :1], max_new_tokens=1, do_sample=False)  # is watched
+    calls.clear()
+    model.generate(IDS[:, :1], max_new_tokens=1, do_sample=False)
+    return list(calls)
+
+
+LLAMA, GPT2 = [3, 1, 2, 1] * 2 + [1], [1] * 9
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", LLAMA), ("gpt2", GPT2)])
+def test_products_of_a_step(name: str, expected: list[int], calls: Calls) -> None:
+    """Queries, keys and values; the output; gate and up; down; and the head."""
+    model = patch(make(name))
+    compare(make(name), model)
+    assert of_a_step(model, calls) == expected
+    assert_clean(model)
+
+
+def test_bit_for_bit(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    """What layers compute alone, with biases of their own."""
+    model = make()
+    for layer in model.model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.up_proj):
+            part.bias = nn.Parameter(torch.randn(part.out_features))
+    patch(model)
+    logits(model)
+    calls.clear()
+    joined = [logits(model, random_ids(2, length)) for length in (1, 5, 40)]
+    assert 3 in calls
+    monkeypatch.setattr(linears._Runs, "note", lambda *_: None)
+    model.paged.release()
+    calls.clear()
+    alone = [logits(model, random_ids(2, length)) for length in (1, 5, 40)]
+    assert set(calls) == {1}
+    for found, expected in zip(joined, alone, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_hook_on_one_of_them(calls: Calls) -> None:
+    """It is called by itself, with what its hook makes of the input; the others stay joined or go alone."""
+    stock, model = make(), patch(make())
+    compare(stock, model)
+    handles = []
+    for one in (stock, model):
+        layer = one.model.layers[0].self_attn.k_proj
+        handles.append(layer.register_forward_pre_hook(hf_paged.packed_hook(lambda _, args: (args[0] * 2,))))
+    model.paged.reset_prefix_cache()
+    compare(stock, model)
+    assert of_a_step(model, calls)[0] < 3
+    for handle in handles:
+        handle.remove()
+    model.paged.reset_prefix_cache()
+    compare(stock, model)
+    assert of_a_step(model, calls) == LLAMA
+
+
+class Layers(nn.Module):
+    """Three layers, called in ways that models' code might."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: Tensor, way: str) -> list[Tensor]:
+        if way == "one input":
+            return [self.a(x), self.b(x), self.c(x)]
+        if way == "in between":
+            first = self.a(x)
+            y = torch.empty_like(x).copy_(x)
+            return [first, self.b(x), self.c(y)]
+        if way == "written":
+            first = self.a(x)
+            x.mul_(2)
+            return [first, self.b(x), self.c(x)]
+        if way == "first only":
+            return [self.a(x)]
+        if way == "last alone":
+            return [self.c(x), self.b(x)]
+        if way == "twice":
+            return [self.a(x), self.a(x), self.b(x), self.c(x), self.b(x)]
+        raise KeyError(way)
+
+
+JOINED = {"one input": 3, "in between": 2, "written": 2, "first only": 1, "last alone": 2, "twice": 1}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("first", JOINED)
+def test_code_that_calls_them_otherwise(first: str, mode: Any, calls: Calls) -> None:
+    """Would break: the result of another input, of an input that was written to, of another layer."""
+    model = Layers()
+    own = Linears(model)
+    largest = []
+    torch.manual_seed(0)
+    with mode():
+        for way in (first, first, *JOINED, first):
+            if way == "written" and mode is torch.inference_mode and first != "written":
+                continue  # there no tensor knows: code that writes is seen where it is watched
+            x = torch.randn(5, 256)
+            expected = model(x.clone(), way)
+            calls.clear()
+            with own.scope():
+                found = model(x.clone(), way)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            largest += [max(calls)] if way == first else []
+    assert largest[1] == JOINED[first]
+
+
+def test_results_that_are_not_taken(calls: Calls) -> None:
+    """Computed for nothing once, and held by nothing behind the forward."""
+    model = Layers()
+    own = Linears(model)
+    with torch.no_grad():
+        for way in ("one input", "first only", "one input"):
+            calls.clear()
+            x = torch.randn(5, 256)
+            with own.scope():
+                model(x, way)
+            alive = weakref.ref(x)
+            del x
+            assert alive() is None
+    assert calls == [1, 1, 1]
 
 
 # Inference mode
@@ -824,7 +821,7 @@ def test_logits_and_caches_are_ordinary_tensors(modes: set[tuple[bool, bool]]) -
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_with_hooks_there_is_neither_inference_mode_nor_autograd(
-    backend: str, modes: set[tuple[bool, bool]], calls: list[int]
+    backend: str, modes: set[tuple[bool, bool]], calls: Calls
 ) -> None:
     """What hooks see is theirs to keep; a graph that was not asked for would grow from step to step."""
     stock, model = make(), patch(make(), attention_backend=backend)

@@ -1,4 +1,4 @@
-"""Products of a 125M model's linear layers on CPU: torch's own, oneDNN's with packed weights, the kernel in C.
+"""Products of a 125M model's linear layers on CPU: torch's own, and the kernel in C.
 
     python benchmarks/linears.py --out benchmarks/results
     python benchmarks/linears.py --threads 1 --dtypes bfloat16
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from hf_paged.model import linear_ways
+from hf_paged.kernels import cpu_linear
 
 SHAPES = ((768, 768), (2048, 768), (768, 2048))  # [out, in]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -32,10 +32,9 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 def ways_of(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     """For each way that is there, its product with each of these weights."""
     ways: dict[str, list[Callable[[Tensor], Tensor]]] = {"torch": [partial(_torch, weight) for weight in weights]}
-    for way in linear_ways.WITH_COPY:
-        multiplies = [multiply for multiply in map(way, weights) if multiply is not None]
-        if multiplies:
-            ways[way.__name__] = [partial(_with_copy, multiply) for multiply in multiplies]
+    kernel = cpu_linear.load(weights[0].dtype)
+    if not isinstance(kernel, str):
+        ways["C"] = [partial(_in_c, kernel, weight) for weight in weights]
     return ways
 
 
@@ -43,8 +42,8 @@ def _torch(weight: Tensor, states: Tensor) -> Tensor:
     return linear(states, weight)
 
 
-def _with_copy(multiply: linear_ways.Multiply, states: Tensor) -> Tensor:
-    return multiply(states, None)
+def _in_c(kernel: cpu_linear.CPULinear, weight: Tensor, states: Tensor) -> Tensor:
+    return kernel.multiply(states, weight, None)
 
 
 def measure(dtype: torch.dtype, shape: tuple[int, int], reps: int) -> list[dict[str, Any]]:

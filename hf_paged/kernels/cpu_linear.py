@@ -44,8 +44,8 @@ _pack_linear, _pack_part, _pack_one = Struct("5q").pack, Struct("6q").pack, Stru
 class CPULinear:
     """The compiled kernel for one element type.
 
-    A row of a result depends, bit for bit, on that row of the states, the weight and the bias alone: not on the number of
-    rows, the other weights of the call or the threads.
+    A row of a result depends, bit for bit, on that row of the states, the weight and the bias alone: not on the number
+    of rows, the other weights of the call or the threads.
 
     Attributes:
         dtype: Of states, weights and biases.

@@ -177,7 +177,8 @@ def test_nothing_is_read_beyond(kernel: CPULinear) -> None:
         end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + len(memory) - mmap.PAGESIZE
         assert libc.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), PROT_NONE) == 0
     for rows, columns, width in [(1, 1, 1), (3, 13, 7), (9, 50, 33), (5, 97, 31), (4, 6, 515)]:
-        given = [random_tensor(*shape, dtype=kernel.dtype, seed=1) for shape in ((rows, width), (columns, width), (columns,))]
+        shapes = (rows, width), (columns, width), (columns,)
+        given = [random_tensor(*shape, dtype=kernel.dtype, seed=1) for shape in shapes]
         states, weight, bias = map(at_the_end_of_a_page, given, memories)
         assert error_of(kernel.multiply(states, weight, bias), truth(*given)) <= TOLERANCE[kernel.dtype]
         turned = at_the_end_of_a_page(given[1].t().contiguous(), memories[1]).t()

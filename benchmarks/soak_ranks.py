@@ -1,4 +1,4 @@
-"""Thousands of random calls on the ranks of a tensor-parallel model, late by random times on each: nothing may differ.
+"""Thousands of random calls of an app over the ranks of a tensor-parallel model: nothing may differ from stock.
 
     python benchmarks/soak_ranks.py --requests 10000                    # two ranks on gloo, started here
     python benchmarks/soak_ranks.py --requests 10000 --first 4000       # goes on behind the first 4,000
@@ -6,10 +6,11 @@
 
 Requests come in rounds. Each is drawn from its number, so it is the same on every rank: greedy, several rows, beams,
 penalties, a processor of the caller's own, prompt lookup, a forward that is no step, `submit` with a seed, a request
-that is read token by token. A round's calls run first on the model as it is, one after the other; then on a patched
-copy, a thread for each, begun in another order and after other delays on each rank, over a pool that preempts.
+that is read token by token. A round's calls run first on the model as it is, one after the other. Then the model is
+patched: the forwards run on all ranks, late by random times on each, and all other calls on rank 0, a thread for each,
+over a pool that preempts, while the other ranks follow.
 
-A violation (exit code 1): another result than stock's on any rank, a call that has not ended in `--patience` seconds, a
+A violation (exit code 1): another result than stock's, a call that has not ended in `--patience` seconds, a
 broken invariant. A line a round says how far it is; with `--out`, a JSON file how it ended.
 """
 
@@ -94,14 +95,17 @@ def run_round(model: Any, numbers: list[int], draw: random.Random, longest: floa
         except BaseException as error:
             found[number] = repr(error)
 
+    for number in numbers:
+        if is_forward(number):  # no step, and so made on all ranks in one order
+            serve(number, draw.random() * longest / 10)
+    if dist.get_rank():
+        model.paged.follow()
+        return found
     beside = [number for number in numbers if not is_forward(number)]
     draw.shuffle(beside)
     threads = [threading.Thread(target=serve, args=(number, draw.random() * longest), daemon=True) for number in beside]
     for thread in threads:
         thread.start()
-    for number in numbers:
-        if is_forward(number):  # which all ranks make in one order, as they must without hf_paged
-            serve(number, draw.random() * longest / 10)
     deadline = time.monotonic() + patience
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -119,23 +123,27 @@ def main(arguments: argparse.Namespace, folder: str) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    stock, paged = load(folder), hf_paged.patch(load(folder), **SETTINGS)
+    model = load(folder)
     draw = random.Random(1000 * arguments.first + rank)
-    started, done, violations = time.monotonic(), 0, 0
+    started, done, violations, num_preemptions, num_steps = time.monotonic(), 0, 0, 0, 0
     for first in range(arguments.first, arguments.requests, ROUND):
         numbers = list(range(first, min(first + ROUND, arguments.requests)))
-        expected = {number: call(stock, number) for number in numbers}
-        dist.barrier()
-        found = run_round(paged, numbers, draw, arguments.delay, arguments.patience)
-        hung = [number for number in numbers if number not in found]
+        expected = {number: call(model, number) for number in numbers}
+        hf_paged.patch(model, **SETTINGS)
+        found = run_round(model, numbers, draw, arguments.delay, arguments.patience)
+        hung = [number for number in numbers if number not in found and rank == 0]
         differing = [number for number in numbers if number in found and found[number] != expected[number]]
         for number in differing:
             said = json.dumps({"rank": rank, "number": number, "stock": expected[number], "found": found[number]})
             print(said, flush=True)
         if hung:
             print(f"rank {rank}: calls {hung} hang", flush=True)
-            os._exit(1)  # the other ranks' calls end with an error, and so do they
-        paged.paged.check_invariants()
+            os._exit(1)  # the other ranks' follow() ends with an error, and so do they
+        model.paged.check_invariants()
+        if rank == 0:
+            stats = model.paged.stats()
+            num_preemptions, num_steps = num_preemptions + stats.num_preemptions, num_steps + stats.num_steps
+        hf_paged.unpatch(model)
         done += len(numbers)
         violation = torch.tensor([len(differing)])
         dist.all_reduce(violation)
@@ -143,10 +151,9 @@ def main(arguments: argparse.Namespace, folder: str) -> int:
         late = torch.tensor([time.monotonic() - started])
         dist.broadcast(late, 0)
         if rank == 0:
-            stats = paged.paged.stats()
             print(
                 f"{first + len(numbers)} requests, {violations} differences on {dist.get_world_size()} ranks, "
-                f"{stats.num_preemptions} preemptions, {stats.num_steps} steps, {float(late):.0f} s",
+                f"{num_preemptions} preemptions, {num_steps} steps, {float(late):.0f} s",
                 flush=True,
             )
         if arguments.seconds is not None and float(late) > arguments.seconds:
@@ -154,12 +161,10 @@ def main(arguments: argparse.Namespace, folder: str) -> int:
     if rank == 0:
         print(f"{done} requests on {dist.get_world_size()} ranks: 0 hang, {violations} differ")
         if arguments.out is not None:
-            stats = paged.paged.stats()
             about = {"benchmark": "soak_ranks", "ranks": dist.get_world_size(), "settings": SETTINGS}
             found = {"first": arguments.first, "requests": done, "hang": 0, "differ": violations}
-            found |= {"preemptions": stats.num_preemptions, "steps": stats.num_steps}
+            found |= {"preemptions": num_preemptions, "steps": num_steps}
             save(arguments.out / "soak_ranks.json", about | {"device": device_facts(torch.device("cpu"))}, [found])
-    hf_paged.unpatch(paged)
     dist.barrier()
     return 1 if violations else 0
 

@@ -43,13 +43,9 @@ def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device
         f"generate() of {rows} prompt(s) of {width} tokens, max_length {call.generation_config.max_length} ({method})"
     )
     draws = bool(call.generation_config.do_sample)
-    streamer = call.others.get("streamer")
     if isinstance(engine.ranks, Leader):
-        recorder = None
-        if method == "_assisted_decoding" and call.input_ids.shape[0] == 1:  # it hands out several tokens at once
-            recorder = call.others["streamer"] = _Recorder(streamer)
-        return _lead(engine.ranks, digest, text, call.cache, draws, run, recorder)
-    return _follow(engine.ranks, digest, text, call.cache, device, draws, streamer, width)
+        return _lead(engine.ranks, digest, text, call.cache, draws, run)
+    return _follow(engine.ranks, digest, text, call.cache, device, draws, call.others.get("streamer"), width)
 
 
 def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run: Callable[[], Any]) -> Any:
@@ -60,7 +56,7 @@ def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run:
     text = f"forward of {'embeddings' if ids is None else f'ids {list(ids.shape)}'} over a PagedCache"
     digest = call_key("forward", given)
     if isinstance(engine.ranks, Leader):
-        return _lead(engine.ranks, digest, text, cache, False, run, None)
+        return _lead(engine.ranks, digest, text, cache, False, run)
     return _follow(engine.ranks, digest, text, cache, engine.core.bound.placement[1], False, None, 0)
 
 
@@ -77,28 +73,10 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
     digest = call_key("forward", {name: value for name, value in given.items() if isinstance(value, Tensor)})
     if isinstance(ranks, Leader):
         with engine.exclusive():
-            ranks.forward(digest)
+            ranks.forward(digest, "a forward of the model")
             return run()
-    end = ranks.mail.take_turn(digest, "forward of the model")
-    try:
+    with ranks.forwarding(digest, "a forward of the model"):
         return run()
-    finally:
-        end()
-
-
-class _Recorder:
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
-        self.pieces: list[Tensor] = []
-
-    def put(self, value: Tensor) -> None:
-        self.pieces.append(value)
-        if self._streamer is not None:
-            self._streamer.put(value)
-
-    def end(self) -> None:
-        if self._streamer is not None:
-            self._streamer.end()
 
 
 def _entry(draws: bool) -> bytes:
@@ -111,33 +89,24 @@ def _entry(draws: bool) -> bytes:
     return digest.digest()
 
 
-def _lead(
-    leader: Leader,
-    digest: bytes,
-    text: str,
-    cache: PagedCache,
-    draws: bool,
-    run: Callable[[], Any],
-    recorder: _Recorder | None,
-) -> Any:
+def _lead(leader: Leader, digest: bytes, text: str, cache: PagedCache, draws: bool, run: Callable[[], Any]) -> Any:
     with leader.sharing(digest, text, _entry(draws)) as call:
         try:
             result = run()
         except BaseException as error:
             if call.ended_by is not None and not isinstance(error, RankError):
                 error = RuntimeError(f"rank {call.ended_by} of the model ended this call")
-                leader.end(call, (error, None, None, None, None))
+                leader.end(call, (error, None, None, None))
                 raise error from None
             if not isinstance(error, RankError):
-                leader.end(call, (sendable(error), None, None, None, None))
+                leader.end(call, (sendable(error), None, None, None))
             raise
         ends = {
             device.type: state
             for device, state in DRAWS.states(DRAWS.entry).items()
             if not torch.equal(state, DRAWS.entry[device])
         }
-        pieces = None if recorder is None else [piece.cpu() for piece in recorder.pieces]
-        leader.end(call, (None, _on_host(result), ends, cache.shape(), pieces))
+        leader.end(call, (None, _on_host(result), ends, cache.shape()))
         return result
 
 
@@ -157,7 +126,7 @@ def _follow(
                 "hf_paged: torch's generator stands elsewhere on this rank than on rank 0, whose draws count: seed all "
                 "ranks alike"
             )
-        error, result, ends, shape, pieces = follower.outcome(call)
+        error, result, ends, shape = follower.outcome(call)
         if error is not None:
             raise error
     DRAWS.write({own: ends[own.type] for own in DRAWS.entry if own.type in ends})
@@ -166,8 +135,8 @@ def _follow(
     result = _placed(result, device, cache)
     if streamer is not None:
         sequences = result if isinstance(result, Tensor) else result.sequences
-        for piece in pieces if pieces is not None else sequences[:, width:].cpu().unbind(dim=1):
-            streamer.put(piece)
+        for tokens in sequences[:, width:].cpu().unbind(dim=1):
+            streamer.put(tokens)
         streamer.end()
     return result
 

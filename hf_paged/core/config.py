@@ -77,7 +77,7 @@ class PagedConfig:
             while the first requests wait.
         strict: Raise `UnsupportedCallError` where a call would fall back to stock `generate()` with a warning.
         rank_timeout: Of a model over several processes (tensor parallel): seconds that a call on one of them waits for
-            rank 0 to make the same call, and that its result is kept for one that comes later.
+            rank 0 to make the same.
     """
 
     block_size: int = 16

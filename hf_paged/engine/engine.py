@@ -97,10 +97,14 @@ class Engine(Lasting):
 
     @deferred_interrupt()
     def follow(self) -> None:
-        """On every rank but 0: serves rank 0's steps until it ends (its program, or `unpatch`). Rank 0 runs an app.
+        """On every rank but 0: serves rank 0's steps until it ends (its program, or `unpatch`).
+
+        For a program of several threads, or an app: rank 0 alone runs it. Without it all ranks make the same calls in
+        the same order, each from one thread.
 
         Raises:
-            RuntimeError: This is rank 0, or the model is not shared out between processes.
+            RuntimeError: This is rank 0, or the model is not shared out between processes; or another thread of this
+                rank makes calls.
             RankError: A rank is gone, or could not go on.
         """
         if not isinstance(self.ranks, Follower):

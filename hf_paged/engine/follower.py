@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +22,40 @@ from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
 from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
-from hf_paged.parallel.mail import Done, Expected, Mail, RemoteCall
 
 logger = logging.get_logger(__name__)
+
+MOST_AHEAD = 10_000  # calls that rank 0 may have made and this rank has not
+
+
+@dataclass(slots=True, eq=False)
+class RemoteCall:
+    """A call of rank 0's, or a forward that is no step.
+
+    Attributes:
+        number: Its place among rank 0's calls, and so among those of this rank.
+        digest: Of what is asked for.
+        text: The same in words.
+        entry: Of the generators' states at its entry; empty: nothing is drawn.
+        is_made: Whether this rank has made it, too.
+        outcome: How it ended.
+        done: Called with that, for a caller who doesn't wait.
+    """
+
+    number: int
+    digest: bytes
+    text: str
+    entry: bytes = b""
+    is_made: bool = False
+    outcome: bytes | RankError | None = None
+    done: Callable[[bytes | RankError], None] | None = None
 
 
 class Follower(Lasting):
     """Receives rank 0's messages on a thread of its own, for as long as the model is patched.
 
-    Attributes:
-        mail: What rank 0 said of its calls.
-        ended: Set when nothing comes any more.
+    The calls of this rank are those of rank 0 in the same order, made by one thread, or it makes none (`follow`). It
+    waits for rank 0 to begin each; rank 0 doesn't wait.
     """
 
     is_first = False
@@ -42,19 +65,22 @@ class Follower(Lasting):
     ) -> None:
         """Begins to listen; `look` notices what changed in the model, and is called when a call begins."""
         self.channel = channel
-        self.mail = Mail(pool.config.rank_timeout)
-        self.ended = threading.Event()
         self._pool = pool
         self._model = model
         self._runner = runner
         self._look = look
-        self._fault: BaseException | None = None
-        self._lock = threading.Lock()
-        self._housekeeper: threading.Thread | None = None
-        self._given_up: queue.SimpleQueue[tuple[Expected, int | None]] = queue.SimpleQueue()
+        self._patience = pool.config.rank_timeout
+        self._condition = threading.Condition()
+        self._calls: dict[int, RemoteCall] = {}  # that are not both made here and over
+        self._num_calls = 0
+        self._caller: threading.Thread | None = None
+        self._follows = False
+        self._end: RankError | None = None
         channel.watch(0, self._hear, self._lose)
         channel.start(self._receive, "hf_paged_follow")
         PROCESS.watch(self)
+
+    # The thread that receives
 
     def handle(self, kind: Kind, payload: bytes) -> bool:
         """Does what a message says; returns whether more may come."""
@@ -62,15 +88,15 @@ class Follower(Lasting):
             self._step(payload)
         elif kind == Kind.BEGIN:
             self._look()
-            self.mail.begin(RemoteCall(*pickle.loads(payload)))
+            self._begin(RemoteCall(*pickle.loads(payload)))
         elif kind == Kind.END:
-            self.mail.end(int.from_bytes(payload[:8], "little"), payload[8:])
+            self._finish(int.from_bytes(payload[:8], "little"), payload[8:])
         elif kind == Kind.FORWARD:
-            self.mail.give_turn(payload)
+            self._wait_for_forward(RemoteCall(*pickle.loads(payload)))
         elif kind == Kind.RELEASE:
             self._pool.drop()
         else:
-            self.end(RankError("rank 0 has ended (unpatch, or the end of its program)"))
+            self._close(RankError("rank 0 has ended (unpatch, or the end of its program)"))
             self.channel.alert(0, Alert.BYE)
             return False
         return True
@@ -81,7 +107,7 @@ class Follower(Lasting):
             while is_going_on:
                 is_going_on = self.handle(*self.channel.receive())
         except BaseException as error:
-            self.fail(error)
+            self.fail(f"{type(error).__name__}: {error}")
 
     def _step(self, payload: bytes) -> None:
         batch, copies, extra = unpack(payload)
@@ -95,87 +121,175 @@ class Follower(Lasting):
                 given = None if embeddings is None else embeddings.to(device)
                 self._runner.run(batch, attention, given)
 
+    def _begin(self, call: RemoteCall) -> None:
+        with self._condition:
+            if self._follows:
+                return
+            if call.number > self._num_calls + MOST_AHEAD:
+                raise RankError(f"rank 0 has made {MOST_AHEAD:,} calls that this rank has not: {CALLS}")
+            self._calls[call.number] = call
+            self._condition.notify_all()
+
+    def _finish(self, number: int, outcome: bytes | RankError) -> None:
+        with self._condition:
+            call = self._calls.get(number)
+            if call is None:
+                return
+            call.outcome = outcome
+            if call.is_made:
+                del self._calls[number]
+            self._condition.notify_all()
+        if call.done is not None:
+            call.done(outcome)
+
+    def _wait_for_forward(self, call: RemoteCall) -> None:
+        """The caller's thread runs it, while this one waits."""
+        self._begin(call)
+        with self._condition:
+            self._condition.wait_for(lambda: call.is_made or self._follows or self._end is not None, self._patience)
+            if not call.is_made:
+                raise RankError(f"rank 0 runs a forward of the model that this rank has not made: {CALLS}")
+            self._condition.wait_for(lambda: call.outcome is not None or self._end is not None)
+
     # Ends
 
-    def fail(self, error: BaseException) -> None:
-        """Says that this rank can't go on, and fails all that wait."""
-        text = f"{type(error).__name__}: {error}"
-        if not self.ended.is_set():
-            logger.warning(f"hf_paged: rank {self.channel.index} can't go on: {text}")
+    def fail(self, text: str) -> RankError:
+        """Says that this rank can't go on, and fails all that wait; returns their error."""
+        error = RankError(f"the ranks of this model can't go on: rank {self.channel.index}: {text}")
+        if self._end is None:
+            logger.warning(f"hf_paged: {error}")
             try:
                 self.channel.alert(0, Alert.FAULT, text=text)
             except Exception as lost:
                 logger.info("hf_paged: rank 0 was not told: %s", lost)
-        self.end(RankError(f"the ranks of this model can't go on: rank {self.channel.index}: {text}"))
+        return self._close(error)
 
-    def end(self, error: BaseException) -> None:
-        self._fault = self._fault or error
-        self.mail.close(self._fault)
-        self.ended.set()
+    def _close(self, error: RankError) -> RankError:
+        with self._condition:
+            self._end = self._end or error
+            self._condition.notify_all()
+            running = [call.number for call in self._calls.values() if call.outcome is None]
+        for number in running:
+            self._finish(number, RankError(f"the call was running when this happened: {self._end}"))
+        return self._end
 
     def _hear(self, alert: Alert, number: int, text: str) -> None:
         if alert == Alert.FAULT:
-            self.end(RankError(f"the ranks of this model can't go on: {text}"))
+            self._close(RankError(f"the ranks of this model can't go on: {text}"))
 
     def _lose(self, error: Exception) -> None:
-        self.end(RankError(f"the ranks of this model can't go on: rank 0 is gone ({error})"))
+        self._close(RankError(f"the ranks of this model can't go on: rank 0 is gone ({error})"))
+
+    def _wait(self, is_there: Callable[[], bool], seconds: float | None = None) -> None:
+        """Waits for something, or the end. The condition is held."""
+        wait_interruptibly(lambda s: self._condition.wait_for(lambda: is_there() or self._end is not None, s), seconds)
 
     def follow(self) -> None:
-        """Serves steps until rank 0 ends; keeps no results: none are asked for here.
+        """Serves steps until rank 0 ends.
 
         Raises:
             RankError: Something went wrong.
         """
-        self.mail.is_kept = False
-        wait_interruptibly(self.ended.wait)
-        self.check()
-
-    def check(self) -> None:
-        """Raises `RankError` if it ended otherwise than by rank 0's own will."""
-        if self._fault is not None and "rank 0 has ended" not in str(self._fault):
-            raise self._fault
+        with self._condition:
+            self._take_thread()
+            self._follows = True
+            self._calls = {call.number: call for call in self._calls.values() if call.is_made}
+            self._condition.notify_all()
+        if self._end is None:
+            self.channel.alert(0, Alert.FOLLOW)
+        with self._condition:
+            self._wait(lambda: False)
+        if "rank 0 has ended" not in str(self._end):
+            raise self._end or RankError()
 
     def part(self) -> None:
         """Waits for rank 0's end: until then it may have steps to run."""
-        if wait_interruptibly(self.ended.wait, self._pool.config.rank_timeout):
+        with self._condition:
+            self._wait(lambda: False, self._patience)
+        if self._end is not None:
             self.channel.join(FAREWELL_SECONDS)
 
-    # Callers
+    def start_anew(self) -> None:
+        self._condition = threading.Condition()
+        self._end = self._end or RankError("this process was forked from a rank of the model")
+
+    # The thread that calls
+
+    def _take_thread(self) -> None:
+        caller, own = self._caller, threading.current_thread()
+        if caller is not None and caller is not own and caller.is_alive():
+            raise RuntimeError(f"another thread of this rank ({caller.name}) makes its calls: {CALLS}")
+        self._caller = own
+
+    def make(self, digest: bytes, text: str) -> RemoteCall:
+        """This rank's next call: waits until rank 0 makes it.
+
+        Raises:
+            RuntimeError: Another thread makes this rank's calls.
+            RankError: Rank 0 makes another call, or none, or is gone.
+        """
+        with self._condition:
+            self._take_thread()
+            self._num_calls += 1
+            number = self._num_calls
+            self._wait(lambda: number in self._calls, self._patience)
+            call = self._calls.get(number)
+            if call is not None and call.digest == digest:
+                call.is_made = True
+                if call.outcome is not None:
+                    del self._calls[number]
+                self._condition.notify_all()
+                return call
+        if self._end is not None:
+            raise RankError(f"rank 0 has not made this call, {text}: {self._end}")
+        made = f"none within {self._patience:g} s (rank_timeout)" if call is None else call.text
+        raise self.fail(f"its call {number} is {text}, and rank 0's is {made}: {CALLS}")
 
     @contextmanager
     def calling(self, digest: bytes, text: str) -> Iterator[RemoteCall]:
         """The length of a call that rank 0 makes, too. Left with an exception before it is over, it ends there."""
-        call = self.mail.claim(digest, text)
+        call = self.make(digest, text)
         try:
             yield call
         except BaseException:
-            if call.outcome is None and not self.ended.is_set():
-                self.channel.alert(0, Alert.CANCEL, call.number)
+            self.cancel(call)
             raise
 
-    def expect(self, digest: bytes, text: str, done: Done) -> Callable[..., None]:
-        """See `Mail.expect`; returns what ends the call (given an index: one sample), also for a finalizer."""
-        expected = self.mail.expect(digest, text, done)
-        with self._lock:
-            if self._housekeeper is None or not self._housekeeper.is_alive():
-                self._housekeeper = threading.Thread(target=self._keep_house, name="hf_paged_calls", daemon=True)
-                self._housekeeper.start()
-        return lambda index=None: self._given_up.put((expected, index))
+    @contextmanager
+    def forwarding(self, digest: bytes, text: str) -> Iterator[None]:
+        """The length of a forward that is no step, at the same place among rank 0's steps."""
+        call = self.make(digest, text)
+        try:
+            yield
+        finally:
+            self._finish(call.number, b"")
 
-    def _keep_house(self) -> None:
-        """While calls are expected: says which were given up here, and ends those that rank 0 doesn't make."""
-        given_up: list[tuple[Expected, int | None]] = []
-        while not self.ended.wait(0.02):
-            while not self._given_up.empty():
-                given_up.append(self._given_up.get())
-            for expected, index in given_up:
-                if expected.call is not None and expected.call.outcome is None:
-                    self.channel.alert(0, Alert.CANCEL, expected.call.number, "" if index is None else str(index))
-            given_up = [one for one in given_up if one[0].call is None]
-            self.mail.fail_overdue()
+    def cancel(self, call: RemoteCall, index: int | None = None) -> None:
+        """Ends a call, or one of its samples, on rank 0."""
+        if call.outcome is None and self._end is None:
+            self.channel.alert(0, Alert.CANCEL, call.number, "" if index is None else str(index))
+
+    def on_outcome(self, call: RemoteCall, done: Callable[[bytes | RankError], None]) -> None:
+        """Has `done` called with how it ends, on any thread."""
+        with self._condition:
+            call.done = done
+            outcome = call.outcome
+        if outcome is not None:
+            done(outcome)
 
     def outcome(self, call: RemoteCall) -> Any:
-        return pickle.loads(self.mail.fetch(call))
+        """How a call has ended; waits for that."""
+        with self._condition:
+            self._wait(lambda: call.outcome is not None)
+        if not isinstance(call.outcome, bytes):
+            raise call.outcome or RankError(f"the call was running when this happened: {self._end}")
+        return pickle.loads(call.outcome)
+
+
+CALLS = (
+    "every rank makes the same calls in the same order, from one thread; where rank 0 has several, the others call "
+    "model.paged.follow()"
+)
 
 
 def only_on_first(name: str) -> UnsupportedCallError:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_paged.core.batch import Batch
+from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.core.step_message import Copy, pack
 from hf_paged.engine.call_context import within
@@ -56,7 +57,11 @@ def sendable(error: BaseException) -> Exception:
 
 
 class Leader(Lasting):
-    """Tells the other ranks of steps, copies of blocks and calls, in the order in which they happen here."""
+    """Tells the other ranks of steps, copies of blocks and calls, in the order in which they happen here.
+
+    Attributes:
+        is_followed: Whether another rank serves steps and makes no calls.
+    """
 
     is_first = True
 
@@ -67,6 +72,7 @@ class Leader(Lasting):
         self._numbers = itertools.count(1)
         self._open: dict[int, SharedCall] = {}
         self._is_stopped = False
+        self.is_followed = False
         self._gone: dict[int, threading.Event] = {index: threading.Event() for index in channel.others}
         for index in channel.others:
             channel.watch(index, self._hearer(index), self._loser(index))
@@ -85,9 +91,18 @@ class Leader(Lasting):
     def copies(self, copies: list[Copy]) -> None:
         self._send(Kind.STEP, pack(Batch(), copies))
 
-    def forward(self, digest: bytes) -> None:
-        """A forward that is no step. The step lock is held, here and until it is over."""
-        self._send(Kind.FORWARD, digest)
+    def forward(self, digest: bytes, text: str) -> None:
+        """A forward that is no step. The step lock is held, here and until it is over.
+
+        Raises:
+            UnsupportedCallError: Another rank makes no calls.
+        """
+        if self.is_followed:
+            raise UnsupportedCallError(
+                f"{text} that is no step of the engine (without a PagedCache, or of a call that falls back to stock "
+                "generate()) runs on all ranks at once, and others are in model.paged.follow()"
+            )
+        self._send(Kind.FORWARD, pickle.dumps((next(self._numbers), digest, text)))
 
     def release(self) -> None:
         self._send(Kind.RELEASE)
@@ -156,6 +171,8 @@ class Leader(Lasting):
                 call = self._open.get(number)
                 if call is not None:
                     call.cancel(index, int(text) if text else None)
+            elif alert == Alert.FOLLOW:
+                self.is_followed = True
             else:
                 self._gone[index].set()
 
@@ -168,6 +185,9 @@ class Leader(Lasting):
                 self.fail(f"rank {index} is gone ({error})")
 
         return lose
+
+    def start_anew(self) -> None:
+        self._is_stopped = True  # the parent tells them
 
     def part(self) -> None:
         """Says that nothing comes any more, and waits until the others have heard it."""

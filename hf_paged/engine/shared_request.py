@@ -15,7 +15,7 @@ from hf_paged.parallel.channel import RankError
 
 
 def request_key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str, bytes]:
-    """The key by which ranks find each other's requests: see `Leader.begin`."""
+    """What `Leader.begin` tells the other ranks of a request."""
     digest = call_key("submit", {"prompt": prompt, "wanted": repr(wanted)}, generation_config)
     return digest, f"submit() of a prompt of {prompt.shape[1]} tokens", b""
 
@@ -38,9 +38,9 @@ def tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
         leader.end(shared, (None if state.error is None else sendable(state.error), said))
 
 
-def hear_end(state: RequestState, outcome: bytes | BaseException) -> None:
+def hear_end(state: RequestState, outcome: bytes | RankError) -> None:
     """On any rank but 0, ends the request as `tell_end` said, or with an error."""
-    if isinstance(outcome, BaseException):
+    if isinstance(outcome, RankError):
         state.fail(outcome)
         return
     error, output = pickle.loads(outcome)

@@ -31,6 +31,7 @@ from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.engine.scoring import LogitRows
 from hf_paged.engine.shared_request import hear_end, request_key, tell_end
 from hf_paged.model.weights_version import WeightsKey
+from hf_paged.parallel.channel import RankError
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
 
@@ -157,8 +158,7 @@ class Submissions:
         """Begins a prepared request, and returns its handle; `key`: see `Leader.begin`."""
         ranks, outer, shared = self._core.ranks, call_context(), None
         if isinstance(ranks, Follower):
-            give_up = self._expect(ranks, state, key)
-            return Request(state, give_up, give_up, self._waiting)
+            return self._follow(ranks, state, *key)
         if ranks is not None and outer.shared is None:
             shared = ranks.begin(*key)
         try:
@@ -252,17 +252,18 @@ class Submissions:
 
         return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
 
-    def _expect(self, follower: Follower, state: RequestState, key: tuple[bytes, str, bytes]) -> Callable[..., None]:
-        """On another rank than 0: the request ends with what comes of it there; returns what ends it."""
-        active = self._active[state.request_id]
+    def _follow(self, follower: Follower, state: RequestState, digest: bytes, text: str, entry: bytes) -> Request:
+        """On another rank than 0: the request ends with what comes of it there."""
+        call = follower.make(digest, text)
+        self._active[state.request_id] = _Active(state)
 
-        def done(outcome: bytes | BaseException) -> None:
+        def done(outcome: bytes | RankError) -> None:
             self._active.pop(state.request_id, None)
             hear_end(state, outcome)
 
-        digest, text, _ = key
-        active.state, active.abandon = state, follower.expect(digest, text, done)
-        return active.abandon
+        follower.on_outcome(call, done)
+        # A handle that is dropped ends nothing: that is for rank 0's, and a finalizer can't send anything.
+        return Request(state, partial(follower.cancel, call), lambda: None, self._waiting)
 
     def generate(
         self,

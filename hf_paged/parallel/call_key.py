@@ -1,4 +1,4 @@
-"""What a call asks for, as a digest: by it calls of several ranks are matched, whichever thread makes them."""
+"""What a call asks for, as a digest: ranks notice by it that they make different calls."""
 
 from __future__ import annotations
 

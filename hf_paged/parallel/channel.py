@@ -40,6 +40,7 @@ class Alert(IntEnum):
     FAULT = 1  # this rank can't go on
     CANCEL = 2  # to rank 0: end a call
     BYE = 3  # this rank's thread that receives messages has ended
+    FOLLOW = 4  # to rank 0: this rank makes no calls
 
 
 class RankError(RuntimeError):

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Collect(BaseStreamer):
         self.seen: list[Any] = []
 
     def put(self, value: Any) -> None:
-        self.seen.append(value.tolist())
+        self.seen.extend(value.flatten().tolist())  # the other ranks get each token by itself
 
     def end(self) -> None:
         self.seen.append("end")
@@ -170,6 +171,12 @@ MODES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def _until_it_fails(model: Any) -> None:
+    while True:
+        model.paged.ranks.check()
+        time.sleep(0.01)
+
+
 def _prompt(number: int) -> list[int]:
     draw = random.Random(number)
     return [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 24))]
@@ -189,8 +196,8 @@ def _request(model: Any, number: int) -> Any:
         ids = ids.repeat(2, 1)
     if kind == 4:
         options |= {"repetition_penalty": 1.3}
-    if kind == 5:
-        return model(ids).logits.argmax(-1).tolist()
+    if kind == 5 and hasattr(model, "paged"):
+        return [ids[0].tolist() + model.paged.submit(ids, **options).result(60).token_ids]
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
 
 
@@ -240,47 +247,6 @@ class Worker:
             result = str(error)
         return [result, int(torch.get_rng_state().long().sum())]
 
-    def threads(self, model: str, numbers: list[int], num_threads: int, settings: dict[str, Any]) -> Any:
-        """Calls of all kinds on several threads, in another order and with other delays on each rank."""
-        own = self.model(model)
-        stock = {number: _request(own, number) for number in numbers}
-        hf_paged.patch(own, **settings)
-        found: dict[int, Any] = {}
-        draw = random.Random(RANK)
-        order = [number for number in numbers if number % 6 != 5]
-        draw.shuffle(order)
-        delays = {number: draw.random() * 0.05 for number in numbers}
-        todo = list(order)
-
-        def serve() -> None:
-            while True:
-                try:
-                    number = todo.pop()
-                except IndexError:
-                    return
-                time.sleep(delays[number])
-                try:
-                    found[number] = _request(own, number)
-                except BaseException as error:
-                    found[number] = repr(error)
-
-        threads = [threading.Thread(target=serve, daemon=True) for _ in range(num_threads)]
-        # Where threads of one rank wait for those of another, there must be one for each call.
-        for thread in threads:
-            thread.start()
-        for number in numbers:
-            if number % 6 == 5:  # forwards that are no steps, from one thread in one order
-                time.sleep(delays[number])
-                found[number] = _request(own, number)
-        for thread in threads:
-            thread.join(120)
-        hung = sum(thread.is_alive() for thread in threads)
-        preemptions = own.paged.stats().num_preemptions if RANK == 0 else None
-        own.paged.check_invariants()
-        hf_paged.unpatch(own)
-        differences = {n: [stock[n], found.get(n)] for n in numbers if stock[n] != found.get(n)}
-        return {"differences": differences, "hung": hung, "preemptions": preemptions}
-
     def submit(self, model: str, settings: dict[str, Any]) -> Any:
         """Requests, and a list of prompts."""
         own = self.model(model)
@@ -310,7 +276,6 @@ class Worker:
         calls: dict[str, Callable[[], Any]] = {
             "processor": lambda: _plain(own, logits_processor=LogitsProcessorList([Fails()])),
             "too_long": lambda: own.generate(PROMPTS, attention_mask=MASK, max_new_tokens=5000),
-            "other": lambda: RANK > 0 and _plain(own, top_k=3, do_sample=True),
             "runs_model": lambda: _alone(own, logits_processor=LogitsProcessorList([RunsModel(own)])),
             "hidden_states": lambda: own(
                 PROMPTS, past_key_values=hf_paged.PagedCache(own), use_cache=True, output_hidden_states=True
@@ -394,24 +359,73 @@ class Worker:
         hf_paged.unpatch(own)
         return {"idle": idle, "sent": during, "steps": steps}
 
-    def app(self, model: str, settings: dict[str, Any]) -> Any:
-        """Rank 0 runs an app, the others follow."""
-        own = self.model(model)
-        stock = _plain(own)
+    def app(self, model: str, num_calls: int, settings: dict[str, Any]) -> Any:
+        """Rank 0 runs an app of many threads, with calls of all kinds; the others follow."""
+        own, numbers = self.model(model), list(range(num_calls))
+        stock = {number: _request(own, number) for number in numbers}
         hf_paged.patch(own, **settings)
         if RANK > 0:
             own.paged.follow()
             hf_paged.unpatch(own)
-            return {"is_same": None}
-        found: list[Any] = []
-        threads = [threading.Thread(target=lambda: found.append(_plain(own)), daemon=True) for _ in range(4)]
+            return {}
+        found: dict[int, Any] = {}
+
+        def serve(number: int) -> None:
+            try:
+                found[number] = _request(own, number)
+            except BaseException as error:
+                found[number] = repr(error)
+
+        threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in numbers]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
-        request = own.paged.submit([5, 6, 7], max_new_tokens=3).result(60)
+            thread.join(120)
+        preemptions = own.paged.stats().num_preemptions
+        own.paged.check_invariants()
+        while not own.paged.ranks.is_followed:
+            time.sleep(0.01)
+        try:
+            raised = str(own(PROMPTS))
+        except hf_paged.UnsupportedCallError as error:
+            raised = str(error)
         hf_paged.unpatch(own)
-        return {"is_same": found == [stock] * 4, "request": len(request.token_ids)}
+        return {
+            "raised": raised,
+            "differences": {n: [stock[n], found.get(n)] for n in numbers if stock[n] != found.get(n)},
+            "preemptions": preemptions,
+        }
+
+    def unlike(self, model: str, kind: str, settings: dict[str, Any]) -> Any:
+        """Rank 1 makes another call than rank 0 does, or one more, or one on another thread."""
+        own = self.model(model)
+        expected = _plain(own)
+        hf_paged.patch(own, **settings)
+        calls: dict[str, Callable[[], Any]] = {
+            "another": lambda: _plain(own, top_k=3 + RANK),
+            "one_more": lambda: _plain(own) if RANK > 0 else _until_it_fails(own),
+            "thread": lambda: self._on_two_threads(own),
+        }
+        raised = ""
+        try:
+            calls[kind]()
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+        try:
+            goes_on = _plain(own) == expected
+        except Exception as error:
+            goes_on = f"{type(error).__name__}: {error}"
+        hf_paged.unpatch(own)
+        hf_paged.patch(own, **settings)
+        is_well = _plain(own) == expected
+        hf_paged.unpatch(own)
+        return {"raised": raised, "goes_on": goes_on, "is_well": is_well}
+
+    def _on_two_threads(self, own: Any) -> None:
+        _plain(own)
+        if RANK > 0:
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(_plain, own).result()
 
     def bytes_a_block(self, model: str, settings: dict[str, Any]) -> Any:
         own = self.model(model)
@@ -430,24 +444,18 @@ class Worker:
         """One rank is killed in the midst of calls; how long until the calls of this one end, and how."""
         own = self.model(model)
         hf_paged.patch(own, **settings)
-        ends: list[str] = []
-
-        def call() -> None:
+        options = {"max_new_tokens": 230, "min_new_tokens": 230}
+        requests = [own.paged.submit(prompt, **options) for prompt in PROMPTS[1:].repeat(2, 1)]
+        if victim == RANK:
+            threading.Timer(0.4, os.kill, (os.getpid(), 9)).start()
+        calls = [lambda: own.generate(PROMPTS[1:], **options), *(request.result for request in requests)]
+        started, ends = time.monotonic(), list[str]()
+        for call in calls:
             try:
-                own.generate(PROMPTS[1:], max_new_tokens=230, min_new_tokens=230)
+                call()
                 ends.append("")
             except Exception as error:
                 ends.append(f"{type(error).__name__}: {error}")
-
-        threads = [threading.Thread(target=call, daemon=True) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.4)
-        started = time.monotonic()
-        if victim == RANK:
-            os.kill(os.getpid(), 9)
-        for thread in threads:
-            thread.join(30)
         return {"seconds": time.monotonic() - started, "ends": ends}
 
 

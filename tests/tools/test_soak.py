@@ -58,26 +58,6 @@ class TestSoak:
         assert any("sequences that are not held" in violation for violation in report["violations"])
         assert any("blocks leaked" in violation for violation in report["violations"])
 
-    def test_a_stuck_request_is_a_violation(
-        self, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        state = importlib.import_module("hf_paged.engine.request").RequestState
-        finish = state.finish
-        lost: list[Any] = []
-
-        def lose_first(self: Any, *args: Any, **kwargs: Any) -> None:
-            if lost and lost[0] is not self:
-                finish(self, *args, **kwargs)
-            lost.append(self)
-
-        monkeypatch.setattr(state, "finish", lose_first)
-        monkeypatch.setattr(soak, "PATIENCE", 1.0)
-        monkeypatch.setattr(soak.Soak, "describe", lambda run: None)
-        monkeypatch.setattr(soak, "MIX", {"sampling": 1})
-        report = soak.soak(10, lengths, verify_every=5, num_clients=2)
-        assert any("is stuck" in violation for violation in report["violations"])
-        lost.clear()
-
     def test_the_same_seed_draws_the_same_requests(self, lengths: list[tuple[int, int]]) -> None:
         one, other = (list(soak.Workload(lengths, 50, 7, 5)) for _ in range(2))
         assert one == other
@@ -105,15 +85,3 @@ class TestThreads:
                 assert figures["first_token_seconds"] is None
             else:
                 assert 0 < figures["first_token_seconds"] <= figures["seconds"]
-
-    def test_one_way_by_itself(self, models: dict[str, Any]) -> None:
-        own = {"hf_paged": models["hf_paged"]}
-        row = threads.measure(own, tiny_tokenizer(), "plain", num_threads=2, new_tokens=3, reps=2)
-        assert row["hf_paged"]["tokens_identical"] and not set(threads.WAYS[1:]) & set(row)
-        threads.print_table([row], 3)
-
-    def test_prompts_are_different_and_ragged(self) -> None:
-        prompts = threads.make_prompts(tiny_tokenizer(), 64)
-        assert len({tuple(prompt[0].tolist()) for prompt in prompts}) == 64
-        assert {prompt.shape[0] for prompt in prompts} == {1}
-        assert len({prompt.shape[1] for prompt in prompts}) > 10

@@ -176,7 +176,7 @@ paper-full: $(VENV)/.installed-bench ## the same with an hour of arrivals a poin
 
 .PHONY: kernel-table
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them
-	PYTHONPATH=. $(PY) benchmarks/kernel_resources.py --out $(RESULTS) $(ARGS)
+	PYTHONPATH=. $(PY) benchmarks/compile_kernels.py --table --out $(RESULTS) $(ARGS)
 
 # Which specialisations of the kernels serving launches: found by a soak in minutes, written to a file that is reviewed.
 .PHONY: kernel-census

@@ -1,107 +1,379 @@
-"""Compiles the census of kernels (`kernel_census.py`) for GPUs that need not be there, all of it and nothing else.
+"""Compiles the Triton kernels for GPUs that need not be there, and reports what they take.
 
-Fails where a kernel does not compile, spills registers inside a loop, or takes more memory than a program can have.
-What was compiled lies in Triton's cache: run again, it takes little.
+No device is needed: Triton compiles for any target, and the assembler's own report says how many registers a thread
+takes, how many bytes it spills to local memory and how much shared memory a program takes; the code says how wide the
+loads are and which matrix instructions are used. Compiled are those of the census (`kernel_census.py`), or with
+`--table` more than serving launches: all features, dtypes and head dims. What was compiled lies in Triton's cache: run
+again, it takes little.
 
     python benchmarks/compile_kernels.py --target sm_90 --out benchmarks/results
+    python benchmarks/compile_kernels.py --table --target sm_90 gfx942 --only decode
+
+Of the census, what doesn't compile, spills registers inside a loop, or takes more memory than a program can have, is a
+fault, and the exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
-from collections.abc import Iterable
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
-from kernel_census import Census, read
-from kernel_keys import Specialisation
-from kernel_resources import MOST, SHARED_MEMORY_LIMIT, measure
+from kernel_census import Census, Specialisation, read, record
+from torch import Tensor
 from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+
+from hf_paged.kernels import (
+    copy_blocks,
+    latent_attention,
+    launch,
+    paged_decode,
+    paged_prefill,
+    reshape_and_cache,
+    shared_decode,
+    triton_layers,
+)
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Bytes of shared memory that one program may take, from the vendors' programming guides.
+SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+POOLS = DTYPES | {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+NUM_BLOCKS = 4096
+MOST = ("registers", "shared_memory", "spilled_bytes", "spills_in_loops")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialisation."""
+
+    kernel: str
+    dtype: str
+    pool: str
+    head_dim: int
+    block_size: int
+    group: int
+    features: str
+    rows: int
+
+    @property
+    def name(self) -> str:
+        parts = [self.kernel, self.dtype, self.pool, f"d{self.head_dim}", f"b{self.block_size}", f"g{self.group}"]
+        return " ".join([*parts, f"m{self.rows}"] + ([self.features] if self.features else []))
+
+
+def on_meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def device_of(target: str) -> launch.Device:
+    """What the launchers would read off such a device."""
+    return launch.Device(
+        num_processors=132,
+        has_native_fp8=target in ("sm_89", "sm_90", "sm_100"),
+        shared_memory=SHARED_MEMORY_LIMIT[target],
+        reads_shared_factors=target in ("sm_90", "sm_100"),
+    )
+
+
+def launches(case: Case, target: str) -> list[Specialisation]:
+    """What this case launches."""
+    dtype, kv_heads = DTYPES[case.dtype], 8
+    pool = on_meta(NUM_BLOCKS, 32, 2, kv_heads, case.block_size, case.head_dim, dtype=POOLS[case.pool])
+    device = device_of(target)
+    with mock.patch.object(launch.Device, "of", staticmethod(lambda _: device)), record() as found:
+        if case.kernel == "copy":
+            ids = on_meta(16, dtype=torch.int64)
+            copy_blocks.copy_blocks(pool, ids, ids)
+        elif case.kernel == "layers":
+            layers, heads = triton_layers.TritonLayers(dtype), kv_heads * case.group
+            wide, one = on_meta(1, 64, heads * case.head_dim, dtype=dtype), on_meta(64, case.head_dim, dtype=dtype)
+            for states in (wide, one):
+                layers.rms_norm(states, states.view(-1, states.shape[-1])[0], 1e-5, 0.0, True)
+            layers.gate(wide, wide, 1.0, 0.0)
+            query, key = (on_meta(1, count, 64, case.head_dim, dtype=dtype) for count in (heads, kv_heads))
+            layers.rotary(query, key, one[None], one[None], False, True)
+            layers.rotary(query, key, one[None], one[None], True, False)
+        elif case.kernel == "latents":
+            latent, rotary = case.head_dim, case.head_dim // 8
+            pool = on_meta(NUM_BLOCKS, 32, 1, 1, case.block_size, latent + rotary, dtype=POOLS[case.pool])
+            query, output = (on_meta(64, case.group, width, dtype=dtype) for width in (latent + rotary, latent))
+            tables, lens, slots = (
+                on_meta(64, 128, dtype=torch.int32),
+                on_meta(64, dtype=torch.int32),
+                on_meta(64, dtype=torch.int64),
+            )
+            work, scratch = on_meta(96, 4, dtype=torch.int32), on_meta(1 << 20, dtype=torch.float32)
+            split = work[:80], work[80:]
+            latent_attention.latent_decode(
+                output, query, pool, 3, tables, lens, *split, latent**-0.5, 0, 0.0, None, scratch
+            )
+            states = (on_meta(64, 1, width, dtype=dtype) for width in (latent, rotary))
+            latent_attention.write_latents(*states, pool, 3, slots)
+        elif case.kernel == "write":
+            states = on_meta(64, kv_heads, case.head_dim, dtype=dtype)
+            slots = on_meta(64, dtype=torch.int64)
+            reshape_and_cache.reshape_and_cache(states, states, pool, 3, slots)
+        else:
+            heads = kv_heads * case.group
+            query = on_meta(64, heads, case.head_dim, dtype=dtype)
+            features = case.features.split("+")
+            call = launch.LayerAttention(
+                query,
+                query,
+                pool,
+                3,
+                on_meta(64, 128, dtype=torch.int32),
+                on_meta(64, dtype=torch.int32),
+                on_meta(65, dtype=torch.int32),
+                case.head_dim**-0.5,
+                100 if "window" in features else 0,
+                50.0 if "softcap" in features else 0.0,
+                on_meta(heads, dtype=dtype) if "sinks" in features else None,
+                on_meta(1 << 20, dtype=torch.float32),
+            )
+            work = on_meta(96, 4, dtype=torch.int32)
+            if case.kernel == "decode":
+                paged_decode.paged_decode(call, work[:80], work[80:])
+            elif case.kernel == "shared":
+                shared_decode.shared_decode(call, work[:80], work[80:])
+            else:
+                paged_prefill.paged_prefill(call, on_meta(64, 2, dtype=torch.int32), case.rows)
+    return list(found)
+
+
+ALL_FEATURES = "window+softcap+sinks"
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+PAIRS = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2")]
+
+
+def cases(target: str) -> Iterator[Case]:
+    """All specialisations: features are compiled one at a time and all at once, not in all combinations."""
+    device = device_of(target)
+    for dtype, pool in PAIRS:
+        for kernel, head_dim in itertools.product(("decode", "prefill"), HEAD_DIMS):
+            yield from attention_cases(kernel, dtype, pool, head_dim, device)
+        for head_dim in HEAD_DIMS:
+            rows = shared_decode.tiling(head_dim, DTYPES[dtype].itemsize, POOLS[pool].itemsize, device).rows
+            for feature in ("", "softcap+sinks"):
+                yield Case("shared", dtype, pool, head_dim, 16, 4, feature, rows)
+            yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
+        for head_dim, heads in itertools.product((256, 512), (16, 32, 128)):
+            sizes = DTYPES[dtype].itemsize, POOLS[pool].itemsize
+            widths = latent_attention.LatentWidths(heads, head_dim, head_dim + head_dim // 8, *sizes)
+            yield Case("latents", dtype, pool, head_dim, 16, heads, "", latent_attention.tiling(widths, device).rows)
+    for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
+        yield Case("layers", dtype, dtype, head_dim, 16, 4, "", 0)
+    for block_size in (8, 16, 256):
+        yield Case("copy", "bf16", "bf16", 128, block_size, 1, "", 0)
+
+
+def attention_cases(kernel: str, dtype: str, pool: str, head_dim: int, device: launch.Device) -> Iterator[Case]:
+    """Of decode or prefill: by group; of some head dims by feature, block size and rows."""
+    itemsize, padded = DTYPES[dtype].itemsize, launch.next_power_of_two(head_dim)
+    if kernel == "decode":
+        sizes = {group: paged_decode.tiling(itemsize, padded, group).rows for group in (4, 64)}
+    else:
+        more = 512, device, pool not in DTYPES
+        sizes = {group: paged_prefill.tiling(itemsize, padded, group, *more).rows for group in (1, 4)}
+    for group, rows in sizes.items():
+        yield Case(kernel, dtype, pool, head_dim, 16, group, "", rows)
+    if head_dim in (128, 256) and (dtype, pool) != ("fp16", "e5m2"):
+        for feature in (*ALL_FEATURES.split("+"), ALL_FEATURES):
+            yield Case(kernel, dtype, pool, head_dim, 16, 4, feature, sizes[4])
+    if head_dim == 128 and pool in DTYPES:
+        for block_size in (8, 24, 32, 64, 128, 256):
+            yield Case(kernel, dtype, pool, head_dim, block_size, 4, "", sizes[4])
+        for rows in (16, 64) if kernel == "prefill" else ():
+            if rows < sizes[4]:
+                yield Case(kernel, dtype, pool, head_dim, 16, 4, "", rows)
+
+
+def assembler_report(ptx: str, arch: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    number = int(arch.removeprefix("sm_"))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        report = subprocess.run(
+            [get_ptxas(number).path, "-v", f"--gpu-name={sm_arch_from_capability(number)}", source, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
+    return registers, spilled
+
+
+def spills_in_loops(cubin: bytes) -> int:
+    """Loads from and stores to local memory inside a loop, in the machine code: the spills that cost time."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(r"\s*(\.L_x_\d+):", line))}
+    inside: set[int] = set()
+    for number, line in enumerate(lines):
+        match = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if match and labels[match[1]] < number:
+            inside.update(range(labels[match[1]], number))
+    return sum(bool(re.search(r"\b(LDL|STL)\b", lines[number])) for number in inside)
+
+
+def instructions(compiled: Any) -> dict[str, int]:
+    """Loads by width, and matrix instructions."""
+    ptx = compiled.asm["ptx"]
+    found = {
+        "copies of 16 bytes": len(re.findall(r"cp\.async\.cg\.shared\.global[^\n]*0x10", ptx)),
+        "narrower copies": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
+        "loads of 16 bytes": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
+        "loads of 8 bytes": len(re.findall(r"ld\.global[.\w:]*\.v2\.b32|ld\.global[.\w:]*\.b64", ptx)),
+        "mma": len(re.findall(r"\bmma\.sync", ptx)),
+        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def measure(key: Specialisation, target: str) -> dict[str, Any]:
+    """What a kernel takes on a target."""
+    source, options = key.source(TARGETS[target])
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    result: dict[str, Any] = {"shared_memory": compiled.metadata.shared}
+    if target.startswith("sm_"):
+        result["registers"], result["spilled_bytes"] = assembler_report(compiled.asm["ptx"], target)
+        result["spills_in_loops"] = spills_in_loops(compiled.asm["cubin"]) if result["spilled_bytes"] else 0
+        result["instructions"] = instructions(compiled)
+    else:
+        text = compiled.asm["amdgcn"]
+        result["registers"] = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
+        result["spilled_bytes"] = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
+        result["spills_in_loops"] = result["spilled_bytes"] // 4  # where they are is not looked up
+        widths = re.findall(r"(?:global|buffer)_load_(dwordx4|dwordx2|dword|ushort|ubyte)", text)
+        result["instructions"] = {f"load {width}": widths.count(width) for width in sorted(set(widths))} | {
+            "mfma": len(re.findall(r"v_mfma", text))
+        }
+    return result
+
 
 # By the GPU that it was soaked on: to the launchers sm_100 is sm_90.
-TARGETS = {"sm_80": ("sm_80",), "sm_90": ("sm_90", "sm_100")}
-ALL_TARGETS = [target for targets in TARGETS.values() for target in targets]
+CENSUS_TARGETS = {"sm_80": ("sm_80",), "sm_90": ("sm_90", "sm_100")}
+Job = tuple[dict[str, Any], Specialisation | Case, str]  # what a row says of itself, what is compiled, for which target
 
 
-def todo(census: Census, targets: Iterable[str]) -> list[tuple[Specialisation, str]]:
-    """What is compiled, and for which target."""
+def of_census(census: Census, targets: Iterable[str]) -> list[Job]:
+    """What serving launches there."""
     return [
-        (key, target)
+        ({"kernel": key.name, "target": target}, key, target)
         for target in targets
         for key, cells in sorted(census.items())
-        if any(target in TARGETS[cell.gpu] for cell in cells)
+        if any(target in CENSUS_TARGETS[cell.gpu] for cell in cells)
     ]
 
 
-def try_to_measure(key: Specialisation, target: str) -> dict[str, Any]:
-    """As `measure`, or the error."""
-    try:
-        return measure(key, target)
-    except Exception as error:  # whatever the compiler or the assembler raises: the others are compiled all the same
-        return {"error": f"{type(error).__name__}: {error}"}
+def compiled(job: Job) -> list[dict[str, Any]]:
+    """A row for each kernel of a job, with its fault, if it has one."""
+    about, what, target = job
+    rows = []
+    for key in launches(what, target) if isinstance(what, Case) else [what]:
+        row = about | {"kernel": key.name}
+        try:
+            row |= measure(key, target)
+        except Exception as error:  # whatever the compiler raises: the others are compiled all the same
+            rows.append(row | {"fault": f"{type(error).__name__}: {error}: {key}"})
+            continue
+        rows.append(row | {"fault": fault(row, target)})
+    return rows
 
 
-def fault(result: dict[str, Any], target: str) -> str:
+def fault(row: dict[str, Any], target: str) -> str:
     """What is wrong with a kernel; empty: nothing."""
-    if "error" in result:
-        return str(result["error"])
-    if result["spills_in_loops"]:
-        return f"{result['spilled_bytes']} bytes spilled, {result['spills_in_loops']} times in loops"
-    if result["shared_memory"] > SHARED_MEMORY_LIMIT[target]:
-        return f"{result['shared_memory']} bytes of shared memory"
+    if row["spills_in_loops"]:
+        return f"{row['spilled_bytes']} bytes spilled, {row['spills_in_loops']} times in loops"
+    if row["shared_memory"] > SHARED_MEMORY_LIMIT[target]:
+        return f"{row['shared_memory']} bytes of shared memory"
     return ""
 
 
-def table(results: list[tuple[Specialisation, str, dict[str, Any]]], targets: list[str]) -> str:
-    """The most that any specialisation of a kernel takes."""
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """The most that any variant of a kernel takes."""
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        if "registers" in row:
+            own = groups.setdefault(tuple(row[name] for name in columns), {target: [] for target in targets})
+            own[row["target"]].append(row)
     lines = [
-        f"Triton {triton.__version__}. Specialisations: registers of a thread / KiB of shared memory of a program /",
-        "bytes spilled / spill instructions inside loops, the most of any of them.",
+        f"Triton {triton.__version__}. Variants: registers of a thread / KiB of shared memory of a program / bytes",
+        "spilled / spill instructions inside loops, the most of any of them.",
         "",
-        "| kernel | " + " | ".join(targets) + " |",
-        "|---" * (1 + len(targets)) + "|",
+        "| " + " | ".join([*columns, *targets]) + " |",
+        "|---" * (len(columns) + len(targets)) + "|",
     ]
-    for name in sorted({key.name for key, _, _ in results}):
+    for group in sorted(groups):
         cells = []
-        for target in targets:
-            of = [result for key, its, result in results if (key.name, its) == (name, target) and "error" not in result]
-            most = [max((one[column] for one in of), default=0) for column in MOST]
-            most[1] //= 1024
+        for of in groups[group].values():
+            most = [max((row[name] for row in of), default=0) // (1024 if "memory" in name else 1) for name in MOST]
             cells.append(f"{len(of)}: " + " / ".join(map(str, most)))
-        lines.append("| " + " | ".join([name, *cells]) + " |")
+        lines.append("| " + " | ".join([*map(str, group), *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", nargs="+", choices=ALL_TARGETS, default=ALL_TARGETS)
-    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains one of these")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="instead of the census")
+    parser.add_argument("--target", nargs="+", choices=TARGETS, help="all for which there is something to compile")
+    parser.add_argument("--only", nargs="+", default=[""], help="those whose name contains one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--out", type=Path, help="folder for the table")
-    arguments = parser.parse_args()
-    pairs = [
-        (key, target)
-        for key, target in todo(read(), arguments.target)
-        if any(part in key.name for part in arguments.only)
-    ]
-    results, faults = [], []
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        measured = pool.map(try_to_measure, *zip(*pairs), chunksize=2)
-        for (key, target), result in zip(pairs, tqdm(measured, total=len(pairs), mininterval=10)):
-            results.append((key, target, result))
-            if fault(result, target):
-                faults.append(f"{target} {fault(result, target)}: {key}")
-                tqdm.write(faults[-1])
-    text = table(results, arguments.target)
-    print(text)
-    print(f"Triton {triton.__version__}: {len(results)} kernels compiled, {len(faults)} faults")
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        Path(arguments.out, f"compiled_kernels_{triton.__version__}.md").write_text(text)
-    if faults:
+    given = parser.parse_args()
+    if given.table:
+        name, columns = "kernel_resources", ["kernel", "dtype", "pool", "head_dim"]
+        every = [(asdict(case) | {"target": t}, case, t) for t in given.target or TARGETS for case in cases(t)]
+        jobs: list[Job] = [job for job in every if any(part in job[1].name for part in given.only)]
+    else:
+        name, columns = f"compiled_kernels_{triton.__version__}", ["kernel"]
+        targets = given.target or [target for targets in CENSUS_TARGETS.values() for target in targets]
+        jobs = [job for job in of_census(read(), targets) if any(part in job[0]["kernel"] for part in given.only)]
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(given.jobs) as pool:
+        for job, found in zip(jobs, tqdm(pool.map(compiled, jobs, chunksize=2), total=len(jobs), mininterval=10)):
+            rows += found
+            for row in found:
+                if row["fault"]:
+                    tqdm.write(f"{row['target']} {row['kernel']}: {row['fault']}: {job[1]}")
+    text, faults = table(rows, columns), sum(bool(row["fault"]) for row in rows)
+    print(f"{text}\nTriton {triton.__version__}: {len(rows)} kernels compiled, {faults} faults")
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        Path(given.out, f"{name}.md").write_text(text)
+        if given.table:
+            text = json.dumps({"triton": triton.__version__, "kernels": rows}).replace("}, {", "},\n{")
+            Path(given.out, f"{name}.json").write_text(f"{text}\n")
+    if faults and not given.table:
         raise SystemExit(1)
 
 

@@ -24,8 +24,7 @@ from unittest import mock
 
 import torch
 import transformers as hf
-from kernel_census import WRITTEN, Cell, Census, differences, read, write
-from kernel_keys import Specialisation, record
+from kernel_census import WRITTEN, Cell, Census, Specialisation, differences, read, record, write
 from torch import Tensor, nn
 from tqdm import tqdm
 

@@ -801,7 +801,7 @@ class Soak:
 
     # A whole run
 
-    def replay(self, workload: Workload, check_every: int, bar: Any = None) -> None:
+    def replay(self, workload: Workload, check_every: int) -> None:
         """Makes all requests; stops at every `check_every`-th until nothing runs."""
         clients = [threading.Thread(target=self.serve, name=f"client-{n}") for n in range(self.num_clients)]
         looper = threading.Thread(target=self.loop.run_forever, name="asyncio")
@@ -816,8 +816,7 @@ class Soak:
                 self.specs.put(spec)
                 if self.specs.empty():
                     pause.wait(workload.gap())
-                if bar is not None:
-                    bar.update()
+
             self.specs.join()
             stop.set()
             monitor.join()
@@ -931,7 +930,6 @@ def soak(
     check_every: int = 500,
     verify_every: int = 5,
     seed: int = 0,
-    bar: Any = None,
 ) -> dict[str, Any]:
     """Runs one engine through `num_requests` requests; returns the report of `Soak.finish`."""
     threads_before, objects_before = set(threading.enumerate()), live_objects()
@@ -949,7 +947,7 @@ def soak(
     }
     run = Soak(settings, num_clients, seed, weight_changes=True)
     started = time.perf_counter()
-    run.replay(Workload(lengths, num_requests, seed, verify_every), check_every, bar)
+    run.replay(Workload(lengths, num_requests, seed, verify_every), check_every)
     report = run.finish(num_requests, threads_before)
     report = {"settings": settings | {"num_requests": num_requests}, "seconds": time.perf_counter() - started} | report
     del run
@@ -1000,22 +998,19 @@ def main() -> None:
     soak(min(300, args.num_requests), lengths, num_clients=args.clients, seed=args.seed + 100)
     sizes = [process.memory_info().rss / 2**20]
     results: dict[str, dict[str, Any]] = {}
-    with tqdm(total=args.num_requests, unit="req", smoothing=0.05) as bar:
-        for number, mode in enumerate(modes):
-            share = args.num_requests // len(modes) + (number < args.num_requests % len(modes))
-            bar.set_description(mode)
-            results[mode] = soak(
-                share,
-                lengths[number * share % len(lengths) :] + lengths,
-                preemption=mode,
-                num_blocks=args.num_blocks,
-                num_clients=args.clients,
-                check_every=args.check_every,
-                verify_every=args.verify_every,
-                seed=args.seed + number,
-                bar=bar,
-            )
-            sizes.append(process.memory_info().rss / 2**20)
+    for number, mode in enumerate(tqdm(modes)):
+        share = args.num_requests // len(modes) + (number < args.num_requests % len(modes))
+        results[mode] = soak(
+            share,
+            lengths[number * share % len(lengths) :] + lengths,
+            preemption=mode,
+            num_blocks=args.num_blocks,
+            num_clients=args.clients,
+            check_every=args.check_every,
+            verify_every=args.verify_every,
+            seed=args.seed + number,
+        )
+        sizes.append(process.memory_info().rss / 2**20)
     violations = [text for result in results.values() for text in result["violations"]]
     if sizes[-1] - sizes[0] > args.max_growth:
         violations.append(f"the process grew: {[round(size) for size in sizes]} MiB")

@@ -26,7 +26,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch
-from kernel_keys import ANY_NVIDIA, specialise
+from kernel_census import ANY_NVIDIA, specialise
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend

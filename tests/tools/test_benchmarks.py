@@ -59,7 +59,7 @@ class TestGpuKernels:
         assert run.returncode == 0, run.stdout + run.stderr
         report = json.loads((tmp_path / "gpu_kernels-quick.json").read_text())
         assert {"torch", "triton", "transformers", "hf_paged"} <= report["versions"].keys()
-        assert len(report["families"]) == 15 and {s["status"] for s in report["families"].values()} == {"done"}
+        assert len(report["families"]) == 12 and {s["status"] for s in report["families"].values()} == {"done"}
         assert {row["family"] for row in report["rows"]} == set(report["families"])
         assert all(row.get("us", 0) > 0 and "error" not in row for row in report["rows"])
         assert 0 < report["families"]["decode"]["rms"] < 1e-2 and report["limits"]["copy_gb_s"] > 0
@@ -122,7 +122,6 @@ def test_whole_calls_are_measured_and_compared(tmp_path: Path, monkeypatch: pyte
     generate.main()
     written = json.loads((tmp_path / "generate-D-float32.json").read_text())
     result = written["results"]["D"]
-    assert (tmp_path / "generate-D-float32.png").stat().st_size > 1000
     assert result["num_new_tokens"] == 3 + 4 + 5 + 6 and written["versions"]["torch"] == torch.__version__
     assert {name: row["identical_requests"] for name, row in result["engines"].items()} == {
         "hf_paged": 4,

@@ -132,26 +132,24 @@ def test_pieces_are_saved_row_by_row_and_not_measured_again(
     given = ["--device", "cpu", "--batches", "1", "2", "--out", str(tmp_path), "--only"]
     assert generate_gpu.main([*given, "tiny-decode"]) == 0
     report = json.loads((tmp_path / "generate-gpu.json").read_text())
-    variants = ("sampling", "steps one by one", "nothing fused", "no graphs")
+    variants = ("sampling", "steps one by one", "no graphs")
     engines = {"hf_paged", *(f"hf_paged, {variant}" for variant in variants), "stock"}
     rows = report["rows"]
     assert {(row["engine"], row["batch"]) for row in rows} == {(engine, n) for engine in engines for n in (1, 2)}
     assert all(row["live_batch"] == row["batch"] and "of_roofline" in row for row in rows)
     # Stock's is a difference of two calls' seconds, which on a busy machine may be anything.
     assert all(row["step_ms"] > 0 for row in rows if row["engine"] != "stock")
-    fused = {row["engine"]: row["fused"] for row in rows if "fused" in row}
-    assert fused["hf_paged"] > 0 == fused["hf_paged, nothing fused"]
-    assert {row["no_graphs"] for row in rows if "fused" in row} == {"none here", "switched off"}
+    assert all(row["num_graphs"] == 0 and row["no_graphs"] for row in rows if row["engine"] != "stock")
 
     monkeypatch.setitem(generate_gpu.PIECES, "stock", lambda bench: fail(ArithmeticError("no")))
-    assert generate_gpu.main([*given, "tiny-decode", "tiny-stock", "tiny-start"]) == 1
+    assert generate_gpu.main([*given, "tiny-decode", "tiny-stock", "tiny-compiled"]) == 1
     report = json.loads((tmp_path / "generate-gpu.json").read_text())
-    assert report["rows"][:-1] == rows and 0 < report["rows"][-1]["first_token"] <= report["rows"][-1]["third_token"]
+    assert report["rows"][:-2] == rows and report["rows"][-1]["case"] == "compiled, 2"
     assert report["families"]["tiny-stock"]["status"] == "failed: ArithmeticError: no"
     assert "of_roofline" in (tmp_path / "generate-gpu.md").read_text()
 
     monkeypatch.setattr(children, "code_hash", lambda _: "other code")
-    assert generate_gpu.main([*given, "tiny-start", "--time-limit", "0"]) == children.UNFINISHED
+    assert generate_gpu.main([*given, "tiny-step", "--time-limit", "0"]) == children.UNFINISHED
     assert json.loads((tmp_path / "generate-gpu.json").read_text())["rows"] == []
 
 
@@ -289,7 +287,7 @@ def test_gpu_tests_need_little() -> None:
 
 def test_every_step_is_a_command_that_its_program_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.shutil, "which", lambda *_, **__: "/x/compute-sanitizer")
-    parsers = {"gpu_tests": "gpu_tests", "gpu_kernels": "gpu_kernels", "generate": "generate_gpu"}
+    parsers = {"gpu_tests": "gpu_tests", "gpu_kernels": "gpu_kernels", "generate_gpu": "generate_gpu"}
     steps = gpu.steps(Path("/state"))
     assert [step.name for step in steps][:4] == ["smoke-tests", "smoke-step", "kernels", "generate"]
     for step in steps:

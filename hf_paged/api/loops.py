@@ -20,8 +20,6 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.beam_search import BeamSearchLoop
-from hf_paged.engine.call_context import call_context
-from hf_paged.engine.decoding_loop import CallCancelledError
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import LoopResult, PreparedCall
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
@@ -64,8 +62,6 @@ def run_rows(
     calls, stream = engine.calls, None if streamer is None else _Stream(streamer, call.has_drafts)
     with deferred_interrupt(), calls.leading():
         run = calls.start(call, None if stream is None else stream.put, on_end=None if stream is None else stream.close)
-        if (shared := call_context().shared) is not None:
-            shared.on_cancel(partial(calls.cancel, run))
         try:
             if stream is not None and isinstance(run, SampledRequest):
                 run.run_alone(stream.hand_out)
@@ -75,8 +71,6 @@ def run_rows(
                 stream.follow()
             if run.error is not None:
                 raise run.error
-            if shared is not None and shared.ended_by is not None:
-                raise CallCancelledError
         except BaseException:
             if not run.is_done:
                 calls.cancel(run)
@@ -173,9 +167,6 @@ def run_loop(
         with deferred_interrupt(), engine.calls.decoding(cache, num_blocks):
             # The blocks go back while the call still counts as one that will return some: a call that waits for room
             # would otherwise find, for a moment, neither room nor a call to wait for.
-            if (shared := call_context().shared) is not None and cache.loop is not None:
-                loop_here = cache.loop
-                shared.on_cancel(lambda index: loop_here.cancel())
             try:
                 draws = _private_draws(engine, states, call)
                 with draws, allowed_interrupt():

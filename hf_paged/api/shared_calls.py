@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.utils import ModelOutput, logging
 from hf_paged.api.loop_call import LoopCall
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
-from hf_paged.engine.call_context import call_context
+from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import Follower
 from hf_paged.engine.leader import Leader, sendable
@@ -27,7 +26,7 @@ logger = logging.get_logger(__name__)
 
 def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device, run: Callable[[], Any]) -> Any:
     """Runs one of transformers' loops, or what stands for it, on one rank, or on rank 0 for all."""
-    if engine.ranks is None or call.cache is None or call_context().shared is not None:
+    if engine.ranks is None or call.cache is None or call_context().is_shared:
         return run()
     assistant = call.others.get("assistant_model")
     if assistant is not None and ranks_of(assistant) is not None and getattr(assistant, "paged", None) is None:
@@ -42,22 +41,21 @@ def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device
     text = (
         f"generate() of {rows} prompt(s) of {width} tokens, max_length {call.generation_config.max_length} ({method})"
     )
-    draws = bool(call.generation_config.do_sample)
     if isinstance(engine.ranks, Leader):
-        return _lead(engine.ranks, digest, text, call.cache, draws, run)
-    return _follow(engine.ranks, digest, text, call.cache, device, draws, call.others.get("streamer"), width)
+        return _lead(engine.ranks, digest, text, call.cache, run)
+    return _follow(engine.ranks, digest, text, call.cache, device, call.others.get("streamer"), width)
 
 
 def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run: Callable[[], Any]) -> Any:
     """Runs a caller's forward over a `PagedCache` on one rank, or on rank 0 for all."""
-    if engine.ranks is None or call_context().shared is not None:
+    if engine.ranks is None or call_context().is_shared:
         return run()
     ids = given.get("input_ids")
     text = f"forward of {'embeddings' if ids is None else f'ids {list(ids.shape)}'} over a PagedCache"
     digest = call_key("forward", given)
     if isinstance(engine.ranks, Leader):
-        return _lead(engine.ranks, digest, text, cache, False, run)
-    return _follow(engine.ranks, digest, text, cache, engine.core.bound.placement[1], False, None, 0)
+        return _lead(engine.ranks, digest, text, cache, run)
+    return _follow(engine.ranks, digest, text, cache, engine.core.bound.placement[1], None, 0)
 
 
 def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -> Any:
@@ -65,7 +63,7 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
     ranks = engine.ranks
     if ranks is None:
         return run()
-    if call_context().shared is not None:
+    if call_context().is_shared:
         raise UnsupportedCallError(
             "a forward without a PagedCache inside a call (a processor that runs the model, guidance_scale) is not "
             "supported over several processes (tp_plan): the other ranks don't run that code"
@@ -79,56 +77,30 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
         return run()
 
 
-def _entry(draws: bool) -> bytes:
-    """The generators' states by kind of device, in order."""
-    if not draws:
-        return b""
-    digest = hashlib.blake2b(digest_size=8)
-    for _, state in sorted((device.type, bytes(state.numpy())) for device, state in DRAWS.entry.items()):
-        digest.update(state)
-    return digest.digest()
-
-
-def _lead(leader: Leader, digest: bytes, text: str, cache: PagedCache, draws: bool, run: Callable[[], Any]) -> Any:
-    with leader.sharing(digest, text, _entry(draws)) as call:
-        try:
+def _lead(leader: Leader, digest: bytes, text: str, cache: PagedCache, run: Callable[[], Any]) -> Any:
+    number = leader.begin(digest, text)
+    try:
+        with within(is_shared=True):
             result = run()
-        except BaseException as error:
-            if call.ended_by is not None and not isinstance(error, RankError):
-                error = RuntimeError(f"rank {call.ended_by} of the model ended this call")
-                leader.end(call, (error, None, None, None))
-                raise error from None
-            if not isinstance(error, RankError):
-                leader.end(call, (sendable(error), None, None, None))
-            raise
-        ends = {
-            device.type: state
-            for device, state in DRAWS.states(DRAWS.entry).items()
-            if not torch.equal(state, DRAWS.entry[device])
-        }
-        leader.end(call, (None, _on_host(result), ends, cache.shape()))
-        return result
+    except BaseException as error:
+        if not isinstance(error, RankError):
+            leader.end(number, (sendable(error), None, None, None))
+        raise
+    ends = {
+        device.type: state
+        for device, state in DRAWS.states(DRAWS.entry).items()
+        if not torch.equal(state, DRAWS.entry[device])
+    }
+    leader.end(number, (None, _on_host(result), ends, cache.shape()))
+    return result
 
 
 def _follow(
-    follower: Follower,
-    digest: bytes,
-    text: str,
-    cache: PagedCache,
-    device: torch.device,
-    draws: bool,
-    streamer: Any,
-    width: int,
+    follower: Follower, digest: bytes, text: str, cache: PagedCache, device: torch.device, streamer: Any, width: int
 ) -> Any:
-    with follower.calling(digest, text) as call:
-        if call.entry != _entry(draws):
-            logger.warning_once(
-                "hf_paged: torch's generator stands elsewhere on this rank than on rank 0, whose draws count: seed all "
-                "ranks alike"
-            )
-        error, result, ends, shape = follower.outcome(call)
-        if error is not None:
-            raise error
+    error, result, ends, shape = follower.outcome(follower.make(digest, text))
+    if error is not None:
+        raise error
     DRAWS.write({own: ends[own.type] for own in DRAWS.entry if own.type in ends})
     cache.take_shape(shape)
     cache.owned_by_call = False

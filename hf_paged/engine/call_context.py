@@ -14,7 +14,6 @@ from hf_paged.model.wrapper import Twin
 if TYPE_CHECKING:
     from hf_paged.engine.core import EngineCore
     from hf_paged.engine.decoding_loop import DecodingLoop
-    from hf_paged.engine.leader import SharedCall
 
 
 @dataclass(slots=True)
@@ -24,7 +23,7 @@ class CallContext:
     Attributes:
         cache_salt: Part of the prefix-cache key of all that is generated, by models of whatever engine (an assistant,
             one that a processor asks).
-        shared: The call that the other ranks know: what it calls in turn is none of theirs.
+        is_shared: The other ranks know the call: what it calls in turn is none of theirs.
         loop: The request whose loop this thread runs,
         core: and the engine that it was submitted to.
         is_submitted: The innermost `generate()` returns the `PreparedCall` instead of running it.
@@ -35,7 +34,7 @@ class CallContext:
     """
 
     cache_salt: Hashable = None
-    shared: SharedCall | None = None
+    is_shared: bool = False
     loop: DecodingLoop | None = None
     core: EngineCore | None = None
     is_submitted: bool = False

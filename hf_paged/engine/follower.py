@@ -36,7 +36,6 @@ class RemoteCall:
         number: Its place among rank 0's calls, and so among those of this rank.
         digest: Of what is asked for.
         text: The same in words.
-        entry: Of the generators' states at its entry; empty: nothing is drawn.
         is_made: Whether this rank has made it, too.
         outcome: How it ended.
         done: Called with that, for a caller who doesn't wait.
@@ -45,7 +44,6 @@ class RemoteCall:
     number: int
     digest: bytes
     text: str
-    entry: bytes = b""
     is_made: bool = False
     outcome: bytes | RankError | None = None
     done: Callable[[bytes | RankError], None] | None = None
@@ -55,7 +53,7 @@ class Follower(Lasting):
     """Receives rank 0's messages on a thread of its own, for as long as the model is patched.
 
     The calls of this rank are those of rank 0 in the same order, made by one thread, or it makes none (`follow`). It
-    waits for rank 0 to begin each; rank 0 doesn't wait.
+    waits for rank 0 to begin each; rank 0 doesn't wait. Only rank 0 can end one before its end.
     """
 
     is_first = False
@@ -159,7 +157,7 @@ class Follower(Lasting):
         if self._end is None:
             logger.warning(f"hf_paged: {error}")
             try:
-                self.channel.alert(0, Alert.FAULT, text=text)
+                self.channel.alert(0, Alert.FAULT, text)
             except Exception as lost:
                 logger.info("hf_paged: rank 0 was not told: %s", lost)
         return self._close(error)
@@ -173,7 +171,7 @@ class Follower(Lasting):
             self._finish(number, RankError(f"the call was running when this happened: {self._end}"))
         return self._end
 
-    def _hear(self, alert: Alert, number: int, text: str) -> None:
+    def _hear(self, alert: Alert, text: str) -> None:
         if alert == Alert.FAULT:
             self._close(RankError(f"the ranks of this model can't go on: {text}"))
 
@@ -246,16 +244,6 @@ class Follower(Lasting):
         raise self.fail(f"its call {number} is {text}, and rank 0's is {made}: {CALLS}")
 
     @contextmanager
-    def calling(self, digest: bytes, text: str) -> Iterator[RemoteCall]:
-        """The length of a call that rank 0 makes, too. Left with an exception before it is over, it ends there."""
-        call = self.make(digest, text)
-        try:
-            yield call
-        except BaseException:
-            self.cancel(call)
-            raise
-
-    @contextmanager
     def forwarding(self, digest: bytes, text: str) -> Iterator[None]:
         """The length of a forward that is no step, at the same place among rank 0's steps."""
         call = self.make(digest, text)
@@ -263,11 +251,6 @@ class Follower(Lasting):
             yield
         finally:
             self._finish(call.number, b"")
-
-    def cancel(self, call: RemoteCall, index: int | None = None) -> None:
-        """Ends a call, or one of its samples, on rank 0."""
-        if call.outcome is None and self._end is None:
-            self.channel.alert(0, Alert.CANCEL, call.number, "" if index is None else str(index))
 
     def on_outcome(self, call: RemoteCall, done: Callable[[bytes | RankError], None]) -> None:
         """Has `done` called with how it ends, on any thread."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -17,31 +16,9 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.core.step_message import Copy, pack
-from hf_paged.engine.call_context import within
 from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
 
 logger = logging.get_logger(__name__)
-
-
-class SharedCall:
-    """A call of rank 0's that the other ranks may end; `number` is unique among all of them."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.ended_by: int | None = None
-        self._index: int | None = None
-        self._cancel: Callable[[int | None], None] = lambda index: None
-
-    def on_cancel(self, cancel: Callable[[int | None], None]) -> None:
-        """Sets what ends the call, or one of its samples."""
-        self._cancel = cancel
-        if self.ended_by is not None:
-            cancel(self._index)
-
-    def cancel(self, rank: int, index: int | None) -> None:
-        """Ends it, or one of its samples, on whichever thread."""
-        self.ended_by, self._index = rank, index
-        self._cancel(index)
 
 
 def sendable(error: BaseException) -> Exception:
@@ -70,7 +47,6 @@ class Leader(Lasting):
         self._fault: RankError | None = None
         self._fail: Callable[[BaseException], None] = lambda error: None
         self._numbers = itertools.count(1)
-        self._open: dict[int, SharedCall] = {}
         self._is_stopped = False
         self.is_followed = False
         self._gone: dict[int, threading.Event] = {index: threading.Event() for index in channel.others}
@@ -107,30 +83,14 @@ class Leader(Lasting):
     def release(self) -> None:
         self._send(Kind.RELEASE)
 
-    @contextmanager
-    def sharing(self, digest: bytes, text: str, entry: bytes) -> Iterator[SharedCall]:
-        """The length of a call: the other ranks know that it has begun. How it ends is for `end` to say."""
-        call = self.begin(digest, text, entry)
-        try:
-            with within(shared=call):
-                yield call
-        finally:
-            self._open.pop(call.number, None)
+    def begin(self, digest: bytes, text: str) -> int:
+        """Tells the other ranks that a call begins; returns its number, by which `end` says how it ended."""
+        number = next(self._numbers)
+        self._send(Kind.BEGIN, pickle.dumps((number, digest, text)))
+        return number
 
-    def begin(self, digest: bytes, text: str, entry: bytes) -> SharedCall:
-        """Tells the other ranks that a call begins; `end` ends it."""
-        call = SharedCall(next(self._numbers))
-        self._open[call.number] = call
-        self._send(Kind.BEGIN, pickle.dumps((call.number, digest, text, entry)))
-        return call
-
-    def is_open(self, call: SharedCall) -> bool:
-        return call.number in self._open
-
-    def end(self, call: SharedCall, outcome: Any) -> None:
-        """Tells the other ranks how a call has ended."""
-        self._open.pop(call.number, None)
-        self._send(Kind.END, call.number.to_bytes(8, "little") + pickle.dumps(outcome))
+    def end(self, number: int, outcome: Any) -> None:
+        self._send(Kind.END, number.to_bytes(8, "little") + pickle.dumps(outcome))
 
     def _send(self, kind: Kind, payload: bytes = b"") -> None:
         self.check()
@@ -159,18 +119,14 @@ class Leader(Lasting):
 
     def _tell(self, index: int, text: str) -> None:
         try:
-            self.channel.alert(index, Alert.FAULT, text=text)
+            self.channel.alert(index, Alert.FAULT, text)
         except Exception as error:
             logger.info("hf_paged: rank %d was not told: %s", index, error)
 
-    def _hearer(self, index: int) -> Callable[[Alert, int, str], None]:
-        def hear(alert: Alert, number: int, text: str) -> None:
+    def _hearer(self, index: int) -> Callable[[Alert, str], None]:
+        def hear(alert: Alert, text: str) -> None:
             if alert == Alert.FAULT:
                 self.fail(f"rank {index}: {text}")
-            elif alert == Alert.CANCEL:
-                call = self._open.get(number)
-                if call is not None:
-                    call.cancel(index, int(text) if text else None)
             elif alert == Alert.FOLLOW:
                 self.is_followed = True
             else:

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_paged.engine.leader import Leader, SharedCall, sendable
+from hf_paged.engine.leader import Leader, sendable
 from hf_paged.engine.request import RequestState
 from hf_paged.parallel.call_key import call_key
 from hf_paged.parallel.channel import RankError
 
 
-def request_key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str, bytes]:
+def request_key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str]:
     """What `Leader.begin` tells the other ranks of a request."""
     digest = call_key("submit", {"prompt": prompt, "wanted": repr(wanted)}, generation_config)
-    return digest, f"submit() of a prompt of {prompt.shape[1]} tokens", b""
+    return digest, f"submit() of a prompt of {prompt.shape[1]} tokens"
 
 
-def tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
+def tell_end(leader: Leader, number: int, state: RequestState) -> None:
     """Tells the other ranks how a request ended, when it has."""
-    if not state.is_done or not leader.is_open(shared):
+    if not state.is_done:
         return
     output, said = state.output, None
     if output is not None:
@@ -35,7 +35,7 @@ def tell_end(leader: Leader, shared: SharedCall, state: RequestState) -> None:
             "prompt_logprobs": output.prompt_logprobs,
         }
     with suppress(RankError):  # which all others hear, too
-        leader.end(shared, (None if state.error is None else sendable(state.error), said))
+        leader.end(number, (None if state.error is None else sendable(state.error), said))
 
 
 def hear_end(state: RequestState, outcome: bytes | RankError) -> None:

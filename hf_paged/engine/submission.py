@@ -154,24 +154,23 @@ class Submissions:
             self._active.pop(request_id, None)
             raise
 
-    def _start(self, state: RequestState, key: tuple[bytes, str, bytes], cache_salt: Any, begin: _Begin) -> Request:
+    def _start(self, state: RequestState, key: tuple[bytes, str], cache_salt: Any, begin: _Begin) -> Request:
         """Begins a prepared request, and returns its handle; `key`: see `Leader.begin`."""
-        ranks, outer, shared = self._core.ranks, call_context(), None
+        ranks, outer, number = self._core.ranks, call_context(), None
         if isinstance(ranks, Follower):
             return self._follow(ranks, state, *key)
-        if ranks is not None and outer.shared is None:
-            shared = ranks.begin(*key)
+        if ranks is not None and not outer.is_shared:
+            number = ranks.begin(*key)
         try:
             salt = outer.cache_salt if cache_salt is None else cache_salt
-            with within(cache_salt=salt, shared=shared or outer.shared):
+            with within(cache_salt=salt, is_shared=ranks is not None):
                 abandon, cancel = begin()
         except BaseException as error:
-            if shared is not None and ranks is not None:
-                ranks.end(shared, (sendable(error), None))
+            if number is not None and ranks is not None:
+                ranks.end(number, (sendable(error), None))
             raise
-        if shared is not None and ranks is not None:
-            shared.on_cancel(cancel)
-            state.listen(partial(tell_end, ranks, shared, state))
+        if number is not None and ranks is not None:
+            state.listen(partial(tell_end, ranks, number, state))
         return Request(state, cancel, abandon, self._waiting)
 
     def _prepare(
@@ -252,7 +251,7 @@ class Submissions:
 
         return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
 
-    def _follow(self, follower: Follower, state: RequestState, digest: bytes, text: str, entry: bytes) -> Request:
+    def _follow(self, follower: Follower, state: RequestState, digest: bytes, text: str) -> Request:
         """On another rank than 0: the request ends with what comes of it there."""
         call = follower.make(digest, text)
         self._active[state.request_id] = _Active(state)
@@ -262,8 +261,7 @@ class Submissions:
             hear_end(state, outcome)
 
         follower.on_outcome(call, done)
-        # A handle that is dropped ends nothing: that is for rank 0's, and a finalizer can't send anything.
-        return Request(state, partial(follower.cancel, call), lambda: None, self._waiting)
+        return Request(state, lambda index: None, lambda: None, self._waiting)  # it is cancelled on rank 0
 
     def generate(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
-
-_PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def call_key(method: str, arguments: dict[str, Any], config: Any = None, items: Iterable[Any] = ()) -> bytes:
@@ -23,40 +22,19 @@ def call_key(method: str, arguments: dict[str, Any], config: Any = None, items: 
         config: A generation config.
         items: Processors and criteria.
     """
-    digest = hashlib.blake2b(method.encode(), digest_size=16)
-    for name, value in sorted(arguments.items()):
-        digest.update(name.encode())
-        _add(digest, value)
-    settings = {} if config is None else vars(config)
-    for name, value in sorted(settings.items()):
-        if not name.startswith("_"):
-            digest.update(f"{name}={_plain(value)}".encode())
-    for item in items:
-        digest.update(f"{type(item).__module__}.{type(item).__qualname__}".encode())
+    tensors = {name: value.detach().cpu() for name, value in arguments.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in arguments.items() if name not in tensors}
+    settings = {} if config is None else {name: own for name, own in vars(config).items() if not name.startswith("_")}
+    said = [method, others, settings, list(items), {name: f"{own.dtype}{own.shape}" for name, own in tensors.items()}]
+    digest = hashlib.blake2b(json.dumps(said, skipkeys=True, default=_kind).encode(), digest_size=16)
+    for _, tensor in sorted(tensors.items()):
+        if tensor.numel():
+            digest.update(bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()))
     return digest.digest()
 
 
-def _add(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        values = value.detach().cpu().contiguous()
-        digest.update(f"{values.dtype}{tuple(values.shape)}".encode())
-        digest.update(values.flatten().view(torch.uint8).numpy() if values.numel() else b"")
-    elif isinstance(value, PagedCache):
-        digest.update(f"cache {value.batch_size} {value.get_seq_length()}".encode())
-    else:
-        digest.update(_plain(value).encode())
-
-
-def _plain(value: Any) -> str:
-    """A value in words that are the same in another process; of an object its kind alone."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, list | tuple | set | frozenset):
-        return (
-            "[" + ",".join(map(_plain, sorted(value, key=repr) if isinstance(value, set | frozenset) else value)) + "]"
-        )
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{_plain(key)}:{_plain(own)}" for key, own in value.items()) + "}"
-    if isinstance(value, Tensor):
-        return repr(value.tolist())
+def _kind(value: Any) -> str:
+    """What of an object is the same in another process."""
+    if isinstance(value, PagedCache):
+        return f"cache {value.batch_size} {value.get_seq_length()}"
     return f"{type(value).__module__}.{type(value).__qualname__}"

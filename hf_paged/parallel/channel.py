@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 FRAME_BYTES = 96 * 1024  # of a message: a step of 256 rows with 64 blocks each fits
 ALERT_BYTES = 2048
-_HEADER = 4  # numbers in front of a message: its kind, its number, its length, its checksum
+_HEADER = 2  # numbers in front of a message: its kind and its length
 FAREWELL_SECONDS = 10.0  # in which the ranks take leave of each other
 _NEVER = timedelta(days=365)  # an idle engine sends nothing, for as long as it likes
 
@@ -38,9 +38,8 @@ class Alert(IntEnum):
     """What an alert is."""
 
     FAULT = 1  # this rank can't go on
-    CANCEL = 2  # to rank 0: end a call
+    FOLLOW = 2  # to rank 0: this rank makes no calls
     BYE = 3  # this rank's thread that receives messages has ended
-    FOLLOW = 4  # to rank 0: this rank makes no calls
 
 
 class RankError(RuntimeError):
@@ -67,7 +66,6 @@ class Channel:
         self._header = self._bytes[: 8 * _HEADER].view(np.int64)
         self._lock = threading.Lock()
         self._alert_lock = threading.Lock()
-        self._number = 0
         self._threads: list[threading.Thread] = []
 
     @property
@@ -93,8 +91,7 @@ class Channel:
             RuntimeError: Of gloo: one of them is gone.
         """
         with self._lock:
-            self._number += 1
-            self._header[:] = kind, self._number, len(payload), checksum(payload)
+            self._header[:] = kind, len(payload)
             room = FRAME_BYTES - 8 * _HEADER
             first = np.frombuffer(payload[:room], np.uint8)
             self._bytes[8 * _HEADER : 8 * _HEADER + len(first)] = first
@@ -110,35 +107,31 @@ class Channel:
 
         Raises:
             RuntimeError: Of gloo: rank 0 is gone.
-            RankError: It is not the next one, or damaged.
         """
         _receive(self._messages, self._frame, 0)
-        kind, number, length, expected = self._header.tolist()
+        kind, length = self._header.tolist()
         payload = self._bytes[8 * _HEADER : 8 * _HEADER + length].tobytes()
         if len(payload) < length:
             rest = torch.empty(length - len(payload), dtype=torch.uint8, device="cpu")
             _receive(self._messages, rest, 0)
             payload += rest.numpy().tobytes()
-        self._number += 1
-        if number != self._number or checksum(payload) != expected:
-            raise RankError(f"message {self._number} of rank 0 came as number {number}, or damaged")
         return Kind(kind), payload
 
-    def alert(self, index: int, alert: Alert, number: int = 0, text: str = "") -> None:
+    def alert(self, index: int, alert: Alert, text: str = "") -> None:
         """To another rank, from any thread. Raises `RuntimeError` of gloo."""
         frame = np.zeros(ALERT_BYTES, np.uint8)
-        said = np.frombuffer(text.encode()[: ALERT_BYTES - 24], np.uint8)
-        frame[:24].view(np.int64)[:] = alert, number, len(said)
-        frame[24 : 24 + len(said)] = said
+        said = np.frombuffer(text.encode()[: ALERT_BYTES - 16], np.uint8)
+        frame[:16].view(np.int64)[:] = alert, len(said)
+        frame[16 : 16 + len(said)] = said
         with self._alert_lock:
             _send(self._alerts, torch.from_numpy(frame), index)
 
-    def watch(self, index: int, heard: Callable[[Alert, int, str], None], lost: Callable[[Exception], None]) -> None:
+    def watch(self, index: int, heard: Callable[[Alert, str], None], lost: Callable[[Exception], None]) -> None:
         """Hears alerts of another rank, on a thread of its own, until it says `BYE` or is gone.
 
         Args:
             index: Of the other rank.
-            heard: Called with each alert, its number and its text.
+            heard: Called with each alert and its text.
             lost: Called where nothing can come any more.
         """
 
@@ -150,8 +143,8 @@ class Channel:
                 except Exception as error:
                     lost(error)
                     return
-                alert, number, length = frame[:24].numpy().view(np.int64).tolist()
-                heard(Alert(alert), number, frame[24 : 24 + length].numpy().tobytes().decode(errors="replace"))
+                alert, length = frame[:16].numpy().view(np.int64).tolist()
+                heard(Alert(alert), frame[16 : 16 + length].numpy().tobytes().decode(errors="replace"))
                 if alert == Alert.BYE:
                     return
 
@@ -169,14 +162,6 @@ class Channel:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def checksum(payload: bytes) -> int:
-    """64 bits: the sum of its words, a tenth of what a CRC takes, and the bytes behind the last of them."""
-    words, rest = divmod(len(payload), 8)
-    return int(np.add.reduce(np.frombuffer(payload, np.int64, words))) ^ int.from_bytes(
-        payload[len(payload) - rest :], "little"
-    )
 
 
 # Past torch.distributed's functions, whose registry a program may have emptied at its end (`destroy_process_group`).

@@ -6,7 +6,6 @@ A line of input is JSON: `{"case": name, ...}`; a line of output `RESULT ` and J
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import signal
@@ -201,17 +200,6 @@ def _request(model: Any, number: int) -> Any:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
 
 
-class _Said(logging.Handler):
-    """What a logger is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 class Worker:
     """The cases, and what is kept between them."""
 
@@ -296,14 +284,15 @@ class Worker:
         return {"raised": raised, "is_well": after == _plain(own)}
 
     def cancels(self, model: str, settings: dict[str, Any]) -> Any:
-        """A streamer, or a request's owner, on rank 1 ends what rank 0 runs."""
+        """All ranks cancel a request, rank 1 before rank 0."""
         own = self.model(model)
         hf_paged.patch(own, **settings)
         options = {"max_new_tokens": 200, "min_new_tokens": 200}
         request = own.paged.submit(_prompt(3), **options)
-        if RANK == 1:
-            time.sleep(0.1)
+        if RANK > 0:
             request.cancel()
+        dist.barrier()
+        request.cancel()
         output = request.result(60)
         after = _plain(own)
         hf_paged.unpatch(own)
@@ -330,15 +319,12 @@ class Worker:
 
     def unlike_seeds(self, model: str, settings: dict[str, Any]) -> Any:
         """The ranks' generators stand elsewhere."""
-        own, said = self.model(model), _Said()
-        logger = logging.getLogger("hf_paged.api.shared_calls")
-        logger.addHandler(said)
+        own = self.model(model)
         hf_paged.patch(own, **settings)
         torch.manual_seed(RANK)
         found = [_plain(own, do_sample=True), int(torch.get_rng_state().long().sum())]
         hf_paged.unpatch(own)
-        logger.removeHandler(said)
-        return {"found": found, "said": said.lines}
+        return found
 
     def messages(self, model: str, settings: dict[str, Any]) -> Any:
         """What rank 0 sends while a call runs, and while none does."""

@@ -63,24 +63,24 @@ def test_what_goes_wrong_is_raised_on_every_rank(two_ranks: Any) -> None:
     assert first["is_well"] and second["is_well"]
 
 
-def test_another_rank_ends_a_request(two_ranks: Any) -> None:
+def test_requests_are_cancelled_on_rank_0(two_ranks: Any) -> None:
     for answer in two_ranks.run("cancels", model="llama", settings=ROOM):
         assert answer["reason"] == "cancelled" and answer["length"] < 200 and answer["is_well"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_ctrl_c_on_any_rank_ends_the_call_on_all(two_ranks: Any, victim: int) -> None:
+def test_ctrl_c_on_any_rank(two_ranks: Any, victim: int) -> None:
+    """Rank 0's ends the call on all; another rank leaves it, and has it behind it as the others do."""
     answers = two_ranks.run("interrupts", model="llama", victim=victim, settings=ROOM)
     assert answers[victim]["raised"].startswith("KeyboardInterrupt")
-    said = "on rank 0 this call ended with KeyboardInterrupt" if victim == 0 else "rank 1 of the model ended this call"
-    assert said in answers[1 - victim]["raised"]
+    said = "RuntimeError: on rank 0 this call ended with KeyboardInterrupt: " if victim == 0 else ""
+    assert answers[1 - victim]["raised"] == said
     assert all(answer["seconds"] < 20 and answer["is_well"] for answer in answers)
 
 
 def test_generators_that_stand_elsewhere(two_ranks: Any) -> None:
     first, second = two_ranks.run("unlike_seeds", model="llama", settings=ROOM)
-    assert first["found"] == second["found"], "rank 0's draws count, on all ranks"
-    assert first["said"] == [] and "stands elsewhere on this rank" in "".join(second["said"])
+    assert first == second, "rank 0's draws count, on all ranks"
 
 
 def test_one_message_a_step_and_none_when_idle(two_ranks: Any) -> None:

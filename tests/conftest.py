@@ -99,6 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def full_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have all the drafts that they may, whatever pays."""
     monkeypatch.setattr(RowBudget, "most", lambda self, *_: self.limit)
+    monkeypatch.setattr(RowBudget, "note", lambda *_: None)
 
 
 @pytest.fixture

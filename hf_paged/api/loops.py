@@ -18,10 +18,10 @@ from hf_paged.api.loop_call import LoopCall
 from hf_paged.api.routing import fall_back
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
-from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import LoopResult, PreparedCall
+from hf_paged.engine.run import Run
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.memory.streams import Handover
@@ -100,7 +100,7 @@ class _Stream:
             self._tokens.put(self._new)
             self._new = []
 
-    def close(self, run: EngineRequest) -> None:
+    def close(self, run: Run) -> None:
         self._tokens.put(None)
 
     def hand_out(self) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,24 +12,15 @@ from torch import Tensor
 from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.engine.sampled_request import SampleCall, SampledRequest, new_sequences
+from hf_paged.engine.run import Row, Run
+from hf_paged.engine.sampled_request import SampleCall, new_sequences
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.beams import BeamBatch, BeamSearch, Selection
-from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.sampling.processors import needs_ids
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import Outcome
-
-
-@dataclass(slots=True)
-class Hypothesis:
-    """One row of the result."""
-
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str = "stop"
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -55,20 +45,13 @@ class _Prompt:
     is_decided: bool = False
 
 
-class BeamRequest:
+class BeamRequest(Run):
     """Beams that are scheduled, scored, forked and finished by the engine.
 
     The prompts of a call keep in step with each other, as in transformers' loop, whose end depends on all of them;
     of different calls they don't. Which beams go on is known on the host only after the step: it forks and frees
-    sequences, which copies no keys.
-
-    Attributes:
-        rows: The rows of the result, when it is done.
+    sequences, which copies no keys. Its rows are there when it is done.
     """
-
-    num_drafts = 0
-    num_accepted = 0
-    is_assisted = False
 
     def __init__(
         self,
@@ -80,16 +63,10 @@ class BeamRequest:
         on_end: Callable[[], None] | None = None,
     ) -> None:
         """Queues the prompts. The pool's lock is held. See `SampledRequest`."""
+        super().__init__(pool, worker, on_end)
         assert call.beams is not None
         self._call = call
         self._settings = call.beams
-        self._pool = pool
-        self._worker = worker
-        self._on_end = on_end
-        self._done = threading.Event()
-        self.error: BaseException | None = None
-        self.rows: list[Hypothesis] = []
-        self.scores: list[float] | None = None
         self._num_new = 0
         num_rows = len(call.input_ids)
         num_beams = call.num_samples
@@ -109,37 +86,17 @@ class BeamRequest:
         self._kept: Tensor | None = None  # `[rows, vocab_size]`, those of earlier steps, where one had no room for all
         self._wait_for(sequences)
 
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the rows of the result; none while it runs: which they are is not known before its end."""
-        return sum(len(row.tokens) for row in self.rows) if self.is_done else 0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is over; False if the timeout (seconds) is over first."""
-        return self._worker.wait(self, self._done, timeout)
-
     def result(self) -> Tensor:
         """`[prompts * num_return_sequences, width + longest]`, as transformers' loop returns it."""
         call, settings = self._call, self._settings
-        longest = max(len(row.tokens) for row in self.rows)
-        new = np.full((len(self.rows), longest), settings.fill, dtype=np.int64)
-        for index, row in enumerate(self.rows):
-            new[index, : len(row.tokens)] = row.tokens
-        ids = call.input_ids.to(torch.int64).unflatten(0, (-1, call.num_samples))
+        ids = call.input_ids.unflatten(0, (-1, call.num_samples))
         ids = ids[:, : settings.num_return_sequences].flatten(0, 1)
-        return to_device(torch.cat([ids, torch.from_numpy(new)], dim=1), call.device)
+        return self._filled(ids, settings.fill, call.device)
 
     def cancel(self) -> None:
-        """Ends it as `"cancelled"`. The pool's lock is held, and no step runs."""
         if not self.is_done:
-            self.rows = [Hypothesis(finish_reason="cancelled")]
+            self.rows = [Row(finish_reason="cancelled")]
             self._end("cancelled")
-
-    # LogitsConsumer
 
     def fail(self, error: BaseException) -> None:
         if not self.is_done:
@@ -170,11 +127,8 @@ class BeamRequest:
         assert kept is not None
         return [BeamBatch(self._search, open_prompts, self._num_new, logits=kept[to_device(number_of, kept.device)])]
 
-    def add_placeholders(self, rows: list[int], place: int) -> None:
-        raise NotImplementedError("which beams go on is known when their step is over")
-
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
-        """Receives what was selected for prompts; `rows` are their numbers. See `LogitsConsumer`."""
+        """Receives what was selected for prompts; `rows` are their numbers. See `Run`."""
         if self.is_done:
             return
         if isinstance(outcome, Exception):
@@ -183,7 +137,7 @@ class BeamRequest:
         for place, number in enumerate(rows):
             self._note(self._prompts[number], outcome, place)
         if self._is_over():
-            self._finish()
+            self._return()
             return
         waiting: list[tuple[int, Sequence]] = []
         for place, number in enumerate(rows):
@@ -274,13 +228,13 @@ class BeamRequest:
             self._pool.scheduler.free(sequence, reason)
         prompt.beams = []
 
-    def _finish(self) -> None:
+    def _return(self) -> None:
         num_returned = self._settings.num_return_sequences
         # A host read, once a call.
         self.scores = self._search.state.finished[:, :num_returned].flatten().tolist()
         for prompt in self._prompts:
             for hypothesis in prompt.hypotheses[:num_returned]:
-                self.rows.append(Hypothesis(hypothesis.tolist(), self._reason(hypothesis)))
+                self.rows.append(Row(tokens=hypothesis.tolist(), finish_reason=self._reason(hypothesis)))
         self._end()
 
     def _reason(self, hypothesis: np.ndarray) -> str:
@@ -295,10 +249,4 @@ class BeamRequest:
         if self._table is not None:
             self._table.remove(self._table_rows)
         self._kept = None
-        on_end, self._on_end = self._on_end, None  # it knows this, too
-        self._done.set()
-        if on_end is not None:
-            on_end()
-
-
-EngineRequest = SampledRequest | BeamRequest  # a call that the engine drives
+        self._finish()

@@ -220,10 +220,10 @@ class CallerForwards:
         try:
             with self._core.worker.leading():
                 request = self._enqueue(cache, packed)
-                logits = request.wait()
+                logits = request.logits()
         except BaseException:
             if request is not None:
-                request.cancel()
+                request.withdraw()
             let_steps_first(self._core.pool.kv_device)  # they may read what the caller gave
             raise
         cache.advance(packed.length)
@@ -244,7 +244,7 @@ class CallerForwards:
             return request
         except BaseException:
             if request is not None:
-                request.cancel()  # Ctrl-C, held back until the end of the transaction
+                request.withdraw()  # Ctrl-C, held back until the end of the transaction
             raise
 
     def _extend(self, cache: PagedCache, packed: PackedForward) -> None:

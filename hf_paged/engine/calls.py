@@ -10,14 +10,14 @@ from functools import partial
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.process import PROCESS
-from hf_paged.engine.beam_request import BeamRequest, EngineRequest
+from hf_paged.engine.beam_request import BeamRequest
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.room import Room
 from hf_paged.engine.row_store import RowStore
+from hf_paged.engine.run import Run
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCallback
-from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.weights_version import WeightsKey
 
@@ -60,9 +60,9 @@ class Calls:
         call: SampleCall,
         on_token: TokenCallback | None = None,
         waits: bool = True,
-        on_end: Callable[[EngineRequest], None] | None = None,
+        on_end: Callable[[Run], None] | None = None,
         weights_key: WeightsKey | None = None,
-    ) -> EngineRequest:
+    ) -> Run:
         """Starts a call whose rows the engine samples.
 
         Args:
@@ -75,7 +75,7 @@ class Calls:
         if waits:
             self._room.wait()
             core.worker.pause.warn()
-        run: EngineRequest | None = None
+        run: Run | None = None
         let_caller_first(core.pool.kv_device)
 
         def end() -> None:
@@ -95,8 +95,7 @@ class Calls:
                 if call.beams is not None:
                     run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:
-                    kind = SpeculativeRequest if call.has_drafts else SampledRequest
-                    run = kind(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
+                    run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 with PROCESS.lock:  # models that wait for each other's steps would do so for ever
                     if call.draft_model is not None:
                         call.draft_model.check()
@@ -111,7 +110,7 @@ class Calls:
                 self.cancel(run)  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def cancel(self, run: EngineRequest, row: int | None = None) -> None:
+    def cancel(self, run: Run, row: int | None = None) -> None:
         """Ends a run, or one of its rows, before the next step. Takes no lock."""
         if row is not None and isinstance(run, SampledRequest):  # of beams none ends by itself
             self._core.worker.loop.order(partial(run.cancel_row, row))

@@ -20,7 +20,6 @@ from hf_paged.core.metrics import EngineStats
 from hf_paged.core.process import PROCESS
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
-from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.call_context import call_context
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
@@ -28,6 +27,7 @@ from hf_paged.engine.follower import Follower
 from hf_paged.engine.kv_pool import KVPool, StateNeeds
 from hf_paged.engine.leader import Leader
 from hf_paged.engine.pool_size import find_size
+from hf_paged.engine.run import Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
@@ -97,7 +97,7 @@ class EngineCore:
         self.worker = StepWorker(self.pool, self.executor, self.carry_out)
         self.stop_strings = StopStringTables()
         self._posted: deque[Callable[[], None]] = deque()
-        self.runs: set[EngineRequest] = set()
+        self.runs: set[Run] = set()
         self.num_generated_tokens = 0
         self.num_drafts = (0, 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_paged.sampling.random import NoiseAhead
-
-KEPT = 0.8  # of what drafting has cost, beside the next time
 
 
 @dataclass(slots=True)
@@ -26,7 +23,6 @@ class DraftModel:
         check: Raises `UnsupportedCallError` if that model waits for another's drafts itself.
         processors: Of the call that it guesses for: those that take rows of any lengths together.
         adapts: Whether there may be fewer drafts, where more don't pay.
-        seconds: That a draft of each row costs, as measured.
     """
 
     generate: Callable[
@@ -38,11 +34,9 @@ class DraftModel:
     pad_token_id: int
     num_tokens: int
     adapts: bool
-    seconds: float = 0.0
 
     def drafts(self, rows: list[list[int]], most: list[int], noise: NoiseAhead | None) -> list[list[int]]:
         """What each of these rows of ids goes on with, up to so many tokens. Waits for it."""
-        started = time.perf_counter()
         width, longest = max(map(len, rows)), max(most)
         padding = [width - len(row) for row in rows]
         ids = torch.full((len(rows), width), self.pad_token_id, dtype=torch.int64, device="cpu")
@@ -50,6 +44,4 @@ class DraftModel:
             ids[index, padding[index] :] = torch.tensor(row, device="cpu")
         criteria = StoppingCriteriaList([MaxLengthCriteria(width + longest)])
         found = self.generate(ids, padding, self.processors, criteria, noise)
-        took = (time.perf_counter() - started) / longest
-        self.seconds = KEPT * self.seconds + (1 - KEPT) * took if self.seconds else took
         return [own[:count] for own, count in zip(found, most, strict=True)]

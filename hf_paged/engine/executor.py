@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.block_table import Offer
 from hf_paged.core.event_log import StepRows
 from hf_paged.core.sequence import GivenToken
-from hf_paged.engine.draft_budget import StepCosts
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.leader import Leader
+from hf_paged.engine.run import Run
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
@@ -29,47 +29,7 @@ from hf_paged.sampling.beams import BeamBatch, SelectedBeams, select_beams
 from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
 
-
-class LogitsConsumer(Protocol):
-    """What waits for the uncomputed tokens of sequences: a caller's forward, or rows that the engine samples."""
-
-    def take(
-        self, batch: Batch, rows: list[int], places: list[int], logits: Tensor
-    ) -> Sequence[SamplingBatch | BeamBatch]:
-        """Receives what it wanted. The pool's lock is held.
-
-        Args:
-            rows: Its rows of which the step has logits; without any, a chunk was computed that it wants none of.
-            places: The rows of the batch that they are.
-            logits: `[K, vocab_size]`, in the order of `batch.logit_rows`.
-
-        Returns:
-            What is to be chosen from them for rows that the engine samples, or selected for prompts with beams; then
-            `add_placeholders` is called for each batch of rows, and `take_tokens` for all when the host knows the
-            tokens.
-        """
-
-    def add_placeholders(self, rows: list[int], place: int) -> None:
-        """Told that tokens are being chosen for rows: those that go on can be scheduled again. The lock is held.
-
-        Args:
-            place: Of the first one's among all tokens that the step chooses; the others' follow.
-        """
-
-    def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
-        """Receives tokens chosen for rows (-1: its probabilities are none), or beams selected for prompts.
-
-        The pool's lock is held.
-
-        Raises:
-            Exception: What the outcome is, if any of the rows still waits for it.
-        """
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the wait with an error. The pool's lock is held."""
-
-
-_Part = tuple[SampledTokens | SelectedBeams | Exception, list[tuple[LogitsConsumer, list[int]]]]
+_Part = tuple[SampledTokens | SelectedBeams | Exception, list[tuple[Run, list[int]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +66,7 @@ class StepExecutor:
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
         num_prefill_tokens: The tokens computed beyond one a sequence and step.
         is_handing_out: The tokens of a step are on their way to their requests.
-        costs: What steps have cost, if there is a use for that.
-        deferred: What is to be done when they are, with the step lock held and not the pool's.
-        step_listeners: Called when all of them are there, with the step lock held: they must only hand that on.
+        step_listeners: Called when all of them are there, with the step lock held and not the pool's.
     """
 
     def __init__(
@@ -136,13 +94,11 @@ class StepExecutor:
         self._check_rows = check_rows
         self._in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
-        self.consumers: dict[int, tuple[LogitsConsumer, int]] = {}
+        self.consumers: dict[int, tuple[Run, int]] = {}
         self.leader: Leader | None = None
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.is_handing_out = False
-        self.costs: StepCosts | None = None
-        self.deferred: deque[Callable[[], None]] = deque()
         self.step_listeners: list[Callable[[], None]] = []
 
     @property
@@ -255,11 +211,7 @@ class StepExecutor:
             num_tokens, num_rows = done.rows.num_tokens, len(done.rows.columns[0])
             if not done.is_decode and num_tokens > 4 * num_rows:
                 self._pool.cost.note_prefill(num_tokens, seconds)
-            elif done.is_decode and self.costs is not None:
-                self.costs.note(num_rows, num_tokens, seconds)
-        while self.deferred:
-            self.deferred.popleft()()
-        for listener in self.step_listeners:
+        for listener in self.step_listeners.copy():
             listener()
 
     def _embeddings(self, batch: Batch) -> Tensor | None:
@@ -294,7 +246,7 @@ class StepExecutor:
 
     def _deliver(self, batch: Batch, logits: Tensor) -> list[_Part]:
         """Hands callers their logits, has the tokens of the engine's rows chosen, and beams selected."""
-        by_consumer: dict[int, tuple[LogitsConsumer, list[int], list[int]]] = {}
+        by_consumer: dict[int, tuple[Run, list[int], list[int]]] = {}
         starts = batch.logit_starts.tolist()
         for place, seq_id in enumerate(batch.seq_ids):
             consumer, row = self.consumers[seq_id]
@@ -303,9 +255,9 @@ class StepExecutor:
                 rows.append(row)
                 places.append(place)
         batches: list[SamplingBatch] = []
-        takers: list[tuple[LogitsConsumer, list[int]]] = []
+        takers: list[tuple[Run, list[int]]] = []
         beams: list[BeamBatch] = []
-        beam_takers: list[tuple[LogitsConsumer, list[int]]] = []
+        beam_takers: list[tuple[Run, list[int]]] = []
         for consumer, rows, places in by_consumer.values():
             try:
                 for own in consumer.take(batch, rows, places, logits):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,13 +10,14 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop
 from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.run import Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import Handover, hand_out
-from hf_paged.sampling.sampler import Outcome, SamplingBatch
+from hf_paged.sampling.sampler import SamplingBatch
 
 
-class ForwardRequest:
+class ForwardRequest(Run):
     """Sequences whose uncomputed tokens a waiting caller wants computed, and the logits it wants of them.
 
     Attributes:
@@ -34,13 +33,10 @@ class ForwardRequest:
         loop: DecodingLoop | None = None,
     ) -> None:
         """Queues the sequences, for the logits of the tokens `wanted`, `[rows, K]`. The pool's lock is held."""
-        self._pool = pool
-        self._worker = worker
+        super().__init__(pool, worker)
         self._sequences = sequences
         self._wanted = wanted
         self._loop = loop
-        self._error: BaseException | None = None
-        self._done = threading.Event()
         self._computed: Handover | None = None
         self.output: Tensor | None = None
         has_wanted = wanted.shape[1] > 0
@@ -56,49 +52,46 @@ class ForwardRequest:
         else:
             self._finish()
 
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> Tensor | None:
-        """Blocks until all logits are there. Interrupted, it leaves the sequences as they are, not waited for.
+    def logits(self) -> Tensor | None:
+        """Waits until all logits are there. Interrupted, it leaves the sequences as they are, not waited for.
 
         Raises:
             Exception: Whatever the step raised that only this forward's rows were in.
         """
         loop = self._loop
         if loop is not None:
-            loop.on_cancel = lambda: self._worker.loop.order(self._give_up)
+            loop.on_cancel = lambda: self._worker.loop.order(self.cancel)
             if loop.is_cancelled:
                 loop.on_cancel()
         try:
-            self._worker.wait(self, self._done)
+            self.wait()
         except BaseException:
-            self.cancel()
+            self.withdraw()
             raise
         finally:
             if loop is not None:
                 loop.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self._computed is not None:
             self._computed.follow()  # not what else is queued with the steps by now
             hand_out(self.output)
         return self.output
 
-    def cancel(self) -> None:
+    def withdraw(self) -> None:
         """Stops waiting; returns when no step with these sequences is running any more."""
         if self.is_done:
             return
         with self._worker.loop.exclusive(), self._pool.lock:
-            if not self.is_done:
-                self.fail(RuntimeError("cancelled"))
+            self.fail(RuntimeError("cancelled"))
 
-    def _give_up(self) -> None:
+    def cancel(self) -> None:
+        self.fail(CallCancelledError())
+
+    def fail(self, error: BaseException) -> None:
         if not self.is_done:
-            self.fail(CallCancelledError())
-
-    # LogitsConsumer
+            self.error = error
+            self._finish()
 
     @torch.no_grad()
     def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[SamplingBatch]:
@@ -130,20 +123,8 @@ class ForwardRequest:
             self._finish()
         return []
 
-    def add_placeholders(self, rows: list[int], place: int) -> None:
-        raise NotImplementedError("a forward wants logits")
-
-    def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
-        raise NotImplementedError("a forward wants logits")
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._finish()
-
     def _finish(self) -> None:
-        if self.is_done:
-            return
         for sequence in self._sequences:
             self._worker.loop.remove(sequence)
         self._worker.loop.decoding_loops.leave(self._loop)
-        self._done.set()
+        super()._finish()

@@ -81,10 +81,10 @@ class Residency:
         try:
             with core.transaction():
                 request = ForwardRequest(core.pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
-            request.wait()
+            request.logits()
         except BaseException:
             if request is not None:
-                request.cancel()
+                request.withdraw()
             raise
 
     def schedule_together(self, sequences: list[Sequence]) -> Batch:

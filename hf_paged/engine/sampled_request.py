@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import compress
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.core.batch import Batch
-from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import GivenPrompt, Sequence
 from hf_paged.engine.call_context import call_context
+from hf_paged.engine.draft_budget import FIXED_COST, RowBudget
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.run import Row, Run
 from hf_paged.engine.worker import StepWorker
-from hf_paged.kernels.transfers import to_device
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted, TokenLogprobs
-from hf_paged.sampling.lookup import LookupSettings
+from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
 from hf_paged.sampling.processors import RowEnds, needs_ids, processor_kinds
 from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
 from hf_paged.sampling.sampler import Chosen, Outcome, RowSampler, SamplingBatch
 from hf_paged.sampling.token_table import TokenTable
+
+KEPT_NOISE = 8  # tokens whose noise is kept where there are drafts, which are chosen behind again
 
 # Row, token, what is said of it, and whether no other follows at the same moment.
 TokenCallback = Callable[[int, int, TokenLogprobs | None, bool], None]
@@ -122,42 +122,19 @@ def new_sequences(
     return found
 
 
-@dataclass(slots=True)
-class Row:
-    """One row of the result.
-
-    Attributes:
-        sequence: Its keys and values; `None` before its prompt is computed and after its end.
-        tokens: Generated so far.
-        logprobs: How likely they were, if that was asked for.
-        num_chosen: The same, and those that the device knows already and the host doesn't.
-        finish_reason: Why it ended.
-    """
-
-    sequence: Sequence | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_chosen: int = 0
-    finish_reason: str | None = None
-
-
-class SampledRequest:
+class SampledRequest(Run):
     """Rows that are scheduled, sampled and finished one by one.
 
     Whatever runs beside it, and whichever of its rows are ahead, the tokens are those of transformers' loop over the
     whole batch: processors and criteria are transformers' own and look at one row at a time, and noise belongs to a
     token and a row.
 
-    Attributes:
-        rows: The rows of the result.
-        error: Why it failed.
-        scores: Of beams only: there are none here.
-        num_drafts: Drafts that were verified; none here.
-        num_accepted: Those of them that were right.
+    A step gives a row one token, and one more for each of its drafts that is right. Drafts are uncomputed tokens like
+    others, whose logits are all wanted. A token is chosen behind each of them as if they were right; those up to the
+    first that was not are the row's, and the one chosen in its place; what lies behind is cut. So tokens are what they
+    would be without drafts, drawn ones too; a draft model draws with the same noise, which makes its drafts right as
+    often as its probabilities allow. Of a single row drafts and draws are those of transformers' loop.
     """
-
-    num_drafts = 0
-    num_accepted = 0
 
     def __init__(
         self,
@@ -180,21 +157,21 @@ class SampledRequest:
             on_token: Called with every token of every row, with the pool's lock held: it must only hand it on.
             on_end: Called when the run is over, with the pool's lock held.
         """
+        super().__init__(pool, worker, on_end)
         self._call = call
-        self._pool = pool
-        self._worker = worker
         self._on_token = on_token
-        self._on_end = on_end
-        self._done = threading.Event()
-        self.error: BaseException | None = None
-        self.scores: list[float] | None = None
+        self.is_assisted = call.draft_model is not None
         num_rows, self._width = call.input_ids.shape
         # Of new tokens, which no row may have more of.
         self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
         self.rows = [Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._max_context = pool.max_context
-        self._noise = call.noise if call.generator is None else self._new_noise(call.generator, num_rows)
+        self._noise: SamplingNoise | NoiseAhead | StepNoise | None = call.noise
+        if call.generator is not None:
+            is_stocks = call.has_drafts and num_rows == 1  # draws depend on the drafts
+            num_kept = KEPT_NOISE if call.has_drafts else 1
+            self._noise = StepNoise(call.generator) if is_stocks else SamplingNoise(call.generator, num_rows, num_kept)
         self._matchers = None if call.grammar is None else call.grammar.matchers(num_rows)
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
@@ -220,53 +197,38 @@ class SampledRequest:
         prompts = new_sequences(call, pool, self, weights_key, batch_key)
         for row, sequence in prompts:
             self.rows[row].sequence = sequence
-        self._begin()
+        self._oldest = 0  # tokens of the open row that has fewest
+        self._num_in_step = num_rows  # rows of the last step, other calls' too
+        if call.has_drafts:
+            self._prepare_drafts()
         worker.add(self, prompts)
 
-    def _new_noise(self, generator: torch.Generator, num_rows: int) -> SamplingNoise | StepNoise:
-        return SamplingNoise(generator, num_rows)
-
-    def _begin(self) -> None:
-        """What is to be done with the prompts before they are queued."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all rows have ended, or the run has failed."""
-        return self._done.is_set()
-
-    @property
-    def is_assisted(self) -> bool:
-        """Whether another model guesses its tokens."""
-        return self._call.draft_model is not None
-
-    @property
-    def num_new_columns(self) -> int:
-        """New columns of the result: tokens of its longest row."""
-        return max(len(row.tokens) for row in self.rows)
+    def _prepare_drafts(self) -> None:
+        call, source = self._call, self._source
+        self._lookups: list[PromptLookup] = []
+        if call.lookup is not None:
+            is_stocks = isinstance(self._noise, StepNoise)  # draws depend on what is left out
+            rules = LookupRules(call.lookup, call.processors, call.device) if is_stocks else None
+            self._lookups = [PromptLookup(call.lookup, ids, rules) for ids in call.input_ids.tolist()]
+        else:
+            self._worker.step_listeners.append(self._ask_draft_model)
+        fixed_cost = FIXED_COST.get(self._pool.kv_device.type, FIXED_COST["cuda"])
+        self._budgets = [RowBudget(source.num_tokens, fixed_cost) for _ in self.rows] if source.adapts else []
+        self._asking: list[tuple[int, int]] = []  # rows that the draft model is to guess on, and how far
+        for index in range(len(self.rows)):
+            self._guess(index, asks=False)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens generated."""
-        return sum(len(row.tokens) for row in self.rows)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is over; False if the timeout (seconds) is over first."""
-        return self._worker.wait(self, self._done, timeout)
-
-    def run_alone(self, between: Callable[[], bool]) -> None:
-        """Runs the steps here while this thread leads; see `StepWorker.run_alone`."""
-        self._worker.run_alone(self._done, between)
+    def _source(self) -> LookupSettings | DraftModel:
+        source = self._call.lookup or self._call.draft_model
+        assert source is not None
+        return source
 
     def result(self) -> Tensor:
         """`[rows, width + steps]`, as transformers' loop returns it."""
-        ids = self._call.input_ids.to(torch.int64)
-        new = np.full((len(self.rows), self.num_new_columns), self._call.pad_token_id, dtype=np.int64)
-        for index, row in enumerate(self.rows):
-            new[index, : len(row.tokens)] = row.tokens
-        return to_device(torch.cat([ids, torch.from_numpy(new)], dim=1), self._call.device)
+        return self._filled(self._call.input_ids, self._call.pad_token_id, self._call.device)
 
     def cancel(self) -> None:
-        """Ends all open rows as `"cancelled"`. The pool's lock is held, and no step runs."""
         for row in self.rows:
             self._end(row, "cancelled")
 
@@ -274,27 +236,75 @@ class SampledRequest:
         """Ends one row that has tokens as `"cancelled"`. The pool's lock is held, and no step runs."""
         self._end(self.rows[index], "cancelled")
 
-    # LogitsConsumer
-
     def fail(self, error: BaseException) -> None:
         if not self.is_done:
             self.error = error
             for row in self.rows:
                 self._end(row, "error")
 
+    # Of each step
+
     def take(self, batch: Batch, rows: list[int], places: list[int], logits: Tensor) -> list[SamplingBatch]:
-        oldest, starts = self._oldest_index(), batch.logit_starts
-        return [
-            SamplingBatch(self._sampler, samples, token_index, sources, oldest)
-            for token_index, samples, sources in self._by_index(rows, [starts[place] for place in places])
-        ]
+        # The host may not know the newest tokens: the run may end with them.
+        self._oldest = min([len(row.tokens) for row in self.rows if row.finish_reason is None], default=0)
+        self._num_in_step = len(batch.seq_ids)
+        starts = batch.logit_starts
+        owners: list[int] = []
+        indices: list[int] = []
+        sources: list[int] = []
+        for index, place in zip(rows, places, strict=True):
+            row, first = self.rows[index], starts[place]
+            if self._call.num_samples > 1 and not row.num_chosen:
+                samples = self._split(index)
+                owners += samples
+                indices += [0] * len(samples)
+                sources += [first] * len(samples)
+                continue
+            count = starts[place + 1] - first
+            owners += [index] * count
+            indices += range(row.num_chosen, row.num_chosen + count)
+            sources += range(first, first + count)
+            if row.num_chosen >= row.plain_until:
+                self._hold(row, count)
+        if not owners:
+            return []
+        if self._sampler.kind is not None or indices.count(indices[0]) == len(indices):
+            return [SamplingBatch(self._sampler, owners, indices, sources, self._oldest)]
+        found: list[SamplingBatch] = []
+        for own in sorted(set(indices)):
+            mine = [index == own for index in indices]
+            members, their_sources = list(compress(owners, mine)), list(compress(sources, mine))
+            found.append(SamplingBatch(self._sampler, members, [own] * len(members), their_sources, self._oldest))
+        return found
+
+    def _split(self, row: int) -> range:
+        """Gives each sample of a prompt that is computed a sequence; returns the rows that its logits are for."""
+        first = self.rows[row].sequence
+        assert first is not None
+        for sample in range(row + 1, row + self._call.num_samples):
+            self.rows[sample].sequence = child = self._pool.scheduler.fork(first)
+            self._worker.add(self, [(sample, child)])
+        return range(row, row + self._call.num_samples)
+
+    def _hold(self, row: Row, count: int) -> None:
+        """Has a row wait until so many tokens are known."""
+        row.num_chosen += count
+        sequence = row.sequence
+        if sequence is None:
+            return
+        # Preempted from here on, it is computed again, but not for these logits.
+        if sequence.num_uncomputed_tokens == 0:
+            self._worker.loop.remove(sequence)
+        elif sequence.wanted is not None:
+            sequence.wanted = sequence.wanted[count:]
+            sequence.logits_from = sequence.wanted[0]
 
     def add_placeholders(self, rows: list[int], place: int) -> None:
-        scheduler = self._pool.scheduler
         for own, index in enumerate(rows, place):
             row = self.rows[index]
             sequence = row.sequence
-            if sequence is None:  # another row of the call has just failed
+            # It waits for its token, or another row of the call has just failed.
+            if row.num_chosen >= row.plain_until or sequence is None:
                 continue
             row.num_chosen += 1
             # A position that the model may not have is not tried before it is known that the row gets there; and what
@@ -303,7 +313,7 @@ class SampledRequest:
             if row.num_chosen >= self._limit or waits:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
             else:
-                scheduler.add_placeholder(sequence, own)
+                self._pool.scheduler.add_placeholder(sequence, own)
 
     def take_tokens(self, rows: list[int], outcome: Outcome) -> None:
         # A row may have ended since: that step began before its last token was known.
@@ -313,68 +323,55 @@ class SampledRequest:
         if isinstance(outcome, Exception):
             raise outcome
         assert isinstance(outcome, Chosen)
-        tokens, stops, logprobs = outcome
-        if logprobs is not None:
-            for row, said in compress(zip(rows, logprobs, strict=True), is_open):
-                self.rows[row].logprobs.append(said)
-        scheduler = self._pool.scheduler
-        for row, token, stop in compress(zip(rows, tokens, stops, strict=True), is_open):
-            self._append(scheduler, row, token, stop)
+        said: SequenceOf[TokenLogprobs | None] = outcome.logprobs or [None] * len(rows)
+        chosen = zip(outcome.tokens, outcome.stops, said, strict=True)
+        for index, own in compress(zip(rows, chosen, strict=True), is_open):
+            row = self.rows[index]
+            row.chosen.append(own)
+            if len(row.chosen) > len(row.drafts):
+                self._go_on(index, row)
 
-    def _by_index(self, rows: list[int], starts: list[int]) -> list[tuple[int, list[int], list[int]]]:
-        """Rows whose result has the same length, and where their logits are: usually all rows."""
-        by_index: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        is_split = self._call.num_samples > 1
-        for row, start in zip(rows, starts, strict=True):
-            for sample in range(row, row + self._split(row)) if is_split else (row,):
-                samples, sources = by_index[self.rows[sample].num_chosen]
-                samples.append(sample)
-                sources.append(start)
-        return [(token_index, *by_index[token_index]) for token_index in sorted(by_index)]
-
-    def _oldest_index(self) -> int:
-        """Tokens of the open row that is furthest behind, as far as the host knows: the run may end there."""
-        if len(self.rows) == 1:
-            return len(self.rows[0].tokens)
-        return min((len(row.tokens) for row in self.rows if row.finish_reason is None), default=0)
-
-    def _split(self, row: int) -> int:
-        """Once a prompt is computed each of its samples gets a sequence; returns how many rows these logits are for."""
-        first = self.rows[row]
-        if first.num_chosen:
-            return 1
-        assert first.sequence is not None
-        for sample in range(row + 1, row + self._call.num_samples):
-            self.rows[sample].sequence = child = self._pool.scheduler.fork(first.sequence)
-            self._worker.add(self, [(sample, child)])
-        return self._call.num_samples
-
-    def _append(self, scheduler: Scheduler, index: int, token: int, stops: bool) -> None:
-        row = self.rows[index]
-        reason = self._note_token(index, token, stops)
+    def _go_on(self, index: int, row: Row) -> None:
+        """Gives a row the tokens that were chosen, up to the first that is not its draft, and new drafts."""
+        sequence, scheduler, reason, num_before = row.sequence, self._pool.scheduler, None, len(row.tokens)
+        assert sequence is not None and sequence.token_ids is not None
+        for token, stops, logprobs in row.chosen:
+            if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            num_right = len(row.tokens) - num_before
+            row.tokens.append(token)
+            if logprobs is not None:
+                row.logprobs.append(logprobs)
+            is_complete = self._matchers is not None and self._matchers[index].accept(token)
+            if token in self._call.ends.eos:
+                reason = "eos"
+            elif stops or is_complete:
+                reason = "stop"
+            elif len(row.tokens) >= self._limit:
+                reason = "length"
+            if reason is not None or row.drafts[num_right : num_right + 1] != [token]:
+                break
+        row.chosen.clear()
         if self._on_token is not None:
-            self._on_token(index, token, row.logprobs[-1] if row.logprobs else None, True)
+            last = len(row.tokens) - 1
+            for place in range(num_before, last + 1):
+                said = row.logprobs[place] if row.logprobs else None
+                self._on_token(index, row.tokens[place], said, place == last)
+        if self._call.has_drafts:
+            self._book(index, len(row.drafts), num_right)
         if reason is not None:
             self._end(row, reason)
             return
-        assert row.sequence is not None
-        if not row.sequence.has_placeholders:
-            row.sequence.is_wanted = True
-            scheduler.add_placeholder(row.sequence, -1)  # it is known right away
-        scheduler.resolve_token(row.sequence, token)
-
-    def _note_token(self, index: int, token: int, stops: bool) -> str | None:
-        """One more token of a row; returns why the row ends with it, if it does."""
-        if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        row = self.rows[index]
-        row.tokens.append(token)
-        is_complete = self._matchers is not None and self._matchers[index].accept(token)
-        if token in self._call.ends.eos:
-            return "eos"
-        if stops or is_complete:
-            return "stop"
-        return "length" if len(row.tokens) >= self._limit else None
+        if num_before >= row.plain_until:
+            row.num_chosen = len(row.tokens)
+            scheduler.settle_drafts(sequence, num_right)
+            self._worker.add(self, [(index, sequence)])
+        if len(sequence.token_ids) == sequence.num_tokens:
+            sequence.is_wanted = True
+            scheduler.add_placeholder(sequence, -1)  # it is known right away
+        scheduler.resolve_token(sequence, token)
+        if self._call.has_drafts and row.num_chosen == len(row.tokens):  # else it is in the next step already
+            self._guess(index)
 
     def _end(self, row: Row, reason: str) -> None:
         if row.finish_reason is not None:
@@ -386,11 +383,95 @@ class SampledRequest:
             row.sequence = None
         self._num_open -= 1
         if self._num_open == 0:
-            on_end, self._on_end, self._on_token = self._on_end, None, None  # they know it, too
+            self._on_token = None  # it knows this, too
             if self._table is not None:
                 self._table.remove(self._table_rows)
             if isinstance(self._noise, SamplingNoise):
-                self._noise.rewind(self.num_new_columns)
-            self._done.set()
-            if on_end is not None:
-                on_end()
+                self._noise.rewind(max(len(row.tokens) for row in self.rows))
+            if self.is_assisted:
+                self._worker.step_listeners.remove(self._ask_draft_model)
+            self._finish()
+
+    # Drafts
+
+    def _book(self, index: int, num_drafts: int, num_right: int) -> None:
+        self.num_drafts += num_drafts
+        self.num_accepted += num_right
+        if self._budgets and num_drafts:
+            self._budgets[index].note(num_drafts, num_right, len(self.rows[index].tokens), self._num_in_step)
+
+    def _guess(self, index: int, asks: bool = True) -> None:
+        """Looks for drafts of a row; where a draft model has them, it is asked before the next step (if `asks`)."""
+        row = self.rows[index]
+        most, num_tokens = self._source.num_tokens, len(row.tokens)
+        if self._budgets:
+            is_ahead = num_tokens - self._oldest > most + 1  # the call waits for others
+            most = 0 if is_ahead else self._budgets[index].most(num_tokens, self._num_in_step)
+        if self._lookups:
+            found = self._lookups[index].drafts(row.tokens)[:most] if most else []
+            if most and not found and self._budgets:
+                self._budgets[index].note(0, 0, num_tokens, self._num_in_step)
+            self._add_drafts(index, found)
+        # It is not asked about tokens that the row has no room for.
+        elif asks and (most := int(min(most, self._limit - num_tokens - 1))) > 0:
+            self._asking.append((index, most))
+        else:
+            self._add_drafts(index, [])
+
+    def _add_drafts(self, index: int, drafts: list[int]) -> None:
+        """Puts what a row may go on with behind its sequence's tokens."""
+        row, num_tokens = self.rows[index], len(self.rows[index].tokens)
+        sequence = row.sequence
+        assert sequence is not None
+        if isinstance(self._noise, StepNoise):
+            self._noise.expect(num_tokens, 1 + len(drafts))
+        if drafts:
+            # No further than the row and the model's context go; its last token is chosen, and not given to the model.
+            room = min(self._limit - num_tokens - 1, self._max_context - sequence.num_tokens)
+            drafts = drafts[: max(0, int(min(room, len(drafts))))]
+        row.drafts = drafts
+        if not drafts:
+            # Where steps overlap, the next one is launched before its token is known, unless that is to be waited for.
+            row.plain_until = self._budgets[index].resume_at if self._budgets else num_tokens
+            if not self._worker.overlaps:
+                row.plain_until = float("inf")
+            return
+        row.plain_until = 0
+        self._pool.scheduler.add_drafts(sequence, drafts)
+        if self._table is not None:
+            first = self._width + num_tokens
+            self._table.write(
+                [self._table_rows[index]] * len(drafts),
+                list(range(first, first + len(drafts))),
+                torch.tensor(drafts, device=self._call.device),
+            )
+
+    def _ask_draft_model(self) -> None:
+        """Has the draft model guess on all rows that wait for it. The step lock is held."""
+        model, lock = self._call.draft_model, self._pool.lock
+        assert model is not None
+        with lock:
+            asking = [(index, most) for index, most in self._asking if self.rows[index].finish_reason is None]
+            self._asking = []
+            known = [self._call.prompts[index] + self.rows[index].tokens for index, _ in asking]
+            num_tokens = [len(self.rows[index].tokens) for index, _ in asking]
+        longest = max((most for _, most in asking), default=0)  # all go as far
+        fitting = [place for place, ids in enumerate(known) if model.has_room(len(ids) + longest)]
+        found: list[list[int]] = [[] for _ in asking]
+        if fitting:
+            noise = None
+            if isinstance(self._noise, SamplingNoise):
+                indices = [asking[place][0] for place in fitting]
+                noise = NoiseAhead(self._noise, indices, [num_tokens[place] for place in fitting])
+            try:
+                made = model.drafts([known[place] for place in fitting], [asking[place][1] for place in fitting], noise)
+            except BaseException as error:  # Ctrl-C too, which is its caller's
+                with lock:
+                    self.fail(error)
+                return
+            for place, drafts in zip(fitting, made, strict=True):
+                found[place] = drafts
+        with lock:
+            for (index, _), drafts in zip(asking, found, strict=True):
+                if self.rows[index].sequence is not None:
+                    self._add_drafts(index, drafts)

@@ -17,8 +17,9 @@ from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import wait_interruptibly
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.decoding_loop import ARRIVAL_GAP, DecodingLoops
-from hf_paged.engine.executor import LogitsConsumer, StepExecutor
+from hf_paged.engine.executor import StepExecutor
 from hf_paged.engine.kv_pool import KVPool
+from hf_paged.engine.run import Run
 
 SLICE_SECONDS = 0.005  # after which a thread that waits for the step lock looks whether it still needs it
 FAULT_SECONDS = 5.0  # that a step may take to fail by itself, when another rank is gone
@@ -62,7 +63,7 @@ class StepLoop:
 
     # Work arrives
 
-    def add(self, consumer: LogitsConsumer, sequences: Iterable[tuple[int, Sequence]]) -> None:
+    def add(self, consumer: Run, sequences: Iterable[tuple[int, Sequence]]) -> None:
         """Queues sequences with uncomputed tokens. The pool's lock is held."""
         for row, sequence in sequences:
             self._executor.consumers[sequence.seq_id] = (consumer, row)
@@ -226,7 +227,7 @@ class StepLoop:
             with self.condition:  # only what a step of another thread is busy with
                 self.condition.wait(ARRIVAL_GAP)
 
-    def step(self, only: LogitsConsumer | None = None, *, forced: bool = False) -> bool:
+    def step(self, only: Run | None = None, *, forced: bool = False) -> bool:
         """Runs one step, of all rows or of one owner's; False if nothing could run. The step lock is held.
 
         Where steps overlap, the tokens of this one are handed out by the next call.
@@ -312,7 +313,7 @@ class StepLoop:
         self.forget_refusals()
         return False
 
-    def _isolate(self, step: Batch, owners_of_rows: list[LogitsConsumer], error: BaseException) -> None:
+    def _isolate(self, step: Batch, owners_of_rows: list[Run], error: BaseException) -> None:
         """After a step that raised: finds out whose rows were to blame by running each owner's by themselves."""
         owners = {id(owner): owner for owner in owners_of_rows}
         if isinstance(error, torch.OutOfMemoryError):

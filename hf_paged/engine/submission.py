@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from hf_paged.core.errors import QueueFullError
-from hf_paged.engine.beam_request import EngineRequest
 from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
@@ -27,6 +26,7 @@ from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import RequestThreads, waiting
 from hf_paged.engine.room import Room
+from hf_paged.engine.run import Run
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.engine.scoring import LogitRows
 from hf_paged.engine.shared_request import hear_end, request_key, tell_end
@@ -201,9 +201,9 @@ class Submissions:
     ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
         assert isinstance(call.work, SampleCall)
         call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
-        runs: list[EngineRequest] = []
+        runs: list[Run] = []
 
-        def end(run: EngineRequest) -> None:
+        def end(run: Run) -> None:
             runs.clear()
             self._active.pop(state.request_id, None)
             if run.error is not None:

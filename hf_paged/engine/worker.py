@@ -12,11 +12,11 @@ import torch
 from hf_paged.core.interrupts import check_interrupt, wait_interruptibly
 from hf_paged.core.process import EXIT_SECONDS, PROCESS
 from hf_paged.core.sequence import Sequence
-from hf_paged.engine.draft_budget import StepCosts
-from hf_paged.engine.executor import LogitsConsumer, StepExecutor
+from hf_paged.engine.executor import StepExecutor
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.pause import REST_SECONDS, Pause
+from hf_paged.engine.run import Run
 from hf_paged.engine.step_loop import StepLoop, without_modes
 from hf_paged.sampling.token_table import TokenTable
 
@@ -34,13 +34,14 @@ class StepWorker:
     def __init__(self, pool: KVPool, executor: StepExecutor, carry_out: Callable[[], None]) -> None:
         self._pool = pool
         self._executor = executor
+        self.step_listeners = executor.step_listeners
         self.loop = StepLoop(pool, executor, carry_out)
         self.pause = Pause(pool, self.loop, self.notify)
         self._thread: threading.Thread | None = None
         self._leader: int | None = None  # the caller's thread that runs the steps, or is about to
         self._is_stopping = False
 
-    def add(self, consumer: LogitsConsumer, sequences: Iterable[tuple[int, Sequence]]) -> None:
+    def add(self, consumer: Run, sequences: Iterable[tuple[int, Sequence]]) -> None:
         """Queues sequences with uncomputed tokens. The pool's lock is held."""
         self.loop.add(consumer, sequences)
         self.notify()
@@ -51,16 +52,6 @@ class StepWorker:
     @property
     def overlaps(self) -> bool:
         return self._executor.overlaps
-
-    def costs(self) -> StepCosts:
-        """What steps cost, measured from the first time on that this is asked for. The pool's lock is held."""
-        if self._executor.costs is None:
-            self._executor.costs = StepCosts()
-        return self._executor.costs
-
-    def defer(self, action: Callable[[], None]) -> None:
-        """Has something done behind the step whose tokens are being handed out. The pool's lock is held."""
-        self._executor.deferred.append(action)
 
     def notify(self) -> None:
         """Wakes the thread that runs the steps, or starts the worker's if there is none. The pool's lock is held."""
@@ -160,7 +151,7 @@ class StepWorker:
             finally:  # a step of another thread may have undone it by then
                 self.loop.do_while(lambda: self._executor.is_prepared, scope.close)
 
-    def wait(self, consumer: LogitsConsumer, done: threading.Event, timeout: float | None = None) -> bool:
+    def wait(self, consumer: Run, done: threading.Event, timeout: float | None = None) -> bool:
         """Blocks until `done` is set. The thread that has the step lock runs the steps meanwhile.
 
         Args:

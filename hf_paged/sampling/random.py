@@ -210,8 +210,8 @@ class NoiseAhead:
         self._rows = rows
         self._num_tokens = num_tokens
 
-    def rows(self, token_index: int, rows: list[int], like: Tensor, oldest_index: int) -> Tensor:
-        indices = [self._num_tokens[row] + token_index for row in rows]
+    def at(self, token_indices: list[int], rows: list[int], like: Tensor, oldest_index: int = 0) -> Tensor:
+        indices = [self._num_tokens[row] + index for row, index in zip(rows, token_indices, strict=True)]
         return self._noise.at(indices, [self._rows[row] for row in rows], like)
 
 

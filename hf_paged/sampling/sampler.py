@@ -64,17 +64,18 @@ class RowSampler:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Rows of one call that are to choose a token.
+    """Rows of one call that are to choose a token; a row with drafts is there once more for each of them.
 
     Attributes:
-        token_index: What each has generated so far; the same for all of them.
+        token_indices: How many tokens each has generated before that one, drafts included; all the same, if the call's
+            processors are not batched.
         sources: Their rows of the logits.
         oldest_index: No row of the call will come to an earlier one any more.
     """
 
     sampler: RowSampler
     rows: list[int]
-    token_index: int
+    token_indices: list[int]
     sources: list[int]
     oldest_index: int
 
@@ -89,34 +90,12 @@ class SamplingBatch:
     @property
     def lengths(self) -> list[int]:
         """Tokens that its rows have, padding included."""
-        return [self.sampler.width + self.token_index] * len(self.rows)
-
-    def noise(self, like: Tensor) -> Tensor:
-        """`[len(rows), vocab_size]`, of the dtype and on the device of `like`."""
-        noise = self.sampler.noise
-        assert isinstance(noise, SamplingNoise | NoiseAhead)
-        return noise.rows(self.token_index, self.rows, like, self.oldest_index)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftBatch(SamplingBatch):
-    """Rows of one call that are to choose a token behind each of their drafts: a row is there once for each.
-
-    Attributes:
-        token_indices: How many tokens there are before each, drafts included; all the same, if the call's processors
-            are not batched.
-    """
-
-    token_indices: list[int]
-
-    @property
-    def lengths(self) -> list[int]:
         return [self.sampler.width + index for index in self.token_indices]
 
     def noise(self, like: Tensor) -> Tensor:
-        noise = self.sampler.noise
-        assert isinstance(noise, SamplingNoise | StepNoise)
-        return noise.at(self.token_indices, self.rows, like, self.oldest_index)
+        """`[len(rows), vocab_size]`, of the dtype and on the device of `like`."""
+        assert self.sampler.noise is not None
+        return self.sampler.noise.at(self.token_indices, self.rows, like, self.oldest_index)
 
 
 class Chosen(NamedTuple):
@@ -195,7 +174,7 @@ def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTo
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for number, batch in enumerate(batches):
         kind = batch.sampler.kind
-        kinds[(id(batch.sampler), batch.token_index) if kind is None else kind].append(number)
+        kinds[(id(batch.sampler), batch.token_indices[0]) if kind is None else kind].append(number)
     places: list[int | Exception] = [0] * len(batches)
     stops: dict[int, Tensor] = {}
     chosen: list[Tensor] = []

@@ -39,7 +39,6 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.process import PROCESS
 from hf_paged.engine.beam_request import BeamRequest
 from hf_paged.engine.sampled_request import SampledRequest
-from hf_paged.engine.speculative_request import SpeculativeRequest
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.packed_forward import PackedForward
 
@@ -301,7 +300,7 @@ def test_ctrl_c_at_any_moment(pair: Pair) -> None:
     [
         (BeamRequest, "__init__", {"num_beams": 2}),
         (PackedForward, "wanted_logits", {"logits_processor": [NextToken()]}),
-        (SpeculativeRequest, "__init__", {"prompt_lookup_num_tokens": 2}),
+        (SampledRequest, "__init__", {"prompt_lookup_num_tokens": 2}),
         (SampledRequest, "__init__", {}),
     ],
     ids=["beams", "loop", "lookup", "rows"],

@@ -30,8 +30,8 @@ from helpers.waiting import PATIENCE, join
 from hf_paged.api.drafting import draft_model_of
 from hf_paged.api.loop_call import LoopCall
 from hf_paged.core.errors import UnsupportedCallError
-from hf_paged.engine.draft_budget import RowBudget, StepCosts
-from hf_paged.engine.speculative_request import SpeculativeRequest
+from hf_paged.engine.draft_budget import PAUSE, RowBudget
+from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
 from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
 
@@ -51,16 +51,17 @@ POOLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def speculated(monkeypatch: pytest.MonkeyPatch) -> list[SpeculativeRequest]:
+def speculated(monkeypatch: pytest.MonkeyPatch) -> list[SampledRequest]:
     """The calls whose drafts the engine has verified."""
-    found: list[SpeculativeRequest] = []
-    original = SpeculativeRequest.__init__
+    found: list[SampledRequest] = []
+    original = SampledRequest.__init__
 
-    def noting(self: SpeculativeRequest, *args: Any) -> None:
-        original(self, *args)
-        found.append(self)
+    def noting(self: SampledRequest, call: SampleCall, *args: Any) -> None:
+        original(self, call, *args)
+        if call.has_drafts:
+            found.append(self)
 
-    monkeypatch.setattr(SpeculativeRequest, "__init__", noting)
+    monkeypatch.setattr(SampledRequest, "__init__", noting)
     return found
 
 
@@ -69,12 +70,13 @@ def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have now more and now fewer drafts, or none for a while, whatever pays."""
     rng = random.Random(1)
 
-    def most(budget: RowBudget, *_: Any) -> int:
+    def most(budget: RowBudget, num_tokens: int, _: int) -> int:
         count = max(rng.randint(0, budget.limit), rng.randint(0, budget.limit))
-        budget.pause = 0 if count else rng.choice([0, 0, 3])
+        budget.resume_at = 0 if count else num_tokens + rng.choice([0, 0, 3])
         return count
 
     monkeypatch.setattr(RowBudget, "most", most)
+    monkeypatch.setattr(RowBudget, "note", lambda *_: None)
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:
@@ -105,7 +107,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", SETTINGS)
-def test_alone(make_pair: MakePair, speculated: list[SpeculativeRequest], name: str) -> None:
+def test_alone(make_pair: MakePair, speculated: list[SampledRequest], name: str) -> None:
     """Would break: another draft than stock's, which draws for each; a draft forbidden there, allowed here."""
     num_calls = 0
     pair = make_pair()
@@ -131,7 +133,7 @@ def test_alone_in_any_pool(make_pair: MakePair, pool: str, name: str) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["best_repeating", "drawn_repeating"])
 @pytest.mark.usefixtures("full_budget")
-def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[SpeculativeRequest], name: str) -> None:
+def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[SampledRequest], name: str) -> None:
     """Would break: a row computed again for logits that it has been given, which then belong to other drafts."""
     pair = make_pair(max_num_batched_tokens=2, enable_prefix_caching=False)
     given = {"input_ids": repeating(10), "max_new_tokens": 16, "eos_token_id": None} | LOOKUP | SETTINGS[name]
@@ -165,7 +167,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.core
 @pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "mistral"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches(make_pair: MakePair, speculated: list[SpeculativeRequest], model: str, name: str) -> None:
+def test_batches(make_pair: MakePair, speculated: list[SampledRequest], model: str, name: str) -> None:
     """Would break: a row's draft taken for another's; stock raises, so the tokens are those without drafts."""
     given = dict(BATCHES[name])
     batch = ragged_batch(given.pop("lengths", (21, 14, 9, 2)))
@@ -180,7 +182,7 @@ def test_batches(make_pair: MakePair, speculated: list[SpeculativeRequest], mode
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "assistant_model"])
-def test_what_a_batch_does_without(pair: Pair, speculated: list[SpeculativeRequest], name: str) -> None:
+def test_what_a_batch_does_without(pair: Pair, speculated: list[SampledRequest], name: str) -> None:
     """Would break: an error about batches from stock's loop, or silence about drafts that are left out."""
     given = ragged_batch() | {"max_new_tokens": 6, "pad_token_id": PAD}
     more = {"return_dict_in_generate": True, "output_scores": True}
@@ -239,7 +241,7 @@ def test_drawn_batches(make_pair: MakePair, pool: str, source: str, name: str) -
 @pytest.mark.core
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.usefixtures("any_budget")
-def test_beside_each_other(make_pair: MakePair, speculated: list[SpeculativeRequest], pool: str) -> None:
+def test_beside_each_other(make_pair: MakePair, speculated: list[SampledRequest], pool: str) -> None:
     """Would break: rows preempted between their logits and their tokens, drafts of one step taken for the next's."""
     pair = make_pair(**POOLS[pool])
     jobs: list[dict[str, Any]] = []
@@ -309,7 +311,7 @@ def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["the_same", "another", "one_that_fails"])
-def test_a_draft_model(make_pair: MakePair, speculated: list[SpeculativeRequest], kind: str) -> None:
+def test_a_draft_model(make_pair: MakePair, speculated: list[SampledRequest], kind: str) -> None:
     """Would break: drafts of one row for another, a draft model's error that hangs its caller, blocks left in pools."""
     pair = make_pair()
     draft = draft_model(pair.stock if kind == "the_same" else None)
@@ -440,37 +442,34 @@ def test_models_that_assist_each_other(pair: Pair) -> None:
     assert errors and "is itself assisted" in str(errors[0])
 
 
-def simulate(budget: RowBudget, costs: StepCosts, seconds: Callable[[int], float], right: float, rows: int) -> float:
-    """Tokens a second of `rows` rows whose drafts are right so often, in times of those without drafts."""
-    rng, total, tokens = random.Random(4), 0.0, 0
-    for _ in range(400):
-        count = budget.most(costs)
+def simulate(budget: RowBudget, right: float, rows: int, num_tokens: int = 0) -> tuple[float, int]:
+    """Tokens a step of a row whose drafts are right so often, and how many it has."""
+    rng, steps, end = random.Random(4), 400, num_tokens
+    for _ in range(steps):
+        count = budget.most(end, rows)
         accepted = next((n for n in range(count) if rng.random() >= right), count)
-        budget.note(count, accepted, accepted + 1)
-        took = seconds(rows * (1 + count)) * rng.uniform(0.9, 1.1)
-        costs.note(rows, rows * (1 + count), took)
-        total, tokens = total + took, tokens + accepted + 1
-    return tokens / total * seconds(rows)
+        end += accepted + 1
+        if count:
+            budget.note(count, accepted, end, rows)
+    return (end - num_tokens) / steps, end
 
 
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rows", [1, 8])
 def test_budgets(rows: int) -> None:
     """Would break: drafts that don't pay, none where they would, no way back from none."""
-
-    def bound(num_tokens: int) -> float:  # by computing, but for what each step costs anyway
-        return 1.0 + 0.1 * num_tokens
-
-    assert simulate(RowBudget(5), StepCosts(), bound, 0.0, rows) > 0.95
-    assert simulate(RowBudget(5), StepCosts(), bound, 0.9, rows) > (2.4 if rows == 1 else 1.1)
-    budget, costs = RowBudget(5), StepCosts()
-    simulate(budget, costs, bound, 0.0, rows)
-    assert simulate(budget, costs, bound, 0.9, rows) > (2.0 if rows == 1 else 1.05)
+    assert simulate(RowBudget(5), 0.9, rows)[0] > (3 if rows == 1 else 2)
+    budget = RowBudget(5)
+    per_step, num_tokens = simulate(budget, 0.0, rows)
+    assert per_step == 1
+    num_drafts = sum(budget.most(num_tokens + ahead, rows) > 0 for ahead in range(PAUSE))
+    assert num_drafts < PAUSE, "a row rests whose drafts are wrong"
+    assert simulate(budget, 0.9, rows, num_tokens)[0] > (2.5 if rows == 1 else 1.5), "and comes back"
+    assert simulate(RowBudget(5), 0.9, 1000)[0] < 1.1, "in a large step a draft costs as much as a row"
 
 
 @pytest.mark.parametrize("knows_both", [True, False])
 def test_a_call_waits_for_its_slowest_row(pair: Pair, monkeypatch: pytest.MonkeyPatch, knows_both: bool) -> None:
     """Would break: right drafts all along beside a row that has none, or too few where all rows have some."""
-    monkeypatch.setattr(StepCosts, "seconds", lambda self, num_tokens: 1.0)  # any draft that may be right pays
     ids = random_ids(2, 9)
     settings: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None}
     expected = pair.stock.generate(ids, **settings)
@@ -550,7 +549,7 @@ def test_noise_of_rows_ahead() -> None:
         noise.at([0, 1, 2], [0, 0, 0], like)
         ahead = NoiseAhead(noise, [2, 0, 1], first)
         for index in range(6):
-            found = ahead.rows(index, [0, 2, 1], like, 0)
+            found = ahead.at([index] * 3, [0, 2, 1], like)
             wanted = [expected[first[own] + index][row] for own, row in ((0, 2), (2, 1), (1, 0))]
             assert torch.equal(found, torch.stack(wanted))
 
@@ -562,7 +561,7 @@ def test_drafts_of_one_noise() -> None:
     right, wrong = (torch.rand(5, generator=generator).softmax(-1) for _ in range(2))
     noise = SamplingNoise(generator, count)
     rows, none = list(range(count)), [0] * count
-    drafts = (wrong / NoiseAhead(noise, rows, none).rows(0, rows, wrong, 0)).argmax(-1)
+    drafts = (wrong / NoiseAhead(noise, rows, none).at(none, rows, wrong)).argmax(-1)
     tokens = (right / noise.at(none, rows, right)).argmax(-1)
     for own, probs in ((drafts, wrong), (tokens, right)):
         expected = count * probs

@@ -50,7 +50,7 @@ def test_the_sampler(processor: object, least: float) -> None:
     order = list(range(rows))[::-1]  # not as the logits are: they are copied
     before = torch.cuda.memory_allocated() - logits.nbytes
     torch.cuda.reset_peak_memory_stats()
-    sample_tokens([SamplingBatch(sampler, list(range(rows)), 0, order, 0)], logits)
+    sample_tokens([SamplingBatch(sampler, list(range(rows)), [0] * rows, order, 0)], logits)
     taken = torch.cuda.max_memory_allocated() - before
     assert least <= taken / sampler_bytes(rows, vocab_size, 4) <= 1.01
 

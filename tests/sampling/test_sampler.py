@@ -159,7 +159,7 @@ def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
                         rows_of_logits.append(torch.full_like(call.logits[0, 0], float("nan")))
                     sources.append(len(rows_of_logits))
                     rows_of_logits.append(call.logits[token_index, row])
-                batches.append(SamplingBatch(call.sampler, rows, token_index, sources, oldest))
+                batches.append(SamplingBatch(call.sampler, rows, [token_index] * len(rows), sources, oldest))
                 owners.append(number)
         if all(at == len(call.logits) for call, own in zip(calls, positions) for at in own):
             return found
@@ -170,7 +170,7 @@ def run(calls: list[Call], seed: int = 0) -> list[list[list[int]]]:
         for number, batch, tokens in zip(owners, batches, chosen(batches, logits), strict=True):
             assert len(tokens) == len(batch.rows)
             for row, token in zip(batch.rows, tokens):
-                found[number][batch.token_index][row] = token
+                found[number][batch.token_indices[0]][row] = token
                 positions[number][row] += 1
         assert torch.equal(torch.nan_to_num(logits), torch.nan_to_num(before)), "the step's logits were written to"
 
@@ -349,7 +349,7 @@ def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> Non
             return original(self, ids, scores)
 
         monkeypatch.setattr(kind, "__call__", counted)
-    batches = [SamplingBatch(call.sampler, [0, 1], 0, [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
+    batches = [SamplingBatch(call.sampler, [0, 1], [0, 0], [2 * i, 2 * i + 1], 0) for i, call in enumerate(calls)]
     assert chosen(batches, torch.cat([call.logits[0] for call in calls])) == expected
     assert counts == {kind.__name__: 1 for kind in kinds}
 
@@ -366,7 +366,7 @@ def test_a_parameter_that_changes_on_the_way() -> None:
     for token_index in range(4):
         for i, call in enumerate(calls):
             call.processors[0].temperature = 0.2 + token_index * (1 + i)
-        batches = [SamplingBatch(call.sampler, [0], token_index, [i], token_index) for i, call in enumerate(calls)]
+        batches = [SamplingBatch(call.sampler, [0], [token_index], [i], token_index) for i, call in enumerate(calls)]
         for i, tokens in enumerate(chosen(batches, torch.cat([call.logits[token_index] for call in calls]))):
             found[i].append(tokens)
     assert found == expected
@@ -427,7 +427,7 @@ def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
         SamplingBatch(
             RowSampler(own, None, processor_kinds(own), never, table, table.add(ids[:, : 4 + i]), 4 + i, meta),
             [0, 1],
-            0,
+            [0, 0],
             [2 * i, 2 * i + 1],
             0,
         )

@@ -25,7 +25,7 @@ import hf_paged
 
 FOLDER = str(Path(hf_paged.__file__).parent) + "/"
 FIRST, LATER = 17, 64  # tokens before those that are compared, and these
-RECORDS = "_note_token"  # the function that a token of a row is given to
+RECORDS = "take_tokens"  # the function that a step's tokens are given to
 
 
 class Calls:

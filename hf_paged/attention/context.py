@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.wanted import WantedTokens
 
-_MARK = "is_hf_paged_sentinel"
+MARK = "is_hf_paged_sentinel"  # the attribute of a mask that says what it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ def forward_context(
     sentinel = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
     if is_moved:
         sentinel = sentinel.as_subclass(_Staying)
-    setattr(sentinel, _MARK, True)
+    setattr(sentinel, MARK, True)
     token = _CURRENT.set(ForwardContext(step, sentinel, wanted))
     try:
         yield sentinel
@@ -80,7 +80,7 @@ def with_step(mask: Tensor, step: PagedStep) -> Iterator[None]:
 
 def is_sentinel(mask: Any) -> bool:
     """Whether a mask is one that `forward_context` made, on whichever thread."""
-    return hasattr(mask, _MARK)
+    return hasattr(mask, MARK)
 
 
 def check_not_cut(mask: Any) -> None:
@@ -96,17 +96,12 @@ def check_not_cut(mask: Any) -> None:
         raise RuntimeError("the model has cut the mask of a packed step: paged attention needs all tokens of it")
 
 
-def current_step(mask: Tensor) -> PagedStep:
-    """The step of the forward that was given this sentinel.
+def current_context(mask: Tensor) -> ForwardContext:
+    """What the layers of the forward that was given this sentinel share.
 
     Raises:
         RuntimeError: It runs on another thread, or is over.
     """
-    return current_context(mask).step
-
-
-def current_context(mask: Tensor) -> ForwardContext:
-    """Returns all that the layers of the forward share; raises as `current_step` does."""
     context = _CURRENT.get()
     if context is None or context.sentinel is not mask:
         raise RuntimeError("paged attention was called outside of the forward, or off the thread, that its mask is of")

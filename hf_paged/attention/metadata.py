@@ -92,7 +92,7 @@ class AttentionMetadata:
     def _use(self, tables: np.ndarray) -> None:
         self.host_tables, size, positions = tables, self.block_size, self._positions
         slots = tables[self._token_rows, positions // size] * size + positions % size
-        self.slot_mapping = self._to_device(slots)
+        self.slot_mapping = to_device(slots, self._device)
 
     def with_tables(self, tables: np.ndarray) -> AttentionMetadata:
         """The same step over the block tables of another group of layers; what follows from lengths is shared."""
@@ -168,9 +168,6 @@ class AttentionMetadata:
         tables = pad_tables(blocks, num_blocks, null_block, np.int64)
         return cls(tables, query_lens, seq_lens, block_size, null_block, device)
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self._device)
-
     # Each backend reads its own part of what follows; the rest is never made.
 
     @lazy
@@ -189,19 +186,19 @@ class AttentionMetadata:
 
     @lazy
     def block_tables(self) -> Tensor:
-        return self._to_device(self.host_tables.astype(np.int32))
+        return to_device(self.host_tables.astype(np.int32), self._device)
 
     @lazy
     def seq_lens(self) -> Tensor:
         if self._same_lens is not None:
             return self._same_lens.seq_lens
-        return self._to_device(self.host_seq_lens.astype(np.int32))
+        return to_device(self.host_seq_lens.astype(np.int32), self._device)
 
     @lazy
     def query_start_loc(self) -> Tensor:
         if self._same_lens is not None:
             return self._same_lens.query_start_loc
-        return self._to_device(self.host_start_loc.astype(np.int32))
+        return to_device(self.host_start_loc.astype(np.int32), self._device)
 
     @property
     def work_kinds(self) -> list[WorkKind]:
@@ -217,7 +214,7 @@ class AttentionMetadata:
             return work
         if kind not in self._decode_work:
             items, split = share_out(self.host_seq_lens[: self.num_decodes], kind)
-            both = self._to_device(np.concatenate([items, split]))  # one transfer
+            both = to_device(np.concatenate([items, split]), self._device)  # one transfer
             self._decode_work[kind] = DecodeWork(both[: len(items)], both[len(items) :], int(split[:, 3].sum()))
         return self._decode_work[kind]
 
@@ -231,7 +228,7 @@ class AttentionMetadata:
             if shared is not None:
                 items, split = share_out(self.host_seq_lens[: self.num_decodes], kind, shared)
                 lists = items, split, shared.items, shared.members(split)
-                parts = self._to_device(np.concatenate(lists)).split([len(own) for own in lists])
+                parts = to_device(np.concatenate(lists), self._device).split([len(own) for own in lists])
                 self._shared_work[key] = DecodeWork(parts[0], parts[1], int(split[:, 3].sum()), *parts[2:])
         return self._shared_work[key]
 
@@ -249,7 +246,7 @@ class AttentionMetadata:
             sequence += self.num_decodes
             num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + first
             tiles = np.stack([sequence, first], axis=1)[np.argsort(-num_read, kind="stable")]
-            self._query_tiles[tile] = self._to_device(tiles.astype(np.int32))
+            self._query_tiles[tile] = to_device(tiles.astype(np.int32), self._device)
         return self._query_tiles[tile]
 
     @lazy
@@ -294,11 +291,11 @@ class AttentionMetadata:
         is_real = columns < query_lens[:, None]
         longest = int(seq_lens.max())
         return PaddedGroup(
-            token_index=self._to_device(self.host_start_loc[rows][:, None] + clamped),
-            is_real=None if is_real.all() else self._to_device(is_real),
-            block_table=self._to_device(self.host_tables[rows, : -(-longest // self.block_size)]),
-            query_positions=self._to_device((seq_lens - query_lens)[:, None] + clamped),
-            seq_lens=self._to_device(seq_lens),
+            token_index=to_device(self.host_start_loc[rows][:, None] + clamped, self._device),
+            is_real=None if is_real.all() else to_device(is_real, self._device),
+            block_table=to_device(self.host_tables[rows, : -(-longest // self.block_size)], self._device),
+            query_positions=to_device((seq_lens - query_lens)[:, None] + clamped, self._device),
+            seq_lens=to_device(seq_lens, self._device),
             longest=longest,
             is_whole=bool((seq_lens == query_lens).all()),
             block_size=self.block_size,

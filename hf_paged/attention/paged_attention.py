@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.attention.context import check_not_cut, current_step, is_sentinel
+from hf_paged.attention.context import MARK, check_not_cut, current_context
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.shared_layers import SharedLayersStep
 from hf_paged.core.process import PROCESS
@@ -42,51 +42,37 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         block_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if attention_mask is None or not is_sentinel(attention_mask):
+        if attention_mask is None or not hasattr(attention_mask, MARK):
             check_not_cut(attention_mask)
-            given = {
+            optional = {
                 "sliding_window": sliding_window,
                 "softcap": softcap,
                 "s_aux": s_aux,
                 "position_bias": position_bias,
                 "block_indices": block_indices,
             }
-            kwargs |= {name: value for name, value in given.items() if value is not None}
+            kwargs |= {name: value for name, value in optional.items() if value is not None}
             function = _base_attention(base_name, module)
             return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         if position_bias is not None or block_indices is not None:
             name = "block_indices" if position_bias is None else "position_bias"
             raise ValueError(f"paged attention has no {name}; {type(module).__name__} needs it")
+        if torch.compiler.is_compiling():
+            given = scaling, dropout, sliding_window, softcap, s_aux
+            return uncompiled(module, query, key, value, attention_mask, *given)
+        step = current_context(attention_mask).step
+        layer = step.layer if isinstance(step, SharedLayersStep) else module.layer_idx
+        if not isinstance(layer, int):
+            raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attend = _uncompiled if torch.compiler.is_compiling() else _write_and_attend
-        return attend(attention_mask, module, query, key, value, scale, sliding_window, softcap, s_aux), None
+        # [1, heads, T, head_dim] to [T, heads, head_dim]
+        step.write(key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1), layer)
+        params = AttentionParams(layer, scale, sliding_window, softcap, s_aux)
+        return step.attend(query.squeeze(0).transpose(0, 1), params).unsqueeze(0), None
 
+    # What compiles a layer compiles what lies before and behind its attention: launchers are Python on the host.
+    uncompiled = torch.compiler.disable(paged_attention_forward)
     return paged_attention_forward
-
-
-def _write_and_attend(
-    sentinel: Tensor,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    step = current_step(sentinel)
-    layer = step.layer if isinstance(step, SharedLayersStep) else module.layer_idx
-    if not isinstance(layer, int):
-        raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
-    # [1, heads, T, head_dim] to [T, heads, head_dim]
-    step.write(key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1), layer)
-    params = AttentionParams(layer, scale, sliding_window, softcap, sinks)
-    return step.attend(query.squeeze(0).transpose(0, 1), params).unsqueeze(0)
-
-
-# What compiles a layer compiles what lies before and behind its attention: launchers are Python on the host.
-_uncompiled = torch.compiler.disable(_write_and_attend)
 
 
 def _base_attention(base_name: str, module: nn.Module) -> AttentionFunction:

@@ -42,7 +42,8 @@ class Admission:
 
     def run(self, step: Step) -> None:
         """Fills a step with groups that have no blocks in the pool."""
-        if self._queues.is_any_outside and not step.is_short and not step.is_full:
+        outside = self._queues.waiting.groups or self._queues.swapped.groups
+        if outside and not step.is_short and not step.is_full:
             self._swap_in(step)
             if not self._queues.swapped.head:
                 self._admit(step)

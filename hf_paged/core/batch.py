@@ -124,13 +124,7 @@ def group_tables(tables: list[list[array[int]]]) -> tuple[GroupTables, ...]:
     if not tables:
         return ()
     counts = array("q", [len(blocks) for blocks in tables[0]])  # the same in all groups
-    return tuple([GroupTables(_joined(own), counts) for own in tables])
-
-
-def _joined(tables: list[array[int]]) -> array[int]:
-    blocks = array("i")
-    blocks.frombytes(b"".join(tables))
-    return blocks
+    return tuple([GroupTables(array("i", b"".join(own)), counts) for own in tables])
 
 
 def lay_out(
@@ -163,7 +157,8 @@ def lay_out(
     tokens = _Tokens()
     # Decodes come first; most steps are nothing else.
     is_done = num_decodes > 0 and tokens.add_decodes(sequences[:num_decodes], starts[:num_decodes])
-    tokens.add(chunks, num_decodes if is_done else 0)
+    if not is_done or num_decodes < len(chunks):
+        tokens.add(chunks, num_decodes if is_done else 0)
     return Batch(
         swap_outs=moves.swap_outs,
         swap_ins=moves.swap_ins,
@@ -175,8 +170,8 @@ def lay_out(
         query_lens=array("q", query_lens),
         token_ids=tokens.ids,
         positions=tokens.positions,
-        placeholders=tokens.placeholders(),
-        axes=tokens.axes(),
+        placeholders=tokens.placeholders() if tokens.places else None,
+        axes=tokens.axes() if tokens.odd else None,
         embedded=tokens.embedded,
         spans=tuple(tokens.spans),
         logit_rows=tokens.logit_rows,
@@ -194,8 +189,8 @@ class _Tokens:
     """A batch's tokens, and which logits are wanted, in the making."""
 
     def __init__(self) -> None:
-        self.ids, self.positions, self.logit_rows, self.logit_starts = _int64(), _int64(), _int64(), array("q", [0])
-        self.embedded = _int64()
+        self.ids, self.positions, self.embedded = array("q"), array("q"), array("q")
+        self.logit_rows, self.logit_starts = array("q"), array("q", [0])
         self.places: dict[int, int] = {}
         self.spans: list[tuple[int, int, int]] = []
         self.odd: dict[int, tuple[int, ...]] = {}  # positions that differ from axis to axis
@@ -267,17 +262,13 @@ class _Tokens:
             self.ids.append(token.token_id)
             self.positions.append(given)
 
-    def axes(self) -> array[int] | None:
+    def axes(self) -> array[int]:
         """See `Batch`."""
-        if not self.odd:
-            return None
         number = len(next(iter(self.odd.values())))
         return array("q", [axis for i, p in enumerate(self.positions) for axis in self.odd.get(i, (p,) * number)])
 
-    def placeholders(self) -> array[int] | None:
+    def placeholders(self) -> array[int]:
         """See `Batch`."""
-        if not self.places:
-            return None
         placeholders = array("q", [-1]) * len(self.ids)
         for index, place in self.places.items():
             placeholders[index] = place

@@ -55,7 +55,7 @@ class BlockPool:
         self.peak_in_use = 0
         self.num_evictions = 0
         self.cache_epoch = 0
-        self._num_free = 0
+        self.num_free = 0
         self._index: dict[bytes, int] = {}
         # The last entry is a sentinel that closes the free list into a ring, so that linking has no special cases.
         self._sentinel = Block(num_blocks, prev=num_blocks, next=num_blocks)
@@ -66,14 +66,9 @@ class BlockPool:
     # Counters
 
     @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, cached free ones included."""
-        return self._num_free
-
-    @property
     def num_in_use(self) -> int:
         """Blocks with a ref count of at least 1."""
-        return self.num_blocks - self._num_free
+        return self.num_blocks - self.num_free
 
     def ref_count(self, block_id: int) -> int:
         """Holders of the block. Raises `ValueError` for an id outside the pool, as all methods do."""
@@ -103,8 +98,8 @@ class BlockPool:
         """
         if n < 0:
             raise ValueError(f"cannot allocate {n} blocks")
-        if n > self._num_free:
-            raise OutOfBlocksError(n, self._num_free)
+        if n > self.num_free:
+            raise OutOfBlocksError(n, self.num_free)
         block_ids = []
         for _ in range(n):
             block = self._blocks[self._sentinel.next]
@@ -245,8 +240,8 @@ class BlockPool:
         unreferenced = [block.block_id for block in blocks if block.ref_count == 0]
         assert all(block.ref_count >= 0 for block in blocks), "a ref count is negative"
         assert sorted(linked) == unreferenced, f"free list {sorted(linked)} is not the unreferenced {unreferenced}"
-        assert len(linked) == self._num_free, f"{len(linked)} blocks are free, {self._num_free} were counted"
-        assert self._num_free + sum(block.ref_count > 0 for block in blocks) == self.num_blocks, "free + used != all"
+        assert len(linked) == self.num_free, f"{len(linked)} blocks are free, {self.num_free} were counted"
+        assert self.num_free + sum(block.ref_count > 0 for block in blocks) == self.num_blocks, "free + used != all"
         for block in blocks:
             assert block.ref_count == 0 or block.prev == block.next == _UNLINKED, f"{block} is in use but linked"
 
@@ -279,12 +274,12 @@ class BlockPool:
         block.prev, block.next = successor.prev, successor.block_id
         self._blocks[successor.prev].next = block.block_id
         successor.prev = block.block_id
-        self._num_free += 1
+        self.num_free += 1
         self.num_cached_free += block.block_hash is not None
 
     def _unlink(self, block: Block) -> None:
         self._blocks[block.prev].next = block.next
         self._blocks[block.next].prev = block.prev
         block.prev = block.next = _UNLINKED
-        self._num_free -= 1
+        self.num_free -= 1
         self.num_cached_free -= block.block_hash is not None

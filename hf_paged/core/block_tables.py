@@ -119,7 +119,7 @@ class BlockTables:
             return []
         others = range(1, len(self.windows))
         first = [tables[seq_id].blocks for seq_id in seq_ids]
-        return [first, *([tables[seq_id].groups[group] for seq_id in seq_ids] for group in others)]
+        return [first, *[[tables[seq_id].groups[group] for seq_id in seq_ids] for group in others]]
 
     @property
     def num_stored_tokens(self) -> int:

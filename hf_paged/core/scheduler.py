@@ -186,7 +186,8 @@ class Scheduler(Sequences):
                 if (num_tokens > 1 or end % block_size in slides_at) and sequence.is_recomputable:
                     # Behind drafts that are taken back it goes on from the token before them.
                     self._manager.slide(sequence.seq_id, min(end, sequence.num_tokens - sequence.num_drafts))
-        self.admission.offered.update(offer.block_hash for offer in offers)
+        if offers:
+            self.admission.offered.update([offer.block_hash for offer in offers])
         return offers
 
     def settle(self, offers: list[Offer], is_finite: list[bool]) -> None:
@@ -215,4 +216,4 @@ class Scheduler(Sequences):
 
     def _take(self, batch: Batch) -> list[Chunk]:
         """What ran in a step that is over."""
-        return self._steps.pop(batch.number) if batch.num_seqs else []
+        return self._steps.pop(batch.number) if batch.number else []

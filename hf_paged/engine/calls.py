@@ -113,9 +113,9 @@ class Calls:
     def cancel(self, run: Run, row: int | None = None) -> None:
         """Ends a run, or one of its rows, before the next step. Takes no lock."""
         if row is not None and isinstance(run, SampledRequest):  # of beams none ends by itself
-            self._core.worker.loop.order(partial(run.cancel_row, row))
+            self._core.post(partial(run.cancel_row, row), between_steps=True)
         else:
-            self._core.worker.loop.order(run.cancel)
+            self._core.post(run.cancel, between_steps=True)
 
     def leading(self) -> AbstractContextManager[None]:
         """Wraps the wait for a run: see `StepWorker.leading`."""

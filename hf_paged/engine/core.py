@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -53,6 +52,7 @@ class EngineCore:
         fused: norms, gated MLPs and rotary embeddings, and
         decoder_layers: decoder layers that consist of both.
         bound: The model as forwards call it.
+        post: See `StepLoop.post`.
         ranks: This rank's end of what several do together; `None`: the model is whole.
         num_generated_tokens: The tokens of calls that are over.
         num_drafts: The drafts verified in these calls: all, and those that were right.
@@ -94,9 +94,9 @@ class EngineCore:
         )
         self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights, state.check_rows)
         self.ranks: Leader | Follower | None = None
-        self.worker = StepWorker(self.pool, self.executor, self.carry_out)
+        self.worker = StepWorker(self.pool, self.executor)
         self.stop_strings = StopStringTables()
-        self._posted: deque[Callable[[], None]] = deque()
+        self.post = self.worker.loop.post
         self.runs: set[Run] = set()
         self.num_generated_tokens = 0
         self.num_drafts = (0, 0)
@@ -159,27 +159,13 @@ class EngineCore:
         It begins with all that was posted.
         """
         with self.pool.lock, deferred_interrupt():
-            self.carry_out()
+            self.worker.loop.carry_out()
             yield
 
     def free(self, sequence: Sequence) -> None:
         """Ends a sequence and releases its blocks. The pool's lock is held."""
         self.worker.loop.remove(sequence)
         self.scheduler.free(sequence)
-
-    def post(self, change: Callable[[], None]) -> None:
-        """Has a change of queues, tables or rows made before anything reads them. Takes no lock, as in a finalizer.
-
-        Args:
-            change: Called with the pool's lock held, perhaps beside a step: of sequences that are in none. Raises
-                nothing.
-        """
-        self._posted.append(change)
-
-    def carry_out(self) -> None:
-        """Makes the changes that were posted, in their order. The pool's lock is held."""
-        while self._posted:
-            self._posted.popleft()()
 
     def batch_key(self) -> Hashable:
         """What the rows of a step must have in common: the autocast state, here that of this thread."""

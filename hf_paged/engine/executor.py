@@ -48,7 +48,6 @@ class _StepInFlight:
     rows: StepRows
     is_stalled: bool
     timer: DeviceTimer
-    chosen: SampledTokens | None
     parts: list[_Part]
     offers: list[Offer]
     check: ToHost | Exception | None
@@ -62,6 +61,7 @@ class StepExecutor:
     it. Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
 
     Attributes:
+        in_flight: Steps that are launched, and whose tokens are not handed out.
         leader: Where the model is shared out between ranks: tells the others of each step.
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
         num_prefill_tokens: The tokens computed beyond one a sequence and step.
@@ -92,7 +92,7 @@ class StepExecutor:
         self._runner = runner
         self.look_at_weights = look_at_weights
         self._check_rows = check_rows
-        self._in_flight: deque[_StepInFlight] = deque()
+        self.in_flight: deque[_StepInFlight] = deque()
         self._tables: dict[torch.device, TokenTable] = {}
         self.consumers: dict[int, tuple[Run, int]] = {}
         self.leader: Leader | None = None
@@ -100,10 +100,6 @@ class StepExecutor:
         self.num_prefill_tokens = 0
         self.is_handing_out = False
         self.step_listeners: list[Callable[[], None]] = []
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
 
     @property
     def overlaps(self) -> bool:
@@ -139,15 +135,17 @@ class StepExecutor:
         """
         pool = self._pool
         try:
-            device = self._model.placement[1]
+            attention = pool.attention
+            device = attention.kv_cache.device
             with on_steps_stream(device), autocasting(batch.batch_key):
-                embeddings = self._embeddings(batch)
+                embeddings = self._embeddings(batch) if batch.embedded else None
                 tell = None if self.leader is None else partial(self.leader.step, batch, embeddings=embeddings)
-                attention = pool.execute_moves(batch, tell)
+                pool.execute_moves(batch, attention, tell)
                 timer = DeviceTimer(device)
                 if called is None:
                     self._check_rows()
-                    output = self._runner.run(batch, attention, embeddings, self._chosen_before(batch))
+                    chosen = None if batch.placeholders is None else self._chosen_before()
+                    output = self._runner.run(batch, attention, embeddings, chosen)
                     self._check_rows()
                 else:
                     output = self._runner.padded.run_called(batch, attention, called)
@@ -161,22 +159,22 @@ class StepExecutor:
             scheduler = pool.scheduler
             chunks = scheduler.chunks(batch)
             rows, block_size = StepRows.of(chunks), pool.config.block_size
-            if any((start + count) % block_size < count for _, start, count in chunks):  # a block is full
+            filled = [sequence for sequence, start, count in chunks if (start + count) % block_size < count]
+            if filled:
                 self.look_at_weights()
             offers = scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
-            number = self.count_step(batch.num_seqs, batch.num_tokens)
+            number = self.count_step(len(batch.seq_ids), len(batch.token_ids))
             parts = self._deliver(batch, output) if called is None else []
-            chosen = next((part for part, _ in parts if isinstance(part, SampledTokens)), None)
-            is_decode = len(batch.logit_rows) == batch.num_tokens
-            step = _StepInFlight(number, rows, batch.is_stalled, timer, chosen, parts, offers, check, is_decode)
-            self._in_flight.append(step)
+            is_decode = len(batch.logit_rows) == len(batch.token_ids)
+            step = _StepInFlight(number, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
+            self.in_flight.append(step)
             timer.stop()
         return output
 
     def collect(self) -> None:
         """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held."""
-        done = self._in_flight.popleft()
+        done = self.in_flight.popleft()
         is_finite = [False] * len(done.offers)
         seconds = 0.0
         failure: Exception | None = None
@@ -197,8 +195,8 @@ class StepExecutor:
         except Exception as error:
             outcomes = [error] * len(outcomes)
         with self._pool.lock:
-            # Before rows end, whose blocks are free then.
-            self._pool.scheduler.settle(done.offers, is_finite)
+            if done.offers:  # before rows end, whose blocks are free then
+                self._pool.scheduler.settle(done.offers, is_finite)
             self.is_handing_out = True
             takers = [taker for _, takers in done.parts for taker in takers]
             for (consumer, rows), outcome in zip(takers, outcomes, strict=True):
@@ -214,10 +212,8 @@ class StepExecutor:
         for listener in self.step_listeners.copy():
             listener()
 
-    def _embeddings(self, batch: Batch) -> Tensor | None:
+    def _embeddings(self, batch: Batch) -> Tensor:
         """`[E, hidden_size]`, what the batch's tokens of `embedded` were given as; in slices, as it was given."""
-        if not batch.embedded:
-            return None
         parts: list[Tensor] = []
         first: GivenToken | None = None
         count = 0
@@ -236,11 +232,9 @@ class StepExecutor:
         width = max(part.shape[-1] for part in parts)  # some may have more than an embedding
         return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts])
 
-    def _chosen_before(self, batch: Batch) -> Tensor | None:
-        """The tokens that the step before has chosen, if the batch has any of them."""
-        if batch.placeholders is None:
-            return None
-        chosen = self._in_flight[-1].chosen
+    def _chosen_before(self) -> Tensor:
+        """The tokens that the step before has chosen."""
+        chosen = self.in_flight[-1].parts[0][0]  # what rows sample comes before what beams select
         assert isinstance(chosen, SampledTokens)
         return chosen.tokens
 
@@ -299,7 +293,7 @@ class StepExecutor:
 
     def note_step(self, number: int, rows: StepRows, seconds: float, is_stalled: bool = False) -> None:
         """Writes a step that was counted, with all that it led to, into the log. The pool's lock is held."""
-        scheduler = self._pool.scheduler
+        queues = self._pool.scheduler.queues
         self._pool.log.add_step(
             number,
             num_seqs=len(rows.columns[0]),
@@ -308,8 +302,8 @@ class StepExecutor:
             num_prefill_tokens=rows.num_tokens - rows.num_decode,
             seconds=seconds,
             chunks=rows.columns,
-            num_waiting=scheduler.queues.num_waiting,
-            num_swapped=scheduler.queues.num_to_swap_in,
+            num_waiting=len(queues.waiting.groups),
+            num_swapped=queues.num_to_swap_in,
             is_stalled=is_stalled,
             num_free_blocks=self._pool.manager.pool.num_free,
         )

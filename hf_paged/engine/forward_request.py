@@ -60,7 +60,7 @@ class ForwardRequest(Run):
         """
         loop = self._loop
         if loop is not None:
-            loop.on_cancel = lambda: self._worker.loop.order(self.cancel)
+            loop.on_cancel = lambda: self._worker.loop.post(self.cancel, between_steps=True)
             if loop.is_cancelled:
                 loop.on_cancel()
         try:

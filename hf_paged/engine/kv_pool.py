@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_paged.attention.lazy import lazy
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.spread_attention import SpreadAttention
 from hf_paged.core.batch import BlockMoves
@@ -63,6 +64,7 @@ class KVPool:
 
     Attributes:
         lock: Re-entrant; held by any code that changes tables or the tensor.
+        is_made: Whether there are tables.
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
     """
 
@@ -99,13 +101,9 @@ class KVPool:
         self._placement = placement
         self._find_size = find_size
         self._found_size: PoolSize | None = None
-        self._manager: BlockManager | None = None
-        self._scheduler: Scheduler | None = None
+        self.is_made = False
+        self._made: tuple[BlockManager, Scheduler] | None = None
         self._attention: PoolAttention | None = None
-
-    @property
-    def is_made(self) -> bool:
-        return self._manager is not None
 
     @property
     def max_context(self) -> int:
@@ -145,39 +143,34 @@ class KVPool:
     def _geometry(self) -> KVGeometry:
         return self._geometry_in(KV_DTYPES.get(self.config.kv_cache_dtype, self._placement()[0]))
 
-    @property
+    @lazy
     def manager(self) -> BlockManager:
-        if self._manager is None:
-            self._make()
-        assert self._manager is not None
-        return self._manager
+        return self._make()[0]
 
-    def _make(self) -> None:
+    @lazy
+    def scheduler(self) -> Scheduler:
+        return self._make()[1]
+
+    def _make(self) -> tuple[BlockManager, Scheduler]:
         with self.lock:
-            if self._manager is None:
-                num_blocks = self._size.num_blocks
-                arguments = (
-                    num_blocks,
-                    self.config.block_size,
-                    self.config.enable_prefix_caching,
-                    self._num_swap_blocks(num_blocks),
-                    self.log,
-                    self._groups.windows,
-                )
-                layout = self.state_layout
-                manager = (
-                    BlockManager(*arguments)
-                    if layout is None or self._states is None
-                    else StateBlockManager(
-                        *arguments, state_blocks=layout.num_pages, takes_snapshots=self._states.carried
+            if self._made is None:
+                config, num_blocks = self.config, self._size.num_blocks
+                swap_blocks, layout = self._num_swap_blocks(num_blocks), self.state_layout
+                size = num_blocks, config.block_size, config.enable_prefix_caching, swap_blocks
+                if layout is None or self._states is None:
+                    manager = BlockManager(*size, self.log, self._groups.windows)
+                else:
+                    manager = StateBlockManager(
+                        *size,
+                        self.log,
+                        self._groups.windows,
+                        state_blocks=layout.num_pages,
+                        takes_snapshots=self._states.carried,
                     )
-                )
-                self._scheduler = self._make_scheduler(manager)
-                self._manager = manager  # last: other threads look without the lock
-
-    def _make_scheduler(self, manager: BlockManager) -> Scheduler:
-        config = self.config
-        return Scheduler(manager, config.max_num_batched_tokens, config.max_num_seqs, self._prefers_swap)
+                limits = config.max_num_batched_tokens, config.max_num_seqs
+                self._made = manager, Scheduler(manager, *limits, self._prefers_swap)
+                self.is_made = True  # last: other threads look without the lock
+            return self._made
 
     @property
     def state_layout(self) -> StateLayout | None:
@@ -199,17 +192,24 @@ class KVPool:
         num_blocks = self.manager.swap.need([sequence.seq_id for sequence in group.sequences])
         return self.cost.prefers_swap(num_tokens, num_blocks)
 
-    def execute_moves(self, moves: BlockMoves, tell: Callable[[list[Copy]], None] | None = None) -> PoolAttention:
-        """Swaps, copies and clears blocks before a step; returns what it is to run over.
+    def execute_moves(
+        self,
+        moves: BlockMoves,
+        attention: PoolAttention | None = None,
+        tell: Callable[[list[Copy]], None] | None = None,
+    ) -> None:
+        """Swaps, copies and clears blocks before a step.
 
         Args:
+            attention: What it is to run over, if that is known.
             tell: Told of it before, in place of the pool's own `tell`; also where there is nothing to be done.
         """
+        attention = attention or self.attention
         self._pending += [(name, blocks) for name in COPIES if (blocks := getattr(moves, name))]
-        attention = self.flush_copies(tell)
+        if self._pending or tell is not None:
+            self.flush_copies(attention, tell)
         for num_blocks, seconds in attention.kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
-        return attention
 
     def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
         """Moves blocks `(device, CPU)`."""
@@ -220,12 +220,14 @@ class KVPool:
         self._pending += [copy for copy in copies if copy[1]]
         return self.flush_copies()
 
-    def flush_copies(self, tell: Callable[[list[Copy]], None] | None = None) -> PoolAttention:
+    def flush_copies(
+        self, attention: PoolAttention | None = None, tell: Callable[[list[Copy]], None] | None = None
+    ) -> PoolAttention:
         """Carries out what the block tables say has been copied, before anything reads it. The step lock is held.
 
         What raises (out of memory, say) stays to be done: the tables name the new places already.
         """
-        attention = self.attention
+        attention = attention or self.attention
         if tell is not None:
             tell(list(self._pending))
         elif self.tell is not None and self._pending:
@@ -247,13 +249,6 @@ class KVPool:
             attention.copy_blocks(blocks)
         else:
             attention.zero_blocks(blocks)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        if self._manager is None:
-            self._make()
-        assert self._scheduler is not None
-        return self._scheduler
 
     @property
     def kv_cache(self) -> KVCache:
@@ -321,7 +316,7 @@ class KVPool:
             ValueError: A live `PagedCache` holds tokens that can't be computed again (of hidden states, odd masks).
         """
         with self.lock:
-            if self._manager is None or self._attention is None:
+            if not self.is_made or self._attention is None:
                 return
             lost = self.scheduler.preemption.preempt_all()
             if lost:
@@ -329,7 +324,7 @@ class KVPool:
                     f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
                     "reset() or drop those caches first"
                 )
-            self._manager.prefix.reset()
+            self.manager.prefix.reset()
             self.drop()
 
     def drop(self) -> None:
@@ -340,9 +335,10 @@ class KVPool:
 
     def record_peak(self) -> None:
         manager = self.manager
+        num_in_use = manager.pool.num_blocks - manager.pool.num_free
         # Tables are only walked when a step took more blocks than any before.
-        if manager.pool.num_in_use > self.peak[0]:
-            self.peak = (manager.pool.num_in_use, manager.num_stored_tokens, manager.num_allocated_slots)
+        if num_in_use > self.peak[0]:
+            self.peak = (num_in_use, manager.num_stored_tokens, manager.num_allocated_slots)
 
     def out_of_blocks(self, error: OutOfBlocksError) -> OutOfBlocksError:
         """Returns the same error with what the caller can do about it."""

@@ -43,10 +43,11 @@ class Pause:
 
         A pause ends with the main thread: else the interpreter would wait for ever for threads that wait for a step.
         """
-        return self._is_on and threading.main_thread().is_alive()
+        return not self.allows()
 
     def allows(self) -> bool:
-        return not self.is_on
+        """Whether a turn of the loop may run a step."""
+        return not (self._is_on and threading.main_thread().is_alive())
 
     def begin(self) -> None:
         """Waits for the step that runs now, and lets none run after it. See `Engine.pause`."""

@@ -160,7 +160,7 @@ class SampledRequest(Run):
         super().__init__(pool, worker, on_end)
         self._call = call
         self._on_token = on_token
-        self.is_assisted = call.draft_model is not None
+        self._has_drafts, self.is_assisted = call.has_drafts, call.draft_model is not None
         num_rows, self._width = call.input_ids.shape
         # Of new tokens, which no row may have more of.
         self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
@@ -357,7 +357,7 @@ class SampledRequest(Run):
             for place in range(num_before, last + 1):
                 said = row.logprobs[place] if row.logprobs else None
                 self._on_token(index, row.tokens[place], said, place == last)
-        if self._call.has_drafts:
+        if self._has_drafts:
             self._book(index, len(row.drafts), num_right)
         if reason is not None:
             self._end(row, reason)
@@ -370,7 +370,7 @@ class SampledRequest(Run):
             sequence.is_wanted = True
             scheduler.add_placeholder(sequence, -1)  # it is known right away
         scheduler.resolve_token(sequence, token)
-        if self._call.has_drafts and row.num_chosen == len(row.tokens):  # else it is in the next step already
+        if self._has_drafts and row.num_chosen == len(row.tokens):  # else it is in the next step already
             self._guess(index)
 
     def _end(self, row: Row, reason: str) -> None:

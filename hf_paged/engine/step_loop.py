@@ -44,11 +44,9 @@ class StepLoop:
         num_exclusive: Threads that have, or wait for, the pool to themselves.
     """
 
-    def __init__(self, pool: KVPool, executor: StepExecutor, carry_out: Callable[[], None]) -> None:
-        """Runs the steps over one pool. `carry_out` makes the posted changes before each, under the pool's lock."""
+    def __init__(self, pool: KVPool, executor: StepExecutor) -> None:
         self._pool = pool
         self._executor = executor
-        self._carry_out = carry_out
         self.condition = threading.Condition(pool.lock)
         self.decoding_loops = DecodingLoops(self.condition, executor)
         self.woken = threading.Event()
@@ -57,7 +55,8 @@ class StepLoop:
         self._holder: int | None = None
         self._is_turn = False
         self._orphaned_by: BaseException | None = None
-        self._orders: deque[Callable[[], None]] = deque()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._posted_between: deque[Callable[[], None]] = deque()
         self._token_limit: int | None = None
         self._stuck = (-1, 0.0)  # how many steps had been run when a group found no room, and since when
 
@@ -76,9 +75,20 @@ class StepLoop:
         self._executor.consumers.pop(sequence.seq_id, None)
         sequence.is_wanted = False
 
-    def order(self, action: Callable[[], None]) -> None:
-        """Has something done before the next step (a cancellation). Takes no lock: a finalizer may call it."""
-        self._orders.append(action)
+    def post(self, change: Callable[[], None], between_steps: bool = False) -> None:
+        """Has a change of queues, tables or rows made before the next step. Takes no lock: a finalizer may call it.
+
+        Args:
+            change: Called with the pool's lock held. Raises nothing.
+            between_steps: It is of sequences that a step may be running (a cancellation), and waits for its end. Others
+                are made before anything reads what they change, perhaps beside a step.
+        """
+        (self._posted_between if between_steps else self._posted).append(change)
+
+    def carry_out(self) -> None:
+        """Makes the changes that need not wait for a step, in their order. The pool's lock is held."""
+        while self._posted:
+            self._posted.popleft()()
 
     def wake(self) -> None:
         """Makes the worker's thread and those that wait look again. The pool's lock is held."""
@@ -86,16 +96,14 @@ class StepLoop:
         self.condition.notify_all()
 
     @property
-    def has_orders(self) -> bool:
+    def is_posted(self) -> bool:
         """Whether something is to be done even if steps may not run."""
-        return bool(self._orders)
+        return bool(self._posted_between)
 
     @property
     def has_work(self) -> bool:
-        return (
-            self.has_orders
-            or self._executor.num_in_flight > 0
-            or (self._pool.is_made and self._pool.scheduler.queues.has_work)
+        return bool(self._posted_between or self._executor.in_flight) or (
+            self._pool.is_made and self._pool.scheduler.queues.has_work
         )
 
     # Who has the role
@@ -103,9 +111,7 @@ class StepLoop:
     @contextmanager
     def holding(self, keeps_in_flight: bool = False) -> Iterator[None]:
         """Within it this thread has the step lock. Re-entrant."""
-        self.check_orphaned()
-        wait_interruptibly(self._acquire)
-        outer, self._holder = self._holder, threading.get_ident()
+        outer = self._take()
         try:
             if not keeps_in_flight:
                 self.settle()
@@ -113,6 +119,14 @@ class StepLoop:
         finally:
             self._holder = outer
             self._lock.release()
+
+    def _take(self) -> int | None:
+        """Takes the step lock; returns which thread had it before: this one, or none."""
+        self.check_orphaned()
+        if not self._lock.acquire(blocking=False):
+            wait_interruptibly(self._acquire)
+        outer, self._holder = self._holder, threading.get_ident()
+        return outer
 
     def do_while(self, is_needed: Callable[[], bool], action: Callable[[], None]) -> None:
         """Calls `action` with the step lock, unless it is no longer needed once the lock is taken."""
@@ -173,24 +187,32 @@ class StepLoop:
 
     # A turn
 
-    def turn(self, may_step: Callable[[], bool]) -> None:
-        """Carries out what was ordered and, if it `may_step`, runs a step of whatever can run."""
-        with self.holding(keeps_in_flight=True):
-            self._is_turn = True
-            try:
-                if may_step():
-                    self._advance()
-                else:
-                    with self._pool.lock:
-                        self._housekeep()
-            except BaseException as error:
+    def turn(self, may_step: Callable[[], bool]) -> bool:
+        """Makes the changes that were posted and, if it `may_step`, runs a step of whatever can run.
+
+        Returns:
+            Whether it might.
+        """
+        outer, is_allowed = self._take(), True
+        self._is_turn = True
+        try:
+            is_allowed = may_step()
+            if is_allowed:
+                self._advance()
+            else:
                 with self._pool.lock:
-                    self.fail_all(error)  # whatever went wrong, no request waits for ever
-            finally:
-                self._is_turn = False
+                    self._housekeep()
+        except BaseException as error:
+            with self._pool.lock:
+                self.fail_all(error)  # whatever went wrong, no request waits for ever
+        finally:
+            self._is_turn = False
+            self._holder = outer
+            self._lock.release()
+        return is_allowed
 
     def fail_all(self, error: BaseException) -> None:
-        """Carries out what was ordered; all others that wait for a step get the error. Both locks are held."""
+        """Makes the changes that were posted; all others that wait for a step get the error. Both locks are held."""
         self._housekeep()
         for consumer in {id(consumer): consumer for consumer, _ in self._executor.consumers.values()}.values():
             consumer.fail(error)
@@ -233,16 +255,16 @@ class StepLoop:
         Where steps overlap, the tokens of this one are handed out by the next call.
         """
         overlaps = self._executor.overlaps
-        if forced or not overlaps:
-            self.settle()
+        if (forced or not overlaps) and self._executor.in_flight:
+            self._collect(num_kept=0)
         with self._pool.lock:
             self._housekeep()
-            step: Batch | None = None
-            if self._pool.is_made and self._pool.scheduler.queues.has_work:
-                step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
-                if step is None:
-                    return True
-        if step is None or not step.num_seqs:
+            if not self._pool.is_made:
+                return False
+            step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
+            if step is None:
+                return True
+        if not step.seq_ids:
             return self.settle()
         try:
             self._run(step, keeps_in_flight=overlaps)
@@ -254,7 +276,7 @@ class StepLoop:
 
     def settle(self) -> bool:
         """Hands out all tokens that are on their way; returns whether there were any. The step lock is held."""
-        if not self._executor.num_in_flight:
+        if not self._executor.in_flight:
             return False
         self._collect(num_kept=0)
         return True
@@ -266,15 +288,15 @@ class StepLoop:
         self._collect(num_kept=int(keeps_in_flight))
 
     def _collect(self, num_kept: int) -> None:
-        while self._executor.num_in_flight > num_kept:
+        while len(self._executor.in_flight) > num_kept:
             self._executor.collect()
         with self.condition:
             self.condition.notify_all()
 
     def _housekeep(self) -> None:
-        self._carry_out()
-        while self._orders:
-            self._orders.popleft()()
+        self.carry_out()
+        while self._posted_between:
+            self._posted_between.popleft()()
 
     def _schedule(self, **options: Any) -> Batch | None:
         """The next step; `None` if a group finds no room, at the moment or (then it was failed) for good.
@@ -294,7 +316,8 @@ class StepLoop:
             consumer: Any = group.owner
             consumer.fail(self._pool.out_of_blocks(error))
             return None
-        if not step.num_seqs:
+        if not step.seq_ids:
+            self._pool.log.step = self._executor.num_steps
             self._pool.execute_swap_outs(step.swap_outs)
         return step
 
@@ -333,7 +356,7 @@ class StepLoop:
             with self._pool.lock:
                 # Forced, since its rows may be back in the queue behind others.
                 again = self._schedule(only=owner, forced=True)
-            if again is None or not again.num_seqs:
+            if again is None or not again.seq_ids:
                 continue
             try:
                 self._run(again)

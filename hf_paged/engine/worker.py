@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -31,11 +31,11 @@ class StepWorker:
     for all callers that wait. On the main thread, callers hold Ctrl-C back (`interrupts.py`).
     """
 
-    def __init__(self, pool: KVPool, executor: StepExecutor, carry_out: Callable[[], None]) -> None:
+    def __init__(self, pool: KVPool, executor: StepExecutor) -> None:
         self._pool = pool
         self._executor = executor
         self.step_listeners = executor.step_listeners
-        self.loop = StepLoop(pool, executor, carry_out)
+        self.loop = StepLoop(pool, executor)
         self.pause = Pause(pool, self.loop, self.notify)
         self._thread: threading.Thread | None = None
         self._leader: int | None = None  # the caller's thread that runs the steps, or is about to
@@ -123,16 +123,12 @@ class StepWorker:
                 around.enter_context(without_modes())
                 around.enter_context(self._prepared())
             while self._leader == own and not done.is_set():
-                if loop.num_exclusive or self.pause.is_on:
+                if loop.num_exclusive:
                     break
-                if between is None:
-                    loop.turn(self.pause.allows)
-                    check_interrupt()
-                    continue
-                with without_modes():
-                    loop.turn(self.pause.allows)
+                with nullcontext() if between is None else without_modes():
+                    is_paused = not loop.turn(self.pause.allows)
                 check_interrupt()
-                if between():
+                if is_paused or (between is not None and between()):
                     break
         if done.is_set():
             with loop.holding():
@@ -196,7 +192,7 @@ class StepWorker:
                     return False
                 if loop.num_exclusive or self._leader is not None or not loop.has_work:
                     return True
-                if self.pause.is_on and not loop.has_orders:
+                if self.pause.is_on and not loop.is_posted:
                     return True
                 loop.decoding_loops.gather()
             loop.turn(self.pause.allows)

@@ -130,6 +130,8 @@ class KVCache:
         key_dims: Of each group, the width of a head's key.
         groups: Where a layer's keys and values are: in the blocks of its group's tables, at its index of a page.
         states: What layers keep of all of a sequence's tokens together.
+        device: The device that the model's inputs are wanted on.
+        layer_devices: That of each layer; `None`: the same.
     """
 
     def __init__(
@@ -166,6 +168,8 @@ class KVCache:
                 f"a pool of {num_blocks} blocks needs {size:,} bytes, which {device} does not have free; "
                 "lower num_blocks (or memory_fraction)"
             ) from error
+        self.device = self.tensor.device
+        self.layer_devices: tuple[torch.device | None, ...] | None = None
         self.compute_dtype = compute_dtype or geometry.dtype
         self.key_dims = [own.key_dim for own in geometry.groups]
         if geometry.is_uniform:
@@ -174,15 +178,6 @@ class KVCache:
             views = {own: self._view(own) for own in geometry.groups}
             self.views = [views[own] for own in geometry.groups]
         self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model's inputs are wanted on."""
-        return self.tensor.device
-
-    @property
-    def layer_devices(self) -> tuple[torch.device | None, ...] | None:
-        return None
 
     def at(self, layer: int) -> tuple[Tensor, int, int]:
         """Where a layer's keys and values are: the view of its group, its index there, and the width of a key."""

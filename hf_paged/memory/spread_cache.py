@@ -79,21 +79,13 @@ class SpreadKVCache(KVCache):
         self.num_blocks = self.null_block = num_blocks
         self.compute_dtype = compute_dtype
         self.states = None
-        self._main, self._layers = main, tuple(layers)
+        self.device, self.layer_devices = main, tuple(layers)
         own = shares(geometry, groups, layers, main)
         self.parts = [
             KVCache(share.geometry, num_blocks, block_size, share.device, compute_dtype, share.groups) for share in own
         ]
         number = {share.device: index for index, share in enumerate(own)}
         self.part_of = [number[device or main] for device in layers]
-
-    @property
-    def device(self) -> torch.device:
-        return self._main
-
-    @property
-    def layer_devices(self) -> tuple[torch.device | None, ...] | None:
-        return self._layers
 
     def at(self, layer: int) -> tuple[Tensor, int, int]:
         return self.parts[self.part_of[layer]].at(layer)
@@ -114,14 +106,14 @@ class SpreadKVCache(KVCache):
 
     def block_sums(self, blocks: Sequence[int], groups: Sequence[int] | None = None) -> ToHost:
         """As of one device; of a page's last layer, wherever it is."""
-        sums = torch.empty(len(blocks), dtype=torch.float32, device=self._main)
+        sums = torch.empty(len(blocks), dtype=torch.float32, device=self.device)
         numbers = [0] * len(blocks) if groups is None else list(groups)
         for group in set(numbers):
             own = [place for place, each in enumerate(numbers) if each == group]
             last = max(layer for layer, (each, _) in enumerate(self.groups.places) if each == group)
             part = self.parts[self.part_of[last]]
             found = part._sums(group, [blocks[place] for place in own])
-            sums[torch.tensor(own, device="cpu").to(self._main)] = found.to(self._main)
+            sums[torch.tensor(own, device="cpu").to(self.device)] = found.to(self.device)
         return ToHost(sums)
 
     @contextmanager

@@ -257,22 +257,21 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
         # A row with a NaN anywhere is all NaN behind the softmax.
         is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
         tokens = torch.where(is_number, tokens, -1)
-    if any(sampler.table is not None for sampler in samplers):
-        _note(batches, lengths, tokens.clamp(min=0))
+    parts = zip(batches, tokens.split(lengths), strict=True)
+    noted = [(batch, part) for batch, part in parts if batch.sampler.table is not None]
+    if noted:
+        _note(noted)
     wanted = first.logprobs
     if wanted is None:
         return tokens, None
     return tokens, Logprobs(scores if wanted.is_processed else raw, tokens, wanted.num_top)
 
 
-def _note(batches: list[SamplingBatch], lengths: list[int], tokens: Tensor) -> None:
-    """Puts tokens into the table, of those calls of one kind that have theirs in it."""
-    parts = zip(batches, tokens.split(lengths), strict=True)
-    noted = [(batch, part) for batch, part in parts if batch.sampler.table is not None]
+def _note(noted: list[tuple[SamplingBatch, Tensor]]) -> None:
+    """Puts the tokens of calls of one kind that have theirs in the table into it."""
     table = noted[0][0].sampler.table
     assert table is not None
-    if len(noted) < len(batches):
-        tokens = torch.cat([part for _, part in noted])
+    tokens = torch.cat([part for _, part in noted]).clamp(min=0)
     table.write(*_table_rows([batch for batch, _ in noted]), tokens)
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_paged.attention.context import check_not_cut, current_step, forward_context, is_sentinel
+from hf_paged.attention.context import check_not_cut, current_context, forward_context, is_sentinel
 
 CPU = torch.device("cpu")
 OUTER, INNER = mock.Mock(name="outer"), mock.Mock(name="inner")
@@ -17,14 +17,14 @@ OUTER, INNER = mock.Mock(name="outer"), mock.Mock(name="inner")
 
 def test_the_innermost_step_is_found_by_its_own_mask_alone() -> None:
     with forward_context(OUTER, CPU) as outer:
-        assert is_sentinel(outer) and outer.ndim == 4 and current_step(outer) is OUTER
+        assert is_sentinel(outer) and outer.ndim == 4 and current_context(outer).step is OUTER
         with forward_context(INNER, CPU) as inner:
-            assert current_step(inner) is INNER
+            assert current_context(inner).step is INNER
             with pytest.raises(RuntimeError, match="outside of the forward"):
-                current_step(outer)
-        assert current_step(outer) is OUTER
+                current_context(outer)
+        assert current_context(outer).step is OUTER
     with pytest.raises(RuntimeError, match="outside of the forward"):
-        current_step(outer)
+        current_context(outer)
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.ones(2, 3)])
@@ -51,15 +51,15 @@ def test_another_thread() -> None:
 
     def look() -> None:
         try:
-            current_step(outer)
+            current_context(outer)
         except RuntimeError as error:
             found.append(error)
         with forward_context(INNER, CPU) as inner:
-            found.append(current_step(inner))
+            found.append(current_context(inner).step)
 
     with forward_context(OUTER, CPU) as outer:
         thread = threading.Thread(target=look)
         thread.start()
         thread.join(10)
-        assert current_step(outer) is OUTER
+        assert current_context(outer).step is OUTER
     assert isinstance(found[0], RuntimeError) and found[1] is INNER

@@ -744,10 +744,10 @@ def test_check_invariants_notices() -> None:
         lambda m: m.pool.incref(0),
         lambda m: m.by_id[1].block_hashes.reverse(),
         lambda m: m.by_id[1].__setattr__("num_committed", 3),
-        lambda m: m.pool.__setattr__("_num_free", 3),
+        lambda m: m.pool.__setattr__("num_free", 3),
         lambda m: m.by_id[0].__setattr__("is_swapped", True),
         lambda m: m.swap_pool.allocate(1),
-        lambda m: m.swap_pool.__setattr__("_num_free", 3),
+        lambda m: m.swap_pool.__setattr__("num_free", 3),
     ):
         with pytest.raises(AssertionError) as caught:
             corrupted(change).check_invariants()

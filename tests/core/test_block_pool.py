@@ -181,7 +181,7 @@ def corrupt_leaked_block(pool: BlockPool) -> None:
 
 
 def corrupt_count(pool: BlockPool) -> None:
-    pool._num_free += 1
+    pool.num_free += 1
 
 
 def corrupt_cached_count(pool: BlockPool) -> None:

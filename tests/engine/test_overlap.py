@@ -51,7 +51,7 @@ def check_idle(model: Any) -> None:
     with engine.core.worker.loop.exclusive():
         stats = engine.stats()
         assert stats.num_free_blocks == stats.num_blocks and stats.num_running == 0
-        assert engine.core.executor.num_in_flight == 0 and not engine.core.executor.consumers
+        assert not engine.core.executor.in_flight and not engine.core.executor.consumers
         assert all(table.num_rows == 0 for table in engine.core.executor._tables.values())
 
 
@@ -143,12 +143,12 @@ def test_a_caller_that_needs_the_pool_finds_no_step_in_flight() -> None:
     request = model.paged.submit(random_ids(1, 5), **GREEDY | {"max_new_tokens": 100})
     for _ in range(20):
         with model.paged.core.worker.loop.exclusive():
-            assert model.paged.core.executor.num_in_flight == 0
+            assert not model.paged.core.executor.in_flight
             assert not any(group.has_placeholders for group in model.paged.core.scheduler.queues.groups)
     model.paged.pause()
-    assert model.paged.core.executor.num_in_flight == 0
+    assert not model.paged.core.executor.in_flight
     assert model.paged.step() is not None
-    assert model.paged.core.executor.num_in_flight == 0
+    assert not model.paged.core.executor.in_flight
     model.paged.resume()
     assert len(request.result(PATIENCE).token_ids) == 100
     check_idle(model)
@@ -247,7 +247,7 @@ def test_a_row_that_expects_its_last_token_has_no_work() -> None:
         request = model.paged.submit([5, 6, 7], **GREEDY | {"max_new_tokens": 1})
         scheduler = model.paged.core.scheduler
         own.launch(scheduler.schedule())
-        assert own.num_in_flight == 1 and not scheduler.queues.has_work
+        assert len(own.in_flight) == 1 and not scheduler.queues.has_work
         (group,) = scheduler.queues.groups
         scheduler.preemption.preempt(group, allow_swap=False)
         assert not scheduler.queues.has_work

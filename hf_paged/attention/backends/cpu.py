@@ -129,7 +129,7 @@ class CPUStep(TorchStep):
                 params.sliding_window,
                 params.softcap,
                 params.sinks,
-                self._sharing(metadata, query.shape[1]),
+                None if metadata.shared_prefixes is None else self._sharing(metadata, query.shape[1]),
             )
         except InputError:
             return None
@@ -138,8 +138,7 @@ class CPUStep(TorchStep):
     def _sharing(self, metadata: AttentionMetadata, num_heads: int) -> cpu.Together | None:
         """The decode rows that read their first blocks together, for layers of so many query heads."""
         prefixes, num_kv_heads = metadata.shared_prefixes, self._kv_cache.shape[3]
-        if prefixes is None:
-            return None
+        assert prefixes is not None
         kind = metadata, num_heads
         if kind not in self._together:
             least, most = self._kernels.together(num_heads, num_kv_heads)

@@ -101,7 +101,8 @@ class Calls:
                         call.draft_model.check()
                     core.runs.add(run)
             if not waits:
-                core.worker.resign()
+                with core.pool.lock:
+                    core.worker.wake(hands_over=True)
                 if not core.worker.loop.is_mine:
                     rest_threads()
             return run
@@ -123,4 +124,4 @@ class Calls:
 
     def wake(self) -> None:
         with self._core.pool.lock:
-            self._core.worker.notify()
+            self._core.worker.wake()

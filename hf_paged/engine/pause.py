@@ -27,10 +27,10 @@ STEP_SECONDS = 1.0  # that `step` waits for callers who are busy between two for
 class Pause:
     """A switch. While it is on, a step runs only if it is asked for, on the thread that asks."""
 
-    def __init__(self, pool: KVPool, loop: StepLoop, notify: Callable[[], None]) -> None:
+    def __init__(self, pool: KVPool, loop: StepLoop, wake: Callable[[], None]) -> None:
         self._pool = pool
         self._loop = loop
-        self._notify = notify
+        self._wake = wake
         self._is_on = False
         self._thread_id: int | None = None  # that paused and has not been warned
         self._stepper = threading.Lock()  # of the thread that asks for a step
@@ -68,7 +68,7 @@ class Pause:
         with self._pool.lock:
             self._is_on = False
             self._loop.forget_refusals()  # the time of the pause doesn't count
-            self._notify()
+            self._wake()
 
     def warn(self) -> None:
         """Says so, once a pause, if it is the pausing thread itself that is about to wait for a step."""

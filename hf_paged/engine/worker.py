@@ -36,7 +36,7 @@ class StepWorker:
         self._executor = executor
         self.step_listeners = executor.step_listeners
         self.loop = StepLoop(pool, executor)
-        self.pause = Pause(pool, self.loop, self.notify)
+        self.pause = Pause(pool, self.loop, self.wake)
         self._thread: threading.Thread | None = None
         self._leader: int | None = None  # the caller's thread that runs the steps, or is about to
         self._is_stopping = False
@@ -44,7 +44,7 @@ class StepWorker:
     def add(self, consumer: Run, sequences: Iterable[tuple[int, Sequence]]) -> None:
         """Queues sequences with uncomputed tokens. The pool's lock is held."""
         self.loop.add(consumer, sequences)
-        self.notify()
+        self.wake()
 
     def token_table(self, device: torch.device) -> TokenTable:
         return self._executor.token_table(device)
@@ -53,9 +53,13 @@ class StepWorker:
     def overlaps(self) -> bool:
         return self._executor.overlaps
 
-    def notify(self) -> None:
-        """Wakes the thread that runs the steps, or starts the worker's if there is none. The pool's lock is held."""
-        if self._leader == threading.get_ident():
+    def wake(self, hands_over: bool = False) -> None:
+        """Wakes the thread that runs the steps, or starts the worker's if there is none. The pool's lock is held.
+
+        Args:
+            hands_over: Also if that is this thread: it has added work that it will not run.
+        """
+        if self._leader == threading.get_ident() and not hands_over:
             return
         self._leader = None  # no longer alone: it goes on as one of those who wait
         is_alive = self._thread is not None and self._thread.is_alive()
@@ -88,7 +92,7 @@ class StepWorker:
                     if self._leader == own:
                         self._leader = None
                         if self.loop.has_work:
-                            self.notify()
+                            self.wake()
 
     def _is_alone(self, thread_id: int) -> bool:
         """Whether all work will be what this thread, the calling one, is about to add. The pool's lock is held."""
@@ -100,13 +104,6 @@ class StepWorker:
             and self.loop.decoding_loops.are_all_on(thread_id)
             and not torch._C._len_torch_dispatch_stack()  # can't be left for a step, as other modes can
         )
-
-    def resign(self) -> None:
-        """This thread has added work that it will not run: if it leads, the worker's thread goes on."""
-        with self._pool.lock:
-            if self._leader == threading.get_ident():
-                self._leader = None
-                self.notify()
 
     def run_alone(self, done: threading.Event, between: Callable[[], bool] | None = None) -> None:
         """Runs steps as long as this thread leads, at most until `done` is set.
@@ -134,7 +131,8 @@ class StepWorker:
             with loop.holding():
                 pass  # a step that overlaps with the last one is over then, too
         else:
-            self.resign()
+            with self._pool.lock:
+                self.wake(hands_over=True)
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class BeamRequest(Run):
         num_beams = call.num_samples
         num_prompts = num_rows // num_beams
         noise = None if call.generator is None else SamplingNoise(call.generator, num_prompts)
-        table = worker.token_table(call.device) if needs_ids(call.processors) else None
+        table = worker.executor.token_table(call.device) if needs_ids(call.processors) else None
         self._table, self._table_rows = table, [] if table is None else table.add(call.input_ids)
         self._search = BeamSearch(
             call.beams, num_prompts, call.processors, call.kinds, noise, call.device, table, self._table_rows

@@ -61,6 +61,7 @@ class StepExecutor:
     it. Logits that callers want are handed to them by `launch`, as tensors that the device is still to fill.
 
     Attributes:
+        model: The model as steps call it.
         in_flight: Steps that are launched, and whose tokens are not handed out.
         leader: Where the model is shared out between ranks: tells the others of each step.
         consumers: What waits for a sequence's uncomputed tokens, and as which row.
@@ -88,7 +89,7 @@ class StepExecutor:
             check_rows: Raises if what a step of all callers' rows has computed is spoilt by hooks for one call's.
         """
         self._pool = pool
-        self._model = model
+        self.model = model
         self._runner = runner
         self.look_at_weights = look_at_weights
         self._check_rows = check_rows
@@ -108,21 +109,11 @@ class StepExecutor:
         Not where a user's code runs in the model: rows that have ended would show it one token too many.
         """
         setting = self._pool.config.use_async_batching
-        return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self._model.is_plain
+        return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self.model.is_plain
 
     def token_table(self, device: torch.device) -> TokenTable:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""
         return self._tables.setdefault(device, TokenTable(device))
-
-    def check_outside(self) -> None:
-        self._model.check_outside()
-
-    def prepared(self) -> AbstractContextManager[None]:
-        return self._model.prepared()
-
-    @property
-    def is_prepared(self) -> bool:
-        return self._model.is_prepared
 
     def launch(self, batch: Batch, called: CalledForward | None = None) -> Any:
         """Queues a step. Takes it back if anything raises. The step lock is held.

@@ -211,10 +211,6 @@ class KVPool:
         for num_blocks, seconds in attention.kv_cache.finished_swaps():
             self.cost.note_swap(num_blocks, seconds)
 
-    def execute_swap_outs(self, pairs: list[tuple[int, int]]) -> None:
-        """Moves blocks `(device, CPU)`."""
-        self.execute([("swap_outs", pairs)])
-
     def execute(self, copies: list[Copy]) -> PoolAttention:
         """Makes these copies behind those that wait; returns what a step is to run over."""
         self._pending += [copy for copy in copies if copy[1]]

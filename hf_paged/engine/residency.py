@@ -70,7 +70,7 @@ class Residency:
                 try:
                     core.pool.execute_moves(core.scheduler.preemption.swap_in_now(group))
                 except OutOfBlocksError as error:
-                    core.pool.execute_swap_outs(error.swap_outs)
+                    core.pool.execute([("swap_outs", error.swap_outs)])
                     raise core.pool.out_of_blocks(error) from None
             lost = [sequence for sequence in lost if sequence.num_uncomputed_tokens > 0]
             if not lost:
@@ -99,7 +99,7 @@ class Residency:
         try:
             return core.scheduler.schedule_together(sequences)
         except OutOfBlocksError as error:
-            core.pool.execute_swap_outs(error.swap_outs)
+            core.pool.execute([("swap_outs", error.swap_outs)])
             blocks = {block for sequence in sequences for block in manager.all_blocks(sequence.seq_id)}
             if len(blocks) + error.needed > manager.pool.num_blocks:  # also with the pool to itself
                 error.needed += len(blocks)

@@ -177,7 +177,7 @@ class SampledRequest(Run):
         self._table_rows: list[int] = []
         if call.ends.others is not None or needs_ids(call.processors):
             # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
-            self._table = worker.token_table(call.device)
+            self._table = worker.executor.token_table(call.device)
             self._table_rows = self._table.add(call.input_ids)
         # The largest logit is the same everywhere: bringing all of them to a prompt on the CPU would hold up the step.
         is_argmax = not call.do_sample and not call.processors and self._table is None
@@ -211,7 +211,7 @@ class SampledRequest(Run):
             rules = LookupRules(call.lookup, call.processors, call.device) if is_stocks else None
             self._lookups = [PromptLookup(call.lookup, ids, rules) for ids in call.input_ids.tolist()]
         else:
-            self._worker.step_listeners.append(self._ask_draft_model)
+            self._worker.executor.step_listeners.append(self._ask_draft_model)
         fixed_cost = FIXED_COST.get(self._pool.kv_device.type, FIXED_COST["cuda"])
         self._budgets = [RowBudget(source.num_tokens, fixed_cost) for _ in self.rows] if source.adapts else []
         self._asking: list[tuple[int, int]] = []  # rows that the draft model is to guess on, and how far
@@ -389,7 +389,7 @@ class SampledRequest(Run):
             if isinstance(self._noise, SamplingNoise):
                 self._noise.rewind(max(len(row.tokens) for row in self.rows))
             if self.is_assisted:
-                self._worker.step_listeners.remove(self._ask_draft_model)
+                self._worker.executor.step_listeners.remove(self._ask_draft_model)
             self._finish()
 
     # Drafts
@@ -433,7 +433,7 @@ class SampledRequest(Run):
         if not drafts:
             # Where steps overlap, the next one is launched before its token is known, unless that is to be waited for.
             row.plain_until = self._budgets[index].resume_at if self._budgets else num_tokens
-            if not self._worker.overlaps:
+            if not self._worker.executor.overlaps:
                 row.plain_until = float("inf")
             return
         row.plain_until = 0

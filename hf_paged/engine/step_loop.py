@@ -148,7 +148,7 @@ class StepLoop:
         Raises:
             RuntimeError: This thread is inside a step.
         """
-        self._executor.check_outside()
+        self._executor.model.check_outside()
         is_counted = False
         try:  # around the counting too: Ctrl-C right behind it would stop the loop for good
             with self._pool.lock:
@@ -308,7 +308,7 @@ class StepLoop:
         try:
             step = self._pool.scheduler.schedule(**options)
         except OutOfBlocksError as error:
-            self._pool.execute_swap_outs(error.swap_outs)
+            self._pool.execute([("swap_outs", error.swap_outs)])
             if self._may_find_room():
                 self.condition.wait(ARRIVAL_GAP)
                 return None
@@ -318,7 +318,7 @@ class StepLoop:
             return None
         if not step.seq_ids:
             self._pool.log.step = self._executor.num_steps
-            self._pool.execute_swap_outs(step.swap_outs)
+            self._pool.execute([("swap_outs", step.swap_outs)])
         return step
 
     def _may_find_room(self) -> bool:

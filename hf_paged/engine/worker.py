@@ -18,7 +18,6 @@ from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.pause import REST_SECONDS, Pause
 from hf_paged.engine.run import Run
 from hf_paged.engine.step_loop import StepLoop, without_modes
-from hf_paged.sampling.token_table import TokenTable
 
 IDLE_SECONDS = 2.0  # a worker without work ends after this; the next call starts another
 
@@ -33,8 +32,7 @@ class StepWorker:
 
     def __init__(self, pool: KVPool, executor: StepExecutor) -> None:
         self._pool = pool
-        self._executor = executor
-        self.step_listeners = executor.step_listeners
+        self.executor = executor
         self.loop = StepLoop(pool, executor)
         self.pause = Pause(pool, self.loop, self.wake)
         self._thread: threading.Thread | None = None
@@ -45,13 +43,6 @@ class StepWorker:
         """Queues sequences with uncomputed tokens. The pool's lock is held."""
         self.loop.add(consumer, sequences)
         self.wake()
-
-    def token_table(self, device: torch.device) -> TokenTable:
-        return self._executor.token_table(device)
-
-    @property
-    def overlaps(self) -> bool:
-        return self._executor.overlaps
 
     def wake(self, hands_over: bool = False) -> None:
         """Wakes the thread that runs the steps, or starts the worker's if there is none. The pool's lock is held.
@@ -139,11 +130,11 @@ class StepWorker:
         """See `BoundModel.prepared`. The worker's thread may run steps as soon as this one doesn't lead any more."""
         with ExitStack() as scope:
             with self.loop.holding(keeps_in_flight=True):
-                scope.enter_context(self._executor.prepared())
+                scope.enter_context(self.executor.model.prepared())
             try:
                 yield
             finally:  # a step of another thread may have undone it by then
-                self.loop.do_while(lambda: self._executor.is_prepared, scope.close)
+                self.loop.do_while(lambda: self.executor.model.is_prepared, scope.close)
 
     def wait(self, consumer: Run, done: threading.Event, timeout: float | None = None) -> bool:
         """Blocks until `done` is set. The thread that has the step lock runs the steps meanwhile.

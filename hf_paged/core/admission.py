@@ -42,10 +42,11 @@ class Admission:
 
     def run(self, step: Step) -> None:
         """Fills a step with groups that have no blocks in the pool."""
-        outside = self._queues.waiting.groups or self._queues.swapped.groups
-        if outside and not step.is_short and not step.is_full:
-            self._swap_in(step)
-            if not self._queues.swapped.head:
+        waiting, swapped = self._queues.waiting, self._queues.swapped
+        if (waiting.groups or swapped.groups) and not step.is_short and not step.is_full:
+            if swapped.groups:
+                self._swap_in(step)
+            if not swapped.groups or not swapped.head:
                 self._admit(step)
 
     def _swap_in(self, step: Step) -> None:

@@ -198,7 +198,8 @@ class StepLoop:
         try:
             is_allowed = may_step()
             if is_allowed:
-                self._advance()
+                if not self.step():
+                    self._find_work()
             else:
                 with self._pool.lock:
                     self._housekeep()
@@ -236,9 +237,8 @@ class StepLoop:
         """Makes groups that found no room wait for it anew."""
         self._stuck = (-1, 0.0)
 
-    def _advance(self) -> None:
-        if self.step():
-            return
+    def _find_work(self) -> None:
+        """Waits a moment, or has a group run whatever has to make room for it."""
         with self.condition:
             if not self.has_work or self.num_exclusive:
                 return
@@ -267,7 +267,9 @@ class StepLoop:
         if not step.seq_ids:
             return self.settle()
         try:
-            self._run(step, keeps_in_flight=overlaps)
+            self._executor.launch(step)
+            self._token_limit = None
+            self._collect(num_kept=int(overlaps))
         except BaseException as error:  # a hook that calls sys.exit() ends its request, not the loop of all
             owners = [self._executor.consumers[seq_id][0] for seq_id in step.seq_ids]  # before rows end
             self.settle()
@@ -281,13 +283,8 @@ class StepLoop:
         self._collect(num_kept=0)
         return True
 
-    def _run(self, step: Batch, keeps_in_flight: bool = False) -> None:
-        """Launches a step, and hands out tokens: its own, or (`keeps_in_flight`) those of the one before."""
-        self._executor.launch(step)
-        self._token_limit = None
-        self._collect(num_kept=int(keeps_in_flight))
-
     def _collect(self, num_kept: int) -> None:
+        """Hands out the tokens of all steps but the newest `num_kept`."""
         while len(self._executor.in_flight) > num_kept:
             self._executor.collect()
         with self.condition:
@@ -359,7 +356,8 @@ class StepLoop:
             if again is None or not again.seq_ids:
                 continue
             try:
-                self._run(again)
+                self._executor.launch(again)
+                self._collect(num_kept=0)
             except BaseException as own_error:
                 with self._pool.lock:
                     owner.fail(own_error)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from operator import add
+from operator import add, sub
+from typing import Any
 
-from hf_paged.core.sequence import GivenToken, Sequence
+from hf_paged.core.sequence import GivenToken, Sequence, Token
 
 Chunk = tuple[Sequence, int, int]
 """A sequence, the first of its tokens that run in a step, and how many do."""
@@ -203,15 +204,15 @@ class _Tokens:
             return False
         if sum([sequence.num_tokens for sequence in sequences]) > sum(starts) + num:
             return False
+        if max(map(sub, [sequence.given_end for sequence in sequences], starts)) > 0:  # perhaps a `GivenToken`
+            return False
         places: dict[int, int] = {}
         try:
-            ids = [tokens[start] for tokens, start in zip(known, starts, strict=True)]
+            ids: list[Any] = [tokens[start] for tokens, start in zip(known, starts, strict=True)]
         except IndexError:  # of some only the device knows the id
             places = {row: s.placeholder for row, s in enumerate(sequences) if s.has_placeholders}
             rows = zip(known, starts, strict=True)
             ids = [0 if row in places else tokens[start] for row, (tokens, start) in enumerate(rows)]
-        if min(ids) < 0:  # a `GivenToken`
-            return False
         offsets = [sequence.position_offset for sequence in sequences]
         self.ids, self.places = array("q", ids), places
         self.positions = array("q", list(map(add, offsets, starts)) if any(offsets) else starts)
@@ -223,7 +224,8 @@ class _Tokens:
         """The chunks from `first_row` on, one by one."""
         for row in range(first_row, len(chunks)):
             sequence, start, num_tokens = chunks[row]
-            known, offset = sequence.token_ids, sequence.position_offset
+            known: list[Any] | None = sequence.token_ids
+            offset = sequence.position_offset
             first, end = len(self.ids), start + num_tokens
             if known is None:
                 self.positions.fromlist([*range(offset + start, offset + end)])
@@ -247,7 +249,7 @@ class _Tokens:
                 self.logit_rows.append(first + num_tokens - 1)
             self.logit_starts.append(len(self.logit_rows))
 
-    def _add_given(self, tokens: list[int], first_position: int) -> None:
+    def _add_given(self, tokens: list[Token], first_position: int) -> None:
         for position, token in enumerate(tokens, first_position):
             if not isinstance(token, GivenToken):
                 self.ids.append(token)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hf_paged.core.block_table import GONE, NO_EPOCH, PREFIX_CACHE, BlockTable, ExtraKey, Offer, group_key
 from hf_paged.core.block_tables import BlockTables
+from hf_paged.core.sequence import GivenToken, Token
 
 
 class PrefixCache:
@@ -29,7 +31,7 @@ class PrefixCache:
         self.hit_tokens = 0
 
     def commit(
-        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), num_tokens: int | None = None
+        self, seq_id: int, token_ids: Sequence[Token], extra_key: ExtraKey = (), num_tokens: int | None = None
     ) -> int:
         """Makes the sequence's full blocks findable by their content, as far as their K/V is written.
 
@@ -51,7 +53,7 @@ class PrefixCache:
         return self.publish(self.offer(seq_id, token_ids, extra_key, num_tokens))
 
     def offer(
-        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), num_tokens: int | None = None
+        self, seq_id: int, token_ids: Sequence[Token], extra_key: ExtraKey = (), num_tokens: int | None = None
     ) -> list[Offer]:
         """The first half of `commit`: blocks to `publish` when their content is known to be what it should be."""
         table = self._tables.get(seq_id)
@@ -117,7 +119,7 @@ class PrefixCache:
                 table.num_settled = table.num_committed
 
     def prompt_hashes(
-        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey, start: int, end: int
+        self, seq_id: int, token_ids: Sequence[Token], extra_key: ExtraKey, start: int, end: int
     ) -> list[bytes]:
         """Hashes of the full blocks that tokens `[start, end)` of a sequence complete. Empty without prefix caching."""
         table = self._tables.get(seq_id)
@@ -129,7 +131,7 @@ class PrefixCache:
         return table.block_hashes[start // self._tables.block_size : num_full]
 
     def match(
-        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), max_tokens: int | None = None
+        self, seq_id: int, token_ids: Sequence[Token], extra_key: ExtraKey = (), max_tokens: int | None = None
     ) -> int:
         """Gives an empty sequence the longest cached run of full blocks that its prompt begins with.
 
@@ -206,7 +208,7 @@ class PrefixCache:
 
     # Helpers
 
-    def _extend_hashes(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
+    def _extend_hashes(self, table: BlockTable, token_ids: Sequence[Token], num_blocks: int) -> None:
         assert table.extra_key is not None
         while len(table.block_hashes) < num_blocks:
             table.block_hashes.append(self._next_hash(table.block_hashes, token_ids, table.extra_key))
@@ -222,7 +224,7 @@ class PrefixCache:
     def _find(self, block_hash: bytes, group: int) -> int | None:
         return self._tables.pool.lookup(group_key(block_hash, group))
 
-    def _next_hash(self, chain: Sequence[bytes], token_ids: Sequence[int], extra_key: ExtraKey) -> bytes:
+    def _next_hash(self, chain: Sequence[bytes], token_ids: Sequence[Token], extra_key: ExtraKey) -> bytes:
         """Hash of the block behind `chain`: of its parent's hash (the root's: of the extra key) and its tokens.
 
         It stands for the whole prefix, so it decides alone on a hit: hence a cryptographic hash.
@@ -230,8 +232,9 @@ class PrefixCache:
         block_size = self._tables.block_size
         start = len(chain) * block_size
         parent = chain[-1] if chain else hashlib.sha256(repr(extra_key).encode()).digest()
-        tokens = token_ids[start : start + block_size]
-        own = hashlib.sha256(parent + array("q", tokens).tobytes())
-        if min(tokens) < 0:  # numbers of given tokens are too short to stand for them
-            own.update(b"".join([getattr(token, "digest", b"") for token in tokens]))
-        return own.digest()
+        tokens: Any = token_ids[start : start + block_size]
+        try:
+            content = array("q", tokens).tobytes()
+        except TypeError:
+            content = repr([token.digest if isinstance(token, GivenToken) else token for token in tokens]).encode()
+        return hashlib.sha256(parent + content).digest()

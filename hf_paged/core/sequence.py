@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
+import os
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any
 
 
 class SequenceStatus(StrEnum):
@@ -18,34 +18,28 @@ class SequenceStatus(StrEnum):
     SWAPPED = "swapped"  # in CPU memory
 
 
-class GivenToken(int):
+@dataclass(frozen=True, slots=True)
+class GivenToken:
     """A token that an id and its sequence's offset don't tell: one given as an embedding, or at a position of its own.
 
-    As a number it is below 0: it is hashed and compared like an id, and equals tokens that were given alike only.
-
     Attributes:
+        digest: Of all that it was given as: what it is compared by, and part of the block hash.
         token_id: Its id; 0 for an embedding.
         position: Its position id; one of each axis where they differ.
         embeddings: `[tokens, hidden_size]`, a tensor; `None`: it has an id.
         index: Which of them it is.
-        digest: Of all that it was given as, part of the block hash beside its number; empty where that says all.
     """
 
-    token_id: int
-    position: int | tuple[int, ...]
-    embeddings: Any
-    index: int
     digest: bytes
-    _numbers: ClassVar[itertools.count[int]] = itertools.count(2**62)  # beyond all pairs of an id and a position
+    token_id: int = field(compare=False)
+    position: int | tuple[int, ...] = field(compare=False)
+    embeddings: Any = field(default=None, compare=False)
+    index: int = field(default=0, compare=False)
 
     @classmethod
     def at(cls, position: int | tuple[int, ...], token_id: int) -> GivenToken:
         """One with an id."""
-        if isinstance(position, int):
-            number = 1 + (token_id << 31) + position if 0 <= position < 2**31 else next(cls._numbers)
-            return cls.make(number, token_id, position, None, 0)
-        digest = hashlib.sha256(repr((position, token_id)).encode()).digest()
-        return cls.make(cls._number(digest), token_id, position, None, 0, digest)
+        return cls(hashlib.sha256(repr((position, token_id)).encode()).digest(), token_id, position)
 
     @classmethod
     def embedded(cls, position: int | tuple[int, ...], embeddings: Any, index: int, content: Any = None) -> GivenToken:
@@ -57,14 +51,12 @@ class GivenToken(int):
             index: Which of them it is.
             content: The bytes of its embedding.
         """
-        if content is None:
-            return cls.make(next(cls._numbers), 0, position, embeddings, index)
         digest = hashlib.sha256(repr(position).encode())
-        digest.update(content)
-        return cls.make(cls._number(digest.digest()), 0, position, embeddings, index, digest.digest())
+        digest.update(os.urandom(32) if content is None else content)
+        return cls(digest.digest(), 0, position, embeddings, index)
 
     @classmethod
-    def within(cls, whole: bytes, place: int, token: int, position: int) -> GivenToken:
+    def within(cls, whole: bytes, place: int, token: Token, position: int) -> GivenToken:
         """A token as one of several that see each other.
 
         Args:
@@ -74,31 +66,10 @@ class GivenToken(int):
             position: Of a plain id.
         """
         digest = hashlib.sha256(whole + place.to_bytes(4)).digest()
-        if not isinstance(token, GivenToken):
-            return cls.make(cls._number(digest), token, position, None, 0, digest)
-        own = token.token_id, token.position, token.embeddings, token.index
-        return cls.make(cls._number(digest), *own, digest)
+        return replace(token, digest=digest) if isinstance(token, GivenToken) else cls(digest, token, position)
 
-    @classmethod
-    def make(
-        cls,
-        number: int,
-        token_id: int,
-        position: int | tuple[int, ...],
-        embeddings: Any,
-        index: int,
-        digest: bytes = b"",
-    ) -> GivenToken:
-        """One that counts as `-number`."""
-        self = cls(-number)
-        self.token_id, self.position, self.embeddings, self.index = token_id, position, embeddings, index
-        self.digest = digest
-        return self
 
-    @staticmethod
-    def _number(digest: bytes) -> int:
-        """Beyond those that are counted."""
-        return 2**62 + 2**61 + (int.from_bytes(digest[:8]) >> 3)
+Token = int | GivenToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +82,7 @@ class GivenPrompt:
         spans: See `Sequence`.
     """
 
-    token_ids: list[int]
+    token_ids: list[Token]
     position_offset: int
     spans: tuple[tuple[int, int], ...]
 
@@ -154,7 +125,7 @@ class Sequence:
 
     seq_id: int
     group: SequenceGroup
-    token_ids: list[int] | None = field(default_factory=list)
+    token_ids: list[Token] | None = field(default_factory=list)
     num_tokens: int = 0
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0

@@ -19,6 +19,7 @@ from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.block_table import BlockTable, ExtraKey
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.prefix_cache import PrefixCache
+from hf_paged.core.sequence import Token
 
 
 class StateBlockManager(BlockManager):
@@ -194,7 +195,7 @@ class StatePrefixCache(PrefixCache):
         self._manager = manager
 
     def match(
-        self, seq_id: int, token_ids: Sequence[int], extra_key: ExtraKey = (), max_tokens: int | None = None
+        self, seq_id: int, token_ids: Sequence[Token], extra_key: ExtraKey = (), max_tokens: int | None = None
     ) -> int:
         num_tokens = super().match(seq_id, token_ids, extra_key, max_tokens)
         if num_tokens:

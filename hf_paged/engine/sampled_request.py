@@ -109,13 +109,12 @@ def new_sequences(
     for row in range(0, len(call.input_ids), call.num_samples):
         group = pool.scheduler.new_group(call.priority, batch_key, owner, call.request_id)
         sequence = pool.scheduler.new_sequence(group)
-        if call.given is None:
-            sequence.token_ids = call.prompts[row].copy()
-        else:
-            prompt = call.given[row // call.num_samples]
-            sequence.token_ids, sequence.spans = prompt.token_ids.copy(), prompt.spans
-            sequence.position_offset, sequence.given_end = prompt.position_offset, len(prompt.token_ids)
+        given = None if call.given is None else call.given[row // call.num_samples]
+        sequence.token_ids = [*(call.prompts[row] if given is None else given.token_ids)]
         sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
+        if given is not None:
+            sequence.spans, sequence.position_offset = given.spans, given.position_offset
+            sequence.given_end = sequence.num_tokens
         sequence.logits_from = sequence.num_tokens - 1
         sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
         found.append((row, sequence))

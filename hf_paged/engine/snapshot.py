@@ -68,7 +68,7 @@ def _sequence(pool: KVPool, sequence: Sequence) -> dict[str, Any]:
         "num_computed_tokens": sequence.num_computed_tokens,
         "num_prompt_tokens": sequence.num_prompt_tokens,
         "num_cached_tokens": min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
-        "tail": [] if sequence.token_ids is None else [max(token, -1) for token in sequence.token_ids[-_TAIL:]],
+        "tail": [token if isinstance(token, int) else -1 for token in (sequence.token_ids or [])[-_TAIL:]],
         "block_table": pool.manager.block_table(sequence.seq_id),
         "block_tables": pool.manager.block_tables(sequence.seq_id),
     }

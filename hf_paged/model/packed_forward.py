@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence
+from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence, Token
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.weights_version import WeightsKey
@@ -183,13 +183,13 @@ class PackedForward:
         given_rows: list[_GivenRow | None] | None,
         num_tokens: int,
         offset: int,
-    ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    ) -> tuple[list[Token], tuple[tuple[int, int], ...]]:
         """A row's last `new` columns, as tokens of a sequence of `num_tokens`, and runs of them that see each other."""
         given = given_rows[row] if given_rows is not None else None
         spans = self._spans(row, new, num_tokens)
         own_ids = None if ids is None else ids[row]
         if own_ids is not None and given is None and not spans and self._is_plain(row, offset):
-            return own_ids[self.length - new :], ()
+            return [*own_ids[self.length - new :]], ()
         tokens = self._given_tokens(row, new, own_ids, given, offset)
         _see_each_other(tokens, spans, num_tokens, offset)
         return tokens, tuple(spans)
@@ -233,9 +233,9 @@ class PackedForward:
 
     def _given_tokens(
         self, row: int, new: int, ids: list[int] | None, given: _GivenRow | None, offset: int
-    ) -> list[int]:
+    ) -> list[Token]:
         """A row's last `new` columns, as ids where these and the sequence's offset tell all of them."""
-        tokens: list[int] = []
+        tokens: list[Token] = []
         index = {} if given is None else {column: place for place, column in enumerate(given.columns)}
         first = self.width - self.padding[row] + offset
         for column, axes in enumerate(self.positions[:, row].T.tolist()[self.length - new :], self.length - new):
@@ -267,7 +267,7 @@ class _GivenRow:
     content: np.ndarray | None
 
 
-def _see_each_other(tokens: list[int], spans: list[tuple[int, int]], first: int, offset: int) -> None:
+def _see_each_other(tokens: list[Token], spans: list[tuple[int, int]], first: int, offset: int) -> None:
     """Gives tokens that see each other a digest of all of them: what is computed of one follows from them all.
 
     Args:
@@ -277,6 +277,6 @@ def _see_each_other(tokens: list[int], spans: list[tuple[int, int]], first: int,
     """
     for start, stop in spans:
         run = tokens[start - first : stop - first]
-        whole = hashlib.sha256(repr([(int(token), getattr(token, "digest", b"")) for token in run]).encode()).digest()
+        whole = hashlib.sha256(repr([getattr(token, "digest", token) for token in run]).encode()).digest()
         for place, token in enumerate(run):
             tokens[start - first + place] = GivenToken.within(whole, place, token, start + place + offset)

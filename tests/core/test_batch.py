@@ -114,7 +114,7 @@ def test_given_tokens_are_told_apart() -> None:
     """Would break: a prefix hit between tokens of other ids, positions or embeddings; none between equal ones."""
     tokens = [GivenToken.at(p, i) for p in (0, 1, 2**31 - 1) for i in (0, 1, 5)]
     tokens += [GivenToken.embedded(0, "states", 0), GivenToken.embedded(0, "states", 0)]
-    assert len(set(tokens)) == len(tokens) and max(tokens) < 0 and min(tokens) >= -(2**63)
+    assert len(set(tokens)) == len(tokens)
     assert GivenToken.at(7, 5) == GivenToken.at(7, 5)
 
 
@@ -150,9 +150,8 @@ def test_given_tokens_are_told_apart_by_all_they_were_given() -> None:
     tokens = [GivenToken.at((1, 2, 3), 5), GivenToken.at((1, 2, 4), 5), GivenToken.at((1, 2, 3), 6)]
     tokens += [GivenToken.embedded(place, "states", 0, content) for place in (3, (3, 4)) for content in (b"a", b"b")]
     tokens += [GivenToken.within(whole, 0, 5, 0) for whole in (b"one", b"other")]
-    assert len({token.digest for token in tokens}) == len(set(tokens)) == len(tokens)
+    assert len(set(tokens)) == len(tokens)
     assert GivenToken.embedded((3, 4), "other states", 7, b"a") == tokens[5]
-    assert all(-(2**63) <= token < -(2**62) for token in tokens)
 
 
 def test_chunks_do_not_cut_runs_of_tokens_that_see_each_other() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import logging
 
-from hf_paged.api.loop_call import LoopCall
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, processor_kinds
@@ -25,7 +24,7 @@ logger = logging.get_logger(__name__)
 ASSISTED_ARGUMENTS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 
 
-def lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
+def lookup_settings(model: Any, call: PreparedCall) -> LookupSettings | None:
     """How the engine is to look up drafts; `None`: they come from elsewhere, or transformers' loop has to.
 
     Raises:
@@ -54,10 +53,8 @@ def lookup_settings(model: Any, call: LoopCall) -> LookupSettings | None:
     )
 
 
-def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftModel | None:
+def draft_model_of(model: Any, call: PreparedCall) -> DraftModel | None:
     """What another patched model guesses for several prompts; `None`: for one, or drafts are not such a model's.
-
-    `device` is where the call's tokens are chosen.
 
     Raises:
         UnsupportedCallError: That model is assisted itself: two loops could wait for each other's steps.
@@ -99,7 +96,7 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
         return num_tokens <= pool.max_context and needed <= pool.manager.pool.num_blocks
 
     check()
-    calls, salt = engine.calls, call_context().cache_salt
+    calls, salt, device = engine.calls, call_context().cache_salt, call.device
 
     def generate(
         ids: Tensor,
@@ -109,17 +106,8 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
         noise: NoiseAhead | None,
     ) -> list[list[int]]:
         rows = SampleCall(ids, padding, 1, processors, criteria, device, noise is not None, pad_token_id=0, noise=noise)
-        with within(cache_salt=salt), calls.leading():
-            run = calls.start(rows)
-            try:
-                run.wait()
-            except BaseException:
-                calls.cancel(run)
-                calls.wake()
-                raise
-        if run.error is not None:
-            raise run.error
-        return [row.tokens for row in run.rows]
+        with within(cache_salt=salt):
+            return [row.tokens for row in calls.run(rows).rows]
 
     kinds = zip(call.processors, processor_kinds(call.processors), strict=True)
     return DraftModel(
@@ -133,7 +121,7 @@ def draft_model_of(model: Any, call: LoopCall, device: torch.device) -> DraftMod
     )
 
 
-def can_do_without_drafts(call: LoopCall) -> bool:
+def can_do_without_drafts(call: PreparedCall) -> bool:
     """Makes a call of several prompts one without drafts, if it can be: its tokens are the same. Says that it does.
 
     Raises:
@@ -153,7 +141,7 @@ def can_do_without_drafts(call: LoopCall) -> bool:
         "keep no state, without outputs of each step, processors and criteria of your own, hooks on inner modules, or "
         "penalties over padded prompts"
     )
-    call.is_assisted = False
+    call.loop = "_sample"
     for name in ASSISTED_ARGUMENTS:
         call.others.pop(name, None)
     return True

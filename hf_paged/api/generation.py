@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -26,40 +27,46 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from hf_paged.api.batch_methods import PagedBatchMixin
-from hf_paged.api.drafting import can_do_without_drafts
-from hf_paged.api.given_call import check_tokens
-from hf_paged.api.loop_call import LoopCall
-from hf_paged.api.loops import RetiringCriteria, check_prompt, run_loop, run_rows
-from hf_paged.api.routing import (
-    ENGINE,
-    engine_call,
-    fall_back,
-    rows_may_leave,
-    why_not_stateful,
-    why_stock,
-)
+from hf_paged.api.loops import prepare, run_call
+from hf_paged.api.routing import ENGINE, fall_back, why_not_stateful, why_stock
 from hf_paged.api.shared_calls import share_loop
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
-from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.kernels.transfers import to_device
-from hf_paged.memory.streams import on_steps_stream
-from hf_paged.model.base_class import base_class
 from hf_paged.model.host_call import HostCall
-from hf_paged.sampling.processors import pads_finished
 from hf_paged.sampling.random import DRAWS
 
 _CPU = torch.device("cpu")
 
 
-def _end_of_preparation() -> tuple[bool, HostCall | None]:
-    """What its loop is told of a call, once: whether it was submitted, and its host copies."""
-    call = call_context()
-    host, call.host = call.host, None
-    return call.is_submitted, host
+def _decoding(loop: str) -> Callable[..., Any]:
+    """What stands in the place of one of transformers' decoding loops, at the end of its `generate()`."""
+
+    @functools.wraps(getattr(GenerationMixin, loop))
+    def decode(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(self, PagedGenerationMixin):
+            raise RuntimeError("the model was unpatched while this call was running")
+        engine, context = self.paged, call_context()
+        host, context.host = context.host, None
+        call = PreparedCall(
+            input_ids, logits_processor, stopping_criteria, generation_config, kwargs, loop, host, context.is_submitted
+        )
+        call.states = DRAWS.entry
+        if call.is_submitted:  # which is shared between ranks as a request
+            return prepare(self, call)
+        return share_loop(engine, loop, call, call.device, lambda: run_call(engine, prepare(self, call)))
+
+    return decode
 
 
 class PagedGenerationMixin(PagedBatchMixin):
@@ -95,19 +102,19 @@ class PagedGenerationMixin(PagedBatchMixin):
         max_cache_length: int,
     ) -> Any:
         """Makes the call's cache a `PagedCache`, unless the call needs another kind."""
-        result = self._choose_cache(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        verifies_drafts = generation_mode is GenerationMode.ASSISTED_GENERATION and batch_size == 1
+        result = None
+        if not self._makes_cache(generation_config, model_kwargs, verifies_drafts):
+            stock = super()._prepare_cache_for_generation  # type: ignore[misc]
+            result = stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         call = call_context()  # what comes next is a look at whether model and inputs are on the same device
         call.hides_device = call.host is not None
         return result
 
-    def _choose_cache(
-        self: Any,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> Any:
+    def _makes_cache(
+        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], verifies_drafts: bool
+    ) -> bool:
+        """Whether it has made a `PagedCache`, for transformers has nothing to do then."""
         engine: Engine = self.paged
         name = engine.core.bound.cache_argument
         given = model_kwargs.get(name)
@@ -122,7 +129,6 @@ class PagedGenerationMixin(PagedBatchMixin):
                 # transformers has dropped a mask of ones, by which `ForwardCall.behind` knows what was given again.
                 model_kwargs["attention_mask"] = torch.ones(len(given.sequences), length, dtype=torch.int64)
         else:
-            verifies_drafts = generation_mode is GenerationMode.ASSISTED_GENERATION and batch_size == 1
             reason = why_stock(self, generation_config, given, verifies_drafts)
             reason = reason or why_not_stateful(engine, model_kwargs)
         if reason is not None:
@@ -141,9 +147,8 @@ class PagedGenerationMixin(PagedBatchMixin):
             cache.state = state
             if generation_config.is_assistant:  # as stock: its drafts are taken back
                 cache.activate_past_recording()
-            return None
-        stock = super()._prepare_cache_for_generation  # type: ignore[misc]
-        return stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            return True
+        return False
 
     def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         call_context().hides_device = False
@@ -180,14 +185,6 @@ class PagedGenerationMixin(PagedBatchMixin):
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return PagedGenerationMixin._generate(self, *args, **kwargs)
-        except (AttributeError, TypeError) as error:
-            if isinstance(self, PagedGenerationMixin):
-                raise
-            raise RuntimeError("the model was unpatched while this call was running") from error
-
-    def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = args[1] if len(args) > 1 else kwargs.get("generation_config")
         if not isinstance(config, GenerationConfig | None):
             raise ValueError(
@@ -220,95 +217,6 @@ class PagedGenerationMixin(PagedBatchMixin):
                 twin.write_back(self, wrapper.path)  # of stock, which looks at the model when it is continued
             return result
 
-    def _run_rows(self: Any, call: LoopCall, is_submitted: bool, host: HostCall | None) -> Tensor | PreparedCall | None:
-        """The result of a call whose rows or beams the engine can drive; `None`: transformers' loop has to."""
-        if call.cache is None:
-            return None
-        check_tokens(call.input_ids)
-        check_tokens(call.others.get("inputs_embeds"))
-        rows = engine_call(self, call, call.input_ids.device if host is None else host.device)
-        if rows is None:
-            return None
-        check_prompt(self.paged, call, 0)
-        if host is not None:
-            with on_steps_stream(host.device):  # whose memory they take: steps may outlast the call
-                host.place_items(rows.processors, rows.ends.others or ())
-        return run_rows(self.paged, rows, call.generation_config, call.others.get("streamer"), is_submitted)
-
-    @functools.wraps(GenerationMixin._sample)
-    def _sample(
-        self: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Any:
-        preparation = _end_of_preparation()
-        call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        run = functools.partial(self._run_sample, call, preparation, super()._sample)  # type: ignore[misc]
-        return self._share("_sample", call, preparation, run)
-
-    def _run_sample(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
-        result = self._run_rows(call, *preparation)
-        if result is not None:
-            return result
-        if call.cache is not None and pads_finished(call.criteria) and rows_may_leave(self.paged, call):
-            call.criteria = RetiringCriteria(call.criteria, call.cache)
-        return run_loop(self, preparation, loop, call)
-
-    def _share(self: Any, method: str, call: LoopCall, preparation: Any, run: Any) -> Any:
-        """Runs a prepared call here, or where the model is shared out between ranks, on the first of them."""
-        is_submitted, host = preparation
-        if is_submitted:  # which is shared as a request
-            return run()
-        device = call.input_ids.device if host is None else host.device
-        return share_loop(self.paged, method, call, device, run)
-
-    @functools.wraps(GenerationMixin._beam_search)
-    def _beam_search(
-        self: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Any:
-        loop, preparation = super()._beam_search, _end_of_preparation()  # type: ignore[misc]
-        call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        return self._share(
-            "_beam_search", call, preparation, functools.partial(self._run_beams, call, preparation, loop)
-        )
-
-    def _run_beams(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
-        result = self._run_rows(call, *preparation)
-        if result is not None:
-            return result
-        watch = None
-        if call.cache is not None and not call.others.get("synced_gpus"):
-            watch = BeamSearchLoop(self, call.cache, rows_may_leave(self.paged, call))
-            loop = functools.partial(base_class(self)._beam_search, watch)
-        return run_loop(self, preparation, loop, call, watch=watch)
-
-    @functools.wraps(GenerationMixin._assisted_decoding)
-    def _assisted_decoding(
-        self: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Any:
-        call = LoopCall(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, is_assisted=True)
-        loop, preparation = super()._assisted_decoding, _end_of_preparation()  # type: ignore[misc]
-        run = functools.partial(self._run_assisted, call, preparation, loop)
-        return self._share("_assisted_decoding", call, preparation, run)
-
-    def _run_assisted(self: Any, call: LoopCall, preparation: Any, loop: Any) -> Any:
-        result = self._run_rows(call, *preparation)
-        if result is not None:
-            return result
-        if len(call.input_ids) > 1 and can_do_without_drafts(call):
-            return self._run_sample(call, preparation, super()._sample)  # type: ignore[misc]
-        # A forward over candidates stores them all, one beyond the longest result included, before the wrong ones go.
-        return run_loop(self, preparation, loop, call, spare_tokens=2)
+    _sample = _decoding("_sample")
+    _beam_search = _decoding("_beam_search")
+    _assisted_decoding = _decoding("_assisted_decoding")

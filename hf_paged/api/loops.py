@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,23 +11,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 
-from hf_paged.api.given_call import check_continuation
-from hf_paged.api.loop_call import LoopCall
-from hf_paged.api.routing import fall_back
+from hf_paged.api.drafting import can_do_without_drafts
+from hf_paged.api.given_call import check_continuation, check_tokens
+from hf_paged.api.routing import engine_rows, fall_back, rows_may_leave
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_search import BeamSearchLoop
+from hf_paged.engine.calls import TokenStream
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.prepared_call import LoopResult, PreparedCall
-from hf_paged.engine.run import Run
-from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.kernels.transfers import to_device, to_host
-from hf_paged.memory.streams import Handover
-from hf_paged.model.host_call import HostCall
-from hf_paged.sampling.logprobs import TokenLogprobs
-from hf_paged.sampling.random import DRAWS, GeneratorStates
-
-SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
+from hf_paged.memory.streams import Handover, on_steps_stream
+from hf_paged.model.base_class import base_class
+from hf_paged.sampling.processors import pads_finished
+from hf_paged.sampling.random import DRAWS
 
 
 class RetiringCriteria(StoppingCriteriaList):
@@ -48,167 +43,106 @@ class RetiringCriteria(StoppingCriteriaList):
         return is_done
 
 
-def run_rows(
-    engine: Engine, call: SampleCall, generation_config: GenerationConfig, streamer: Any, is_submitted: bool
-) -> Tensor | PreparedCall:
-    """Has the engine generate a call's rows, and waits on the caller's thread, where its streamer runs.
-
-    Returns:
-        The result, or the call itself if it `is_submitted`.
-    """
-    if is_submitted:
-        is_streamable = call.input_ids.shape[0] == 1
-        return PreparedCall(call, call.input_ids, generation_config, is_streamable, DRAWS.entry)
-    calls, stream = engine.calls, None if streamer is None else _Stream(streamer, call.has_drafts)
-    with deferred_interrupt(), calls.leading():
-        run = calls.start(call, None if stream is None else stream.put, on_end=None if stream is None else stream.close)
-        try:
-            if stream is not None and isinstance(run, SampledRequest):
-                run.run_alone(stream.hand_out)
-                stream.follow()
-            run.wait()
-            if stream is not None:
-                stream.follow()
-            if run.error is not None:
-                raise run.error
-        except BaseException:
-            if not run.is_done:
-                calls.cancel(run)
-                calls.wake()
-                run.wait(timeout=60)  # no longer than the step it is in
-            raise
-    if streamer is not None:
-        streamer.end()
-    if call.generator is not None:
-        DRAWS.write({torch.device(call.generator.device): call.generator.get_state()})
-    return run.result()
-
-
-class _Stream:
-    """A call's tokens on their way to its streamer, which runs on the caller's thread."""
-
-    def __init__(self, streamer: Any, has_drafts: bool) -> None:
-        self._streamer = streamer
-        self._has_drafts = has_drafts  # tokens of a step come together, and as a row
-        self._tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        self._new: list[int] = []
-        self._is_over = False
-
-    def put(self, row: int, token: int, said: TokenLogprobs | None, is_last: bool) -> None:
-        self._new.append(token)
-        if is_last:
-            self._tokens.put(self._new)
-            self._new = []
-
-    def close(self, run: Run) -> None:
-        self._tokens.put(None)
-
-    def hand_out(self) -> bool:
-        """Gives the streamer what has come, between two steps; returns whether it is too slow for steps to wait."""
-        started = time.perf_counter()
-        while not self._tokens.empty():
-            self._hand_out_one()
-        return time.perf_counter() - started > SLOW_STREAMER
-
-    def follow(self) -> None:
-        while not self._is_over:
-            self._hand_out_one()
-
-    @allowed_interrupt()
-    def _hand_out_one(self) -> None:
-        tokens = self._tokens.get()
-        if tokens is None:
-            self._is_over = True
-        else:
-            self._streamer.put(torch.tensor([tokens] if self._has_drafts else tokens, device="cpu"))
-
-
-def run_loop(
-    model: Any,
-    preparation: tuple[bool, HostCall | None],
-    loop: Callable[..., Any],
-    call: LoopCall,
-    spare_tokens: int = 0,
-    watch: BeamSearchLoop | None = None,
-) -> Any:
-    """Runs one of transformers' decoding loops over a `PagedCache`, and returns the blocks when they are not needed.
-
-    Args:
-        spare_tokens: Slots a sequence needs at times beyond those of its longest result.
-        watch: What stands in for the model in a beam search.
-
-    Returns:
-        What the loop does, or the call itself if it was submitted.
-    """
-    is_submitted, host = preparation
+def prepare(model: Any, call: PreparedCall) -> PreparedCall:
+    """Decides how a call runs: as rows that the engine drives, or by transformers' loop."""
     engine: Engine = model.paged
-    input_ids, generation_config = call.input_ids, call.generation_config
+    if call.cache is not None:
+        check_tokens(call.input_ids)
+        check_tokens(call.others.get("inputs_embeds"))
+        call.rows = engine_rows(model, call)
+        if call.rows is not None:
+            check_prompt(engine, call)
+            if call.host is not None:
+                with on_steps_stream(call.host.device):  # whose memory they take: steps may outlast the call
+                    call.host.place_items(call.rows.processors, call.rows.ends.others or ())
+            return call
+    if call.is_assisted and len(call.input_ids) > 1 and can_do_without_drafts(call):
+        return prepare(model, call)
     if call.cache is not None and call.others.get("synced_gpus"):
         fall_back(engine.config, "synced_gpus=True")
         call.others[engine.core.bound.cache_argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
-    states, cache = DRAWS.entry, call.cache
-    num_blocks = 0
+    cache, config = call.cache, call.generation_config
     if cache is not None:
-        longest = check_prompt(engine, call, spare_tokens)
-        per_step = generation_config.output_hidden_states and generation_config.return_dict_in_generate
+        longest = check_prompt(engine, call)
+        per_step = config.output_hidden_states and config.return_dict_in_generate
         if not engine.forwards.is_batched() or cache.is_padded or per_step:
-            num_blocks = input_ids.shape[0] * engine.core.manager.most_blocks(longest, longest)
-
-    def run(**more: Any) -> Any:
-        # By name but for the ids, as transformers does it: a model may have a loop of its own.
-        prompt, named = input_ids, call.named | more
-        if host is not None:  # from here on on the device
-            prompt, named = to_device(prompt, host.device), host.place(named)
-            named["generation_config"] = host.place_config(generation_config)
-            host.place_items(call.processors, call.criteria)
-        if cache is None:
-            with _private_draws(engine, states, call) if is_submitted else nullcontext():
-                return loop(prompt, **named)
-        with deferred_interrupt(), engine.calls.decoding(cache, num_blocks):
-            # The blocks go back while the call still counts as one that will return some: a call that waits for room
-            # would otherwise find, for a moment, neither room nor a call to wait for.
-            try:
-                draws = _private_draws(engine, states, call)
-                with draws, allowed_interrupt():
-                    result = loop(prompt, **named)
-            except BaseException:
-                if cache.owned_by_call:
-                    cache.reset()
-                raise
-            if cache.owned_by_call and isinstance(result, Tensor):
-                cache.reset()
-            sequences = result if isinstance(result, Tensor) else result.sequences
-            num_generated = _num_generated(sequences, input_ids, generation_config)
-            engine.core.post(partial(engine.core.count_generated, num_generated))
-            cache.owned_by_call = False  # if it is returned to the caller, it is now theirs
-        return result
-
-    if not is_submitted:
-        return run()
-
+            call.num_blocks = call.input_ids.shape[0] * engine.core.manager.most_blocks(longest, longest)
+        if call.loop == "_beam_search":
+            call.watch = BeamSearchLoop(model, cache, rows_may_leave(engine, call))
+        elif call.loop == "_sample" and pads_finished(call.criteria) and rows_may_leave(engine, call):
+            call.criteria = RetiringCriteria(call.criteria, cache)
     # A tensor that the caller had on a stream of its own, weights just loaded.
-    queued = Handover(engine.core.bound.placement[1])
+    queued = Handover(engine.core.bound.placement[1]) if call.is_submitted else None
+    call.run = partial(run_loop, engine, model, queued)
+    return call
 
-    def run_later(streamer: Any) -> LoopResult:
+
+def run_call(engine: Engine, call: PreparedCall) -> Any:
+    """Runs a prepared call on its caller's thread, to the end."""
+    if call.rows is None:
+        assert call.run is not None
+        return call.run(call, None)
+    streamer = call.others.get("streamer")
+    stream = None if streamer is None else TokenStream(streamer, call.rows.has_drafts)
+    run = engine.calls.run(call.rows, stream)
+    if streamer is not None:
+        streamer.end()
+    if call.rows.generator is not None:
+        DRAWS.write({torch.device(call.rows.generator.device): call.rows.generator.get_state()})
+    return run.result()
+
+
+def run_loop(engine: Engine, model: Any, queued: Handover | None, call: PreparedCall, streamer: Any) -> Any:
+    """Runs transformers' loop; the blocks of its `PagedCache`, if it has one, go back when they are not needed.
+
+    Args:
+        queued: What the caller's thread had queued on its device when it submitted the call.
+        streamer: Of a submitted call.
+    """
+    if queued is not None:
         queued.follow()
-        result = run(**({} if streamer is None else {"streamer": streamer}))
-        scores = None
-        if watch is not None and watch.beam_scores is not None:
-            scores = watch.beam_scores[:, : generation_config.num_return_sequences].reshape(-1)
-        return LoopResult(result if isinstance(result, Tensor) else result.sequences, scores)
+    cache, config, width = call.cache, call.generation_config, call.input_ids.shape[1]
+    # By name but for the ids, as transformers does it: a model may have a loop of its own.
+    named = call.others | {
+        "logits_processor": call.processors,
+        "stopping_criteria": call.criteria,
+        "generation_config": config,
+    }
+    if streamer is not None:
+        named["streamer"] = streamer
+    prompt = call.input_ids
+    if call.host is not None:  # from here on on the device
+        prompt, named = to_device(prompt, call.host.device), call.host.place(named)
+        named["generation_config"] = call.host.place_config(config)
+        call.host.place_items(call.processors, call.criteria)
+    loop = partial(getattr(base_class(model), call.loop), call.watch or model, prompt, **named)
+    draws: AbstractContextManager[None] = nullcontext()
+    if (cache is not None or call.is_submitted) and (config.do_sample or not call.is_row_wise):
+        # They begin where the global generators stood at the call's entry, whatever other threads draw. Where a
+        # submitted request ends in the background, its caller is in the midst of something else.
+        draws = DRAWS.private(call.states, writes_back=engine.core.current_loop is None)
+    if cache is None:
+        with draws:
+            return loop()
+    with deferred_interrupt(), engine.calls.decoding(cache, call.num_blocks):
+        # The blocks go back while the call still counts as one that will return some: a call that waits for room
+        # would otherwise find, for a moment, neither room nor a call to wait for.
+        try:
+            with draws, allowed_interrupt():
+                result = loop()
+        except BaseException:
+            if cache.owned_by_call:
+                cache.reset()
+            raise
+        if cache.owned_by_call and isinstance(result, Tensor):
+            cache.reset()
+        sequences = result if isinstance(result, Tensor) else result.sequences
+        engine.core.post(partial(engine.core.count_generated, _num_generated(sequences[:, width:], config)))
+        cache.owned_by_call = False  # if it is returned to the caller, it is now theirs
+    return result
 
-    is_streamable = input_ids.shape[0] == 1 and watch is None and (generation_config.num_beams or 1) == 1
-    return PreparedCall(run_later, input_ids, generation_config, is_streamable, states)
 
-
-def _private_draws(engine: Engine, states: GeneratorStates, call: LoopCall) -> AbstractContextManager[None]:
-    """Draws of the loop begin where the global generators stood at the call's entry, whatever other threads draw."""
-    may_draw = call.generation_config.do_sample or not call.is_row_wise
-    # Where a submitted request ends in the background, its caller is in the midst of something else.
-    return DRAWS.private(states, writes_back=engine.core.current_loop is None) if may_draw else nullcontext()
-
-
-def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
+def check_prompt(engine: Engine, call: PreparedCall) -> int:
     """Refuses an empty prompt, one that could outgrow the whole pool, and one that a kept cache doesn't begin.
 
     Before anything is allocated.
@@ -241,14 +175,17 @@ def check_prompt(engine: Engine, call: LoopCall, spare_tokens: int) -> int:
     ):
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
-    growth = max(new_tokens - 1, 0) + spare_tokens  # the last token's keys are never needed
+    growth = max(new_tokens - 1, 0)  # the last token's keys are never needed
+    if call.is_assisted and call.rows is None:
+        growth += (
+            2  # a forward over candidates stores them all, one beyond the longest result, before the wrong ones go
+        )
     engine.core.pool.check_fits(longest + growth, longest, new_tokens)
     return prompt + growth
 
 
-def _num_generated(sequences: Tensor, input_ids: Tensor, generation_config: GenerationConfig) -> int:
-    """Counts the tokens in the result behind the prompts, up to each row's first end-of-sequence token."""
-    new = sequences[:, input_ids.shape[1] :]
+def _num_generated(new: Tensor, generation_config: GenerationConfig) -> int:
+    """Counts tokens behind the prompts, up to each row's first end-of-sequence token."""
     eos = getattr(generation_config, "_eos_token_tensor", None)
     if eos is None:
         return new.numel()

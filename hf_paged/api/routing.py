@@ -11,7 +11,6 @@ from transformers.utils import logging
 
 from hf_paged.api.drafting import ASSISTED_ARGUMENTS, draft_model_of, lookup_settings
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
-from hf_paged.api.loop_call import LoopCall
 from hf_paged.api.own_forward import hands_on
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
@@ -19,6 +18,7 @@ from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.call_context import call_context
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
@@ -31,7 +31,6 @@ from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, ends_together, pads_finished, take_any_rows
-from hf_paged.sampling.random import DRAWS
 
 logger = logging.get_logger(__name__)
 
@@ -98,76 +97,86 @@ def fall_back(config: PagedConfig, reason: str) -> None:
     logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
 
 
-def engine_call(model: Any, call: LoopCall, device: torch.device) -> SampleCall | None:
+def engine_rows(model: Any, call: PreparedCall) -> SampleCall | None:
     """The call as rows for the engine to sample, or as beams for it to search; `None`: it may differ from stock's loop.
-
-    `device` is where the caller has its tensors.
 
     It doesn't differ when all of the caller's code in it is transformers' own and row-wise, no per-step outputs are
     asked for, and nothing hooks or overrides the forward and its preparation.
     """
-    engine: Engine = model.paged
-    input_ids, processors, criteria = call.input_ids, call.processors, call.criteria
-    kwargs, lookup, draft_model = call.others, None, None
+    lookup, draft_model, beams = None, None, None
     if call.is_assisted:
-        lookup, draft_model = lookup_settings(model, call), draft_model_of(model, call, device)
+        lookup, draft_model = lookup_settings(model, call), draft_model_of(model, call)
         if lookup is None and draft_model is None:
             return None
-    if call.cache is None or not (
-        engine.forwards.is_batched()
-        and rows_may_leave(engine, call)
-        and (pads_finished(criteria) or ends_together(criteria))
-        and not call.cache.sequences
-        and input_ids.shape[1] > 0
-        and _is_plain(model)
-        and take_any_rows(processors)
-    ):
+    if not _is_plain_call(model, call):
         return None
-    beams = _beam_settings(call)
-    if beams is None and (call.generation_config.num_beams or 1) > 1:
-        return None
+    if (call.generation_config.num_beams or 1) > 1:
+        beams = _beam_settings(call)
+        if beams is None:
+            return None
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
     known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD, *(ASSISTED_ARGUMENTS if call.is_assisted else ())}
-    wrapper = engine.core.bound.wrapper
-    is_plain = not any(is_given(value) for name, value in kwargs.items() if name not in known)
-    if not is_plain and wrapper is None:
-        return None
-    rows, width = input_ids.shape
-    if kwargs.get("streamer") is not None and rows > 1:
-        return None  # a streamer is given the tokens of all rows step by step
-    if wrapper is not None and not (is_plain and wrapper.is_causal):
-        if call.is_assisted:
-            return None
-        prompts = _given_prompts(model, call)
-        return None if prompts is None else _sample_call(call, device, [0] * rows, prompts, beams)
-    padding = [0] * rows
-    mask: Tensor | None = kwargs.get("attention_mask")
-    positions: Tensor | None = kwargs.get("position_ids")
-    if positions is not None and engine.core.bound.wrapper is not None:
+    is_text = not any(is_given(value) for name, value in call.others.items() if name not in known)
+    wrapper = model.paged.core.bound.wrapper
+    given, padding = None, None
+    if wrapper is not None and not (is_text and wrapper.is_causal):
+        given = None if call.is_assisted else _given_prompts(model, call)
+        padding = None if given is None else [0] * len(call.input_ids)
+    elif is_text:
+        padding = _padding(call, has_axes=wrapper is not None)
+    return None if padding is None else _sample_call(call, padding, given, beams, lookup, draft_model)
+
+
+def _is_plain_call(model: Any, call: PreparedCall) -> bool:
+    """Whether each row may run ahead of the others, and each step calls the model with the next tokens alone."""
+    engine: Engine = model.paged
+    assert call.cache is not None
+    return (
+        engine.forwards.is_batched()
+        and rows_may_leave(engine, call)
+        and (pads_finished(call.criteria) or ends_together(call.criteria))
+        and not call.cache.sequences
+        and call.input_ids.shape[1] > 0
+        # A streamer is given the tokens of all rows step by step.
+        and (call.others.get("streamer") is None or len(call.input_ids) == 1)
+        and _is_plain(model)
+        and take_any_rows(call.processors)
+    )
+
+
+def _padding(call: PreparedCall, has_axes: bool) -> list[int] | None:
+    """Left padding of each row, with the call's ids on the host from here on; `None`: it has padding elsewhere, or
+    positions of its own. `has_axes`: positions may be of several axes.
+    """
+    mask: Tensor | None = call.others.get("attention_mask")
+    positions: Tensor | None = call.others.get("position_ids")
+    if positions is not None and has_axes:
         positions = token_positions(positions)
-    if positions is not None and (positions.shape != input_ids.shape or positions.is_floating_point()):
+    if positions is not None and (positions.shape != call.input_ids.shape or positions.is_floating_point()):
         return None
-    if mask is not None and mask.shape != input_ids.shape:
+    if mask is not None and mask.shape != call.input_ids.shape:
         return None
-    if input_ids.device.type == "cuda":
-        found = {name: value for name, value in (("mask", mask), ("positions", positions)) if value is not None}
-        input_ids, *copies = to_host([input_ids, *found.values()])
-        copy_of = dict(zip(found, copies, strict=True))
-        mask, positions = copy_of.get("mask"), copy_of.get("positions")
+    found = [value for value in (call.input_ids, mask, positions) if value is not None]
+    if call.input_ids.device.type == "cuda":
+        found = list(to_host(found))
+    ids, found = found[0], found[1:]
+    rows, width = ids.shape
+    padding = [0] * rows
     if mask is not None:
-        padding = (mask == 0).sum(dim=1).tolist()
-        if (mask == 0).long().cumprod(dim=1).sum(dim=1).tolist() != padding or max(padding) == width:
+        is_hidden = found.pop(0) == 0
+        padding = is_hidden.sum(dim=1).tolist()
+        if is_hidden.long().cumprod(dim=1).sum(dim=1).tolist() != padding or max(padding) == width:
             return None
     if positions is not None:
         # On the host by name: the caller may have set another default device.
         expected = torch.arange(width, device="cpu") - torch.tensor(padding, device="cpu")[:, None]
-        if not bool(((positions.cpu() == expected) | (expected < 0)).all()):
+        if not bool(((found.pop().cpu() == expected) | (expected < 0)).all()):
             return None
-    call.input_ids = input_ids
-    return _sample_call(call, device, padding, None, beams, lookup, draft_model)
+    call.input_ids = ids
+    return padding
 
 
-def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
+def _given_prompts(model: Any, call: PreparedCall) -> list[GivenPrompt] | None:
     """The prompts of a call to a multimodal model, if the engine can go on with its rows by itself."""
     assert call.cache is not None
     inputs = model.prepare_inputs_for_generation(call.input_ids, is_first_iteration=True, **call.others)
@@ -182,28 +191,25 @@ def _given_prompts(model: Any, call: LoopCall) -> list[GivenPrompt] | None:
 
 
 def _sample_call(
-    call: LoopCall,
-    device: torch.device,
+    call: PreparedCall,
     padding: list[int],
     given: list[GivenPrompt] | None,
     beams: BeamSettings | None,
-    lookup: LookupSettings | None = None,
-    draft_model: DraftModel | None = None,
+    lookup: LookupSettings | None,
+    draft_model: DraftModel | None,
 ) -> SampleCall:
-    """The call as the engine samples it."""
-    generation_config, processors, criteria = call.generation_config, call.processors, call.criteria
-    generator = None
+    generation_config, device, generator = call.generation_config, call.device, None
     if generation_config.do_sample:
         generator = torch.Generator(device)
-        generator.set_state(DRAWS.entry[torch.device(generator.device)])
+        generator.set_state(call.states[torch.device(generator.device)])
     pad = generation_config._pad_token_tensor
     return SampleCall(
         input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
         given=given,
         padding=padding,
         num_samples=_fan_out(generation_config),
-        processors=processors,
-        criteria=criteria,
+        processors=call.processors,
+        criteria=call.criteria,
         device=device,
         do_sample=bool(generation_config.do_sample),
         pad_token_id=0 if pad is None else int(pad),
@@ -220,13 +226,11 @@ def _fan_out(generation_config: GenerationConfig) -> int:
     return num_beams if num_beams > 1 else generation_config.num_return_sequences or 1
 
 
-def _beam_settings(call: LoopCall) -> BeamSettings | None:
-    """How the engine is to search the beams of a call; `None` if there are none, or transformers' loop has to."""
-    config = call.generation_config
-    num_beams, ends = config.num_beams or 1, RowEnds.of(call.criteria)
+def _beam_settings(call: PreparedCall) -> BeamSettings | None:
+    """How the engine is to search the beams of a call; `None`: transformers' loop has to."""
+    config, ends = call.generation_config, RowEnds.of(call.criteria)
     if (
-        num_beams == 1
-        or config.low_memory
+        config.low_memory
         or call_context().wants_logprobs
         or ends.others is not None
         or ends.max_length != config.max_length
@@ -235,11 +239,11 @@ def _beam_settings(call: LoopCall) -> BeamSettings | None:
     eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.reshape(-1).tolist()
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     return BeamSettings(
-        num_beams=num_beams,
+        num_beams=config.num_beams,
         length_penalty=config.length_penalty,
         early_stopping=config.early_stopping,
         eos=tuple(sorted(ends.eos)),
-        num_candidates=max(2, 1 + len(eos)) * num_beams,
+        num_candidates=max(2, 1 + len(eos)) * config.num_beams,
         prompt_length=call.input_ids.shape[1],
         max_length=config.max_length,
         num_return_sequences=config.num_return_sequences or 1,
@@ -266,7 +270,7 @@ def _is_plain(model: Any) -> bool:
     )
 
 
-def rows_may_leave(engine: Engine, call: LoopCall) -> bool:
+def rows_may_leave(engine: Engine, call: PreparedCall) -> bool:
     """Whether finished rows can be left out of the remaining forwards without a difference that a caller could see.
 
     Not if the cache outlives the call, per-step outputs were asked for, or a caller's own code looks at the whole

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput, logging
 
-from hf_paged.api.loop_call import LoopCall
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import Follower
 from hf_paged.engine.leader import Leader, sendable
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.model.sharding import ranks_of
 from hf_paged.parallel.call_key import call_key
 from hf_paged.parallel.channel import RankError
@@ -24,7 +24,7 @@ from hf_paged.sampling.random import DRAWS
 logger = logging.get_logger(__name__)
 
 
-def share_loop(engine: Engine, method: str, call: LoopCall, device: torch.device, run: Callable[[], Any]) -> Any:
+def share_loop(engine: Engine, method: str, call: PreparedCall, device: torch.device, run: Callable[[], Any]) -> Any:
     """Runs one of transformers' loops, or what stands for it, on one rank, or on rank 0 for all."""
     if engine.ranks is None or call.cache is None or call_context().is_shared:
         return run()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
+
+import torch
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.interrupts import deferred_interrupt
+from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.core.process import PROCESS
 from hf_paged.engine.beam_request import BeamRequest
 from hf_paged.engine.core import EngineCore
@@ -20,6 +25,48 @@ from hf_paged.engine.run import Run
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCallback
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.weights_version import WeightsKey
+from hf_paged.sampling.logprobs import TokenLogprobs
+
+SLOW_STREAMER = 0.002  # seconds between two steps, from which on steps don't wait for a streamer
+
+
+class TokenStream:
+    """A call's tokens on their way to its streamer, which runs on the caller's thread."""
+
+    def __init__(self, streamer: Any, has_drafts: bool) -> None:
+        self._streamer = streamer
+        self._has_drafts = has_drafts  # tokens of a step come together, and as a row
+        self._tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._new: list[int] = []
+        self._is_over = False
+
+    def put(self, row: int, token: int, said: TokenLogprobs | None, is_last: bool) -> None:
+        self._new.append(token)
+        if is_last:
+            self._tokens.put(self._new)
+            self._new = []
+
+    def close(self, run: Run) -> None:
+        self._tokens.put(None)
+
+    def hand_out(self) -> bool:
+        """Gives the streamer what has come, between two steps; returns whether it is too slow for steps to wait."""
+        started = time.perf_counter()
+        while not self._tokens.empty():
+            self._hand_out_one()
+        return time.perf_counter() - started > SLOW_STREAMER
+
+    def follow(self) -> None:
+        while not self._is_over:
+            self._hand_out_one()
+
+    @allowed_interrupt()
+    def _hand_out_one(self) -> None:
+        tokens = self._tokens.get()
+        if tokens is None:
+            self._is_over = True
+        else:
+            self._streamer.put(torch.tensor([tokens] if self._has_drafts else tokens, device="cpu"))
 
 
 class Calls:
@@ -111,16 +158,40 @@ class Calls:
                 self.cancel(run)  # Ctrl-C, held back until the end of the transaction
             raise
 
+    def run(self, call: SampleCall, stream: TokenStream | None = None) -> Run:
+        """Starts a call and waits for its end, on this thread, which runs the steps if it is alone.
+
+        Args:
+            stream: Is given its tokens on the caller's thread.
+
+        Raises:
+            Exception: What the call raised.
+        """
+        with deferred_interrupt(), self._core.worker.leading():
+            on_token, on_end = (None, None) if stream is None else (stream.put, stream.close)
+            run = self.start(call, on_token, on_end=on_end)
+            try:
+                if stream is not None:
+                    if isinstance(run, SampledRequest):
+                        run.run_alone(stream.hand_out)
+                    stream.follow()
+                run.wait()
+                if run.error is not None:
+                    raise run.error
+            except BaseException:
+                if not run.is_done:
+                    self.cancel(run)
+                    self.wake()
+                    run.wait(timeout=60)  # no longer than the step it is in
+                raise
+        return run
+
     def cancel(self, run: Run, row: int | None = None) -> None:
         """Ends a run, or one of its rows, before the next step. Takes no lock."""
         if row is not None and isinstance(run, SampledRequest):  # of beams none ends by itself
             self._core.post(partial(run.cancel_row, row), between_steps=True)
         else:
             self._core.post(run.cancel, between_steps=True)
-
-    def leading(self) -> AbstractContextManager[None]:
-        """Wraps the wait for a run: see `StepWorker.leading`."""
-        return self._core.worker.leading()
 
     def wake(self) -> None:
         with self._core.pool.lock:

@@ -13,7 +13,7 @@ from hf_paged.engine.call_context import CallContext, call_context, within
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import CallCancelledError, DecodingLoop
 from hf_paged.engine.executor import autocasting
-from hf_paged.engine.prepared_call import LoopResult, PreparedCall
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.request import RequestState
 from hf_paged.engine.scoring import LogitRows, token_logprobs
 from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
@@ -54,10 +54,13 @@ def run_prepared(
     model: Any, call: PreparedCall, logprobs: LogprobsWanted | None, logit_rows: LogitRows, state: RequestState
 ) -> dict[str, Any]:
     """One of transformers' loops; `logprobs` are of the model's own logits."""
-    result: LoopResult = call.work(_TokenStreamer(state) if call.is_streamable else None)  # type: ignore[operator]
-    width = call.prompt.shape[1]
-    limit = call.generation_config.max_length - width
-    rows = [_read_row(row, call.generation_config, limit) for row in result.sequences[:, width:].tolist()]
+    assert call.run is not None
+    result = call.run(call, _TokenStreamer(state) if call.is_streamable else None)
+    sequences, scores, config = result if isinstance(result, Tensor) else result.sequences, None, call.generation_config
+    if call.watch is not None and call.watch.beam_scores is not None:
+        scores = call.watch.beam_scores[:, : config.num_return_sequences].reshape(-1).tolist()
+    width = call.input_ids.shape[1]
+    rows = [_read_row(row, config, config.max_length - width) for row in sequences[:, width:].tolist()]
     said = None
     if logprobs is not None:
         # Afterwards: which of a beam search's forwards led to a token is known at its end, and beams share prompts.
@@ -66,7 +69,7 @@ def run_prepared(
     return {
         "sequences": [tokens for tokens, _ in rows],
         "reasons": [reason for _, reason in rows],
-        "scores": None if result.scores is None else result.scores.tolist(),
+        "scores": scores,
         "logprobs": said,
     }
 

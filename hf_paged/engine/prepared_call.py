@@ -9,48 +9,86 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from hf_paged.attention.cache import PagedCache
+from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.sampled_request import SampleCall
+from hf_paged.model.cache_argument import CACHE_ARGUMENTS
+from hf_paged.model.host_call import HostCall
 from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted
+from hf_paged.sampling.processors import are_row_wise
 from hf_paged.sampling.random import GeneratorStates, default_generator
 
 
 @dataclass(slots=True)
-class LoopResult:
-    """What one of transformers' loops returned.
-
-    Attributes:
-        sequences: `[rows, length]`, prompt included.
-        scores: `[rows]` of beams, or `None`.
-    """
-
-    sequences: Tensor
-    scores: Tensor | None = None
-
-
-@dataclass(slots=True)
 class PreparedCall:
-    """What `model.generate()` prepared.
+    """A call as transformers hands it to one of its decoding loops, and as it is to run.
 
     Attributes:
-        work: Rows for the engine to sample, or else transformers' loop, to be run on a thread; that takes a streamer
-            or `None`.
-        prompt: The prompt as prepared, `[rows, width]`, on the CPU if the preparation was there.
-        generation_config: The prepared config, with its tensors where the prompt is.
-        is_streamable: It has one row, and isn't a beam search.
+        input_ids: `[rows, width]`, the prompt, on the CPU if the preparation was there, as other tensors.
+        others: The loop's other arguments, cache and streamer among them.
+        loop: Name of transformers' method.
+        host: The call's host copies, where it was prepared over these.
+        is_submitted: It runs later, as a request.
         states: Of torch's global generators when the call was entered.
+        rows: For the engine to sample; `None`: transformers' loop is to run.
+        run: Runs that loop, to its end; given this call, which it must not hold, and a streamer or `None`.
+        watch: What stands in for the model in a beam search.
+        num_blocks: What its rows need in the pool beside each other, and can't give back before the end.
     """
 
-    work: SampleCall | Callable[[Any], LoopResult]
-    prompt: Tensor
-    generation_config: Any
-    is_streamable: bool
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    others: dict[str, Any]
+    loop: str
+    host: HostCall | None = None
+    is_submitted: bool = False
     states: GeneratorStates = field(default_factory=dict)
+    rows: SampleCall | None = None
+    run: Callable[[PreparedCall, Any], Any] | None = None
+    watch: BeamSearchLoop | None = None
+    num_blocks: int = 0
+
+    @property
+    def cache(self) -> PagedCache | None:
+        """The call's cache, if it is a paged one."""
+        for name in CACHE_ARGUMENTS:
+            if isinstance(cache := self.others.get(name), PagedCache):
+                return cache
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caller has its tensors."""
+        return self.input_ids.device if self.host is None else self.host.device
+
+    @property
+    def is_assisted(self) -> bool:
+        """Whether candidates are verified."""
+        return self.loop == "_assisted_decoding"
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether each processor and criterion looks at one row at a time, and none is the caller's own."""
+        return are_row_wise((*self.processors, *self.criteria))
+
+    @property
+    def is_streamable(self) -> bool:
+        """Whether it has one row, and is no beam search."""
+        return len(self.input_ids) == 1 and (self.generation_config.num_beams or 1) == 1
+
+    @property
+    def has_events(self) -> bool:
+        """Whether its tokens come one by one."""
+        return self.is_streamable or (self.rows is not None and self.rows.beams is None)
 
     def check_logprobs(self, logprobs: LogprobsWanted | None) -> None:
         """Raises `ValueError` for what can't be said of its tokens."""
-        if logprobs is not None and logprobs.is_processed and not isinstance(self.work, SampleCall):
+        if logprobs is not None and logprobs.is_processed and self.rows is None:
             raise ValueError(
                 "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
                 "and processors of your own have logprobs_mode='raw'"
@@ -62,19 +100,18 @@ class PreparedCall:
         Raises:
             ValueError: It isn't the engine's own sampling that chooses the tokens.
         """
-        work = self.work
-        if not isinstance(work, SampleCall) or work.beams is not None or work.has_drafts:
+        if self.rows is None or self.rows.beams is not None or self.rows.has_drafts:
             raise ValueError(
                 "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors "
                 "of your own"
             )
-        work.grammar = grammar
+        self.rows.grammar = grammar
 
     def seed(self, seed: int) -> None:
         """Makes it draw as after `torch.manual_seed`."""
-        if isinstance(self.work, SampleCall):
-            if self.work.generator is not None:
-                self.work.generator.manual_seed(seed)
+        if self.rows is not None:
+            if self.rows.generator is not None:
+                self.rows.generator.manual_seed(seed)
             return
         for device in self.states:  # its loop begins there
             self.states[device] = torch.Generator(device).manual_seed(seed).get_state()
@@ -84,7 +121,7 @@ class PreparedCall:
 
         Its draws begin at the state found; those of the next call must not be the same numbers.
         """
-        if self.generation_config is None or not self.generation_config.do_sample:
+        if not self.generation_config.do_sample:
             return
         for device in self.states:
             generator = default_generator(device)

@@ -24,7 +24,7 @@ from hf_paged.engine.many_prompts import generate_all
 from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.request import Request, RequestOutput, RequestState
-from hf_paged.engine.request_threads import RequestThreads, waiting
+from hf_paged.engine.request_threads import LoopJob, RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.run import Run
 from hf_paged.engine.sampled_request import SampleCall
@@ -37,17 +37,50 @@ from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
 
 NO_CONTROLS = SamplingControls()
 
-# Begins a request; returns what ends it, without a lock, and what ends it or one of its sequences, with locks.
-_Begin = Callable[[], tuple[Callable[[], None], Callable[[int | None], None]]]
-
 
 @dataclass(slots=True, eq=False)
 class _Active:
-    """An unfinished request."""
+    """A request from its admission to its end, and what its handle ends it by.
 
+    The handle's finalizer holds it as long as the handle lives. So it forgets a request that has ended: an error's
+    traceback leads to the caller of `result()`, and so to the handle.
+    """
+
+    owner: Submissions
+    name: str
     state: RequestState | None = None  # not before it is prepared
-    abandon: Callable[[], None] = lambda: None
-    loop: DecodingLoop | None = None
+    run: Run | None = None  # the engine drives it,
+    loop: DecodingLoop | None = None  # or a thread does,
+    job: LoopJob | None = None  # which it may have to wait for
+
+    def abandon(self) -> None:
+        """Ends it at the next step. Takes no lock."""
+        run, loop = self.run, self.loop
+        if run is not None:
+            self.owner._calls.cancel(run)
+        if loop is not None:
+            loop.cancel()
+
+    def cancel(self, index: int | None) -> None:
+        """Ends it, or one of its sequences where the engine drives it."""
+        run, loop, job, state = self.run, self.loop, self.job, self.state
+        if run is not None:
+            self.owner._calls.cancel(run, index)
+        if loop is not None:
+            loop.cancel()
+        if job is not None and state is not None and self.owner._threads.remove(job):
+            self.end()
+            state.finish([[]], ["cancelled"])
+        self.owner._calls.wake()
+
+    def end(self) -> None:
+        """Gives its name back."""
+        if self.owner._active.get(self.name) is self:
+            del self.owner._active[self.name]
+        self.state = self.run = self.loop = self.job = None
+
+
+_Begin = Callable[[_Active, RequestState], None]
 
 
 class Submissions:
@@ -111,14 +144,14 @@ class Submissions:
                 call.seed(controls.seed)
             if controls.grammar is not None:
                 call.follow(controls.grammar)
-            has_events = call.is_streamable or (isinstance(call.work, SampleCall) and call.work.beams is None)
-            state = RequestState(name, prompt[0].tolist(), call.is_streamable, has_events)
+            state = RequestState(name, prompt[0].tolist(), call.is_streamable, call.has_events)
             begin: _Begin
-            if isinstance(call.work, SampleCall):
-                begin = partial(self._start_run, state, call, priority, logprobs, weights_key)
+            if call.rows is not None:
+                call.rows.priority, call.rows.request_id, call.rows.logprobs = priority, name, logprobs
+                begin = partial(self._start_rows, call.rows, weights_key)
             else:
                 work = partial(run_prepared, self._core.model, call, logprobs, self._logit_rows)
-                begin = partial(self._start_loop, state, work, priority)
+                begin = partial(self._start_loop, work, priority)
             return self._start(state, request_key(prompt, call.generation_config, logprobs), cache_salt, begin)
 
     def score(self, input_ids: Any, request_id: Any, priority: Any, cache_salt: Any, wanted: ScoresWanted) -> Request:
@@ -128,9 +161,7 @@ class Submissions:
         self._core.pool.check_fits(prompt.shape[1], prompt.shape[1], 0)
         with self._admitted(request_id) as name:
             state = RequestState(name, prompt[0].tolist(), is_streaming=False, has_events=False)
-            begin = partial(
-                self._start_loop, state, partial(score, self._core.model, wanted, self._logit_rows), priority
-            )
+            begin = partial(self._start_loop, partial(score, self._core.model, wanted, self._logit_rows), priority)
             return self._start(state, request_key(prompt, None, wanted), cache_salt, begin)
 
     @contextmanager
@@ -147,7 +178,7 @@ class Submissions:
             elif not isinstance(request_id, str) or request_id in self._active:
                 problem = "is running already" if isinstance(request_id, str) else "is no string"
                 raise ValueError(f"request_id {request_id!r} {problem}")
-            self._active[request_id] = _Active()
+            self._active[request_id] = _Active(self, request_id)
         try:
             yield request_id
         except BaseException:
@@ -156,6 +187,8 @@ class Submissions:
 
     def _start(self, state: RequestState, key: tuple[bytes, str], cache_salt: Any, begin: _Begin) -> Request:
         """Begins a prepared request, and returns its handle; `key`: see `Leader.begin`."""
+        active = self._active[state.request_id]
+        active.state = state
         ranks, outer, number = self._core.ranks, call_context(), None
         if isinstance(ranks, Follower):
             return self._follow(ranks, state, *key)
@@ -164,14 +197,16 @@ class Submissions:
         try:
             salt = outer.cache_salt if cache_salt is None else cache_salt
             with within(cache_salt=salt, is_shared=ranks is not None):
-                abandon, cancel = begin()
+                begin(active, state)
+            if self._active.get(state.request_id) is not active:  # it has ended, and learned more since
+                active.end()
         except BaseException as error:
             if number is not None and ranks is not None:
                 ranks.end(number, (sendable(error), None))
             raise
         if number is not None and ranks is not None:
             state.listen(partial(tell_end, ranks, number, state))
-        return Request(state, cancel, abandon, self._waiting)
+        return Request(state, active.cancel, active.abandon, self._waiting)
 
     def _prepare(
         self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any], wants_logprobs: bool
@@ -191,70 +226,37 @@ class Submissions:
             )
         return call
 
-    def _start_run(
-        self,
-        state: RequestState,
-        call: PreparedCall,
-        priority: int,
-        logprobs: LogprobsWanted | None,
-        weights_key: WeightsKey | None,
-    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
-        assert isinstance(call.work, SampleCall)
-        call.work.priority, call.work.request_id, call.work.logprobs = priority, state.request_id, logprobs
-        runs: list[Run] = []
-
+    def _start_rows(
+        self, rows: SampleCall, weights_key: WeightsKey | None, active: _Active, state: RequestState
+    ) -> None:
         def end(run: Run) -> None:
-            runs.clear()
-            self._active.pop(state.request_id, None)
+            active.end()
             if run.error is not None:
                 state.fail(run.error)
             else:
                 reasons = [row.finish_reason or "" for row in run.rows]
-                said = None if logprobs is None else [row.logprobs for row in run.rows]
+                said = None if rows.logprobs is None else [row.logprobs for row in run.rows]
                 state.finish([row.tokens for row in run.rows], reasons, run.scores, said)
 
-        # The handle's finalizer holds this as long as the handle lives. It must not lead to an ended run, whose error's
-        # traceback leads to the caller of `result()`, and so to the handle.
-        def abandon() -> None:
-            for run in list(runs):
-                self._calls.cancel(run)
-
-        def cancel(index: int | None) -> None:
-            for run in list(runs):
-                self._calls.cancel(run, index)
-            self._calls.wake()
-
-        # Before the run, whose end may come at once.
-        self._active[state.request_id] = _Active(state, abandon)
-        runs.append(self._calls.start(call.work, state.push, waits=False, on_end=end, weights_key=weights_key))
-        if state.is_done:
-            runs.clear()
-        return abandon, cancel
+        active.run = self._calls.start(rows, state.push, waits=False, on_end=end, weights_key=weights_key)
 
     def _start_loop(
-        self, state: RequestState, work: Callable[[RequestState], dict[str, Any]], priority: int
-    ) -> tuple[Callable[[], None], Callable[[int | None], None]]:
+        self,
+        work: Callable[[RequestState], dict[str, Any]],
+        priority: int,
+        active: _Active,
+        state: RequestState,
+    ) -> None:
         def end() -> None:
-            self._active.pop(state.request_id, None)
+            active.end()
             self._calls.wake()
 
-        loop = DecodingLoop(priority, state.request_id)
-        self._active[state.request_id] = _Active(state, loop.cancel, loop)
-        job = self._threads.add(loop, run_later(self._core, state, loop, work, end))
-
-        def cancel(index: int | None) -> None:
-            loop.cancel()
-            if self._threads.remove(job):
-                self._active.pop(state.request_id, None)
-                state.finish([[]], ["cancelled"])
-            self._calls.wake()
-
-        return loop.cancel, cancel  # the handle's finalizer must not lead to the state, as above
+        active.loop = loop = DecodingLoop(priority, state.request_id)
+        active.job = self._threads.add(loop, run_later(self._core, state, loop, work, end))
 
     def _follow(self, follower: Follower, state: RequestState, digest: bytes, text: str) -> Request:
         """On another rank than 0: the request ends with what comes of it there."""
         call = follower.make(digest, text)
-        self._active[state.request_id] = _Active(state)
 
         def done(outcome: bytes | RankError) -> None:
             self._active.pop(state.request_id, None)

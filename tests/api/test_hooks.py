@@ -20,7 +20,6 @@ from transformers import LogitsProcessor
 import hf_paged
 from helpers.models import build, name_of, ragged_batch, random_ids
 from helpers.pairs import Pair, assert_same, logged_messages, new_cache
-from hf_paged.api import generation
 from hf_paged.api.loops import run_loop
 from hf_paged.model.hooks import HookWatch, all_modules
 
@@ -415,7 +414,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(args)
         return run_loop(*args, **kwargs)
 
-    monkeypatch.setattr(generation, "run_loop", note)
+    monkeypatch.setattr("hf_paged.api.loops.run_loop", note)
     return found
 
 

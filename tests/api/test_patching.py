@@ -21,13 +21,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 import hf_paged
 from helpers.models import MODELS, build, name_of, ragged_batch, random_ids
 from helpers.pairs import Pair, assert_same
 from helpers.requests import held_step
-from hf_paged.api import generation
 from hf_paged.attention.paged_attention import attention_configs
 
 MakePair = Callable[..., Pair]
@@ -579,13 +578,13 @@ def test_base_model_is_left_alone() -> None:
 def test_a_call_that_is_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: an error about the inside of the package, for a call that another thread's `unpatch()` meets."""
     model = hf_paged.patch(build("llama"))
-    original = generation.end_of_preparation
+    original = GenerationMixin._get_stopping_criteria
 
-    def end() -> Any:
+    def unpatched(*args: Any, **kwargs: Any) -> Any:
         hf_paged.unpatch(model)
-        return original()
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(generation, "end_of_preparation", end)
+    monkeypatch.setattr(GenerationMixin, "_get_stopping_criteria", unpatched)
     with pytest.raises(RuntimeError, match="was unpatched while this call was running"):
         model.generate(random_ids(1, 5), max_new_tokens=2)
     assert model.generate(random_ids(1, 5), max_new_tokens=2).shape == (1, 7)

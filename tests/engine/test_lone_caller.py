@@ -21,7 +21,7 @@ from helpers.requests import ENDLESS, SAMPLE, Gate, settle
 from helpers.state_models import build_state_model
 from helpers.user_code import NextToken
 from helpers.waiting import PATIENCE, eventually, join
-from hf_paged.api import loops
+from hf_paged.engine import calls
 from hf_paged.engine.executor import StepExecutor
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,7 +143,7 @@ class Streamer(BaseStreamer):
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine any streamer may take long; here only one that sleeps."""
-    monkeypatch.setattr(loops, "SLOW_STREAMER", 0.5)
+    monkeypatch.setattr(calls, "SLOW_STREAMER", 0.5)
 
 
 def stream(pair: Pair, streamer: Streamer, **given: Any) -> None:

@@ -28,9 +28,9 @@ from helpers.pairs import Pair, logged_messages
 from helpers.requests import settle
 from helpers.waiting import PATIENCE, join
 from hf_paged.api.drafting import draft_model_of
-from hf_paged.api.loop_call import LoopCall
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.draft_budget import PAUSE, RowBudget
+from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.sampled_request import SampleCall, SampledRequest
 from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
 from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
@@ -429,14 +429,15 @@ def test_models_that_assist_each_other(pair: Pair) -> None:
     def ask(*_: Any) -> None:
         if not errors:
             try:
-                draft_model_of(other, call, torch.device("cpu"))
+                draft_model_of(other, call)
             except UnsupportedCallError as error:
                 errors.append(error)
 
     config = copy.deepcopy(other.generation_config)
     config.update(max_length=99, prompt_lookup_num_tokens=None)
     criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
-    call = LoopCall(given["input_ids"], LogitsProcessorList(), criteria, config, {"assistant_model": pair.paged}, True)
+    given_too, ids = {"assistant_model": pair.paged}, given["input_ids"]
+    call = PreparedCall(ids, LogitsProcessorList(), criteria, config, given_too, "_assisted_decoding")
     other.model.layers[0].register_forward_pre_hook(ask)
     pair.paged.generate(**given | {"max_new_tokens": 6}, assistant_model=other)
     assert errors and "is itself assisted" in str(errors[0])

@@ -123,11 +123,6 @@ def test_chat_says_what_the_model_says(client: Client, hub: Hub) -> None:
     assert OPENING + text == hub.loaded.tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_seeded_replies_are_the_same(client: Client) -> None:
-    assert chat(client, max_new_tokens=16, seed=5)[0] == chat(client, max_new_tokens=16, seed=5)[0]
-    assert len({chat(client, max_new_tokens=16)[0] for _ in range(3)}) > 1
-
-
 def test_history_is_found_in_the_cache(client: Client) -> None:
     text, first = chat(client, max_new_tokens=64, temperature=1.0)
     history = [{"role": "user", "content": OPENING}, {"role": "assistant", "content": text}]
@@ -218,11 +213,6 @@ def test_half_a_character_is_refused_with_a_sentence(url: str, name: str, data: 
     assert answer.startswith("event: error") and "half of a character" in answer, answer
 
 
-def test_a_refusal_is_no_markup(client: Client) -> None:
-    sentence = refused(client.predict, num_blocks=64, preemption="<img src=x>", api_name="/set_pool")
-    assert "<img" not in sentence and "&lt;img" in sentence
-
-
 def test_too_many_requests_are_refused(client: Client, hub: Hub) -> None:
     client.predict(api_name="/pause")
     burst = client.submit(count=40, max_new_tokens=8, longest_prompt=20, api_name="/burst")
@@ -240,29 +230,6 @@ def test_what_can_never_fit_the_pool_is_refused(client: Client) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- samples, beams
-
-
-def test_samples_share_their_prompt(client: Client) -> None:
-    client.predict(100.0, api_name="/set_speed")
-    job = client.submit(prompt=OPENING * 4, count=4, max_new_tokens=40, seed=1, api_name="/samples")
-    states = list(job)
-    assert any(states[0][0] != state[0] for state in states[1:-1]), "nothing was shown while it ran"
-    branches, sharing, figures = states[-1]
-    assert len({branch["text"] for branch in branches}) == 4
-    assert figures["blocks_saved"] == figures["blocks_without_sharing"] - figures["blocks_held"] > 0
-    assert figures["bytes_saved"] == figures["blocks_saved"] * 6 * 2 * 2 * 16 * 32 * 4
-    assert f"{figures['blocks_saved']} blocks more" in sharing
-
-
-def test_what_is_shown_of_running_samples_is_what_they_become(client: Client) -> None:
-    client.predict(40.0, api_name="/set_speed")
-    job = client.submit(prompt=OPENING, count=2, max_new_tokens=40, seed=1, api_name="/samples")
-    *running, (final, *_) = list(job)
-    assert len(running) > 2
-    for branches, *_ in running:
-        for branch, last in zip(branches, final, strict=True):
-            assert last["text"].startswith(branch["text"].rstrip("\ufffd")), (branch, last)
-    assert all(branch["text"] for branch in running[-1][0])
 
 
 def test_the_beam_tree_is_the_search(client: Client, hub: Hub) -> None:
@@ -293,22 +260,6 @@ def test_the_beam_tree_is_the_search(client: Client, hub: Hub) -> None:
 # ------------------------------------------------------------------------------------------------- pressure and memory
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_a_burst_on_a_small_pool_is_answered(client: Client, hub: Hub, preemption: str) -> None:
-    assert "24 blocks" in client.predict(num_blocks=24, preemption=preemption, api_name="/set_pool")
-    sentence, rows = client.predict(
-        count=16, max_new_tokens=40, longest_prompt=60, ends_at_paragraph=False, seed=3, api_name="/burst"
-    )
-    stats = hub.stats()
-    assert stats.num_preemptions > 0
-    assert sentence.startswith(f"16 of 16 completed, {stats.num_preemptions} preemption")
-    swapped, recomputed = sum(row["swapped"] for row in rows), sum(row["recomputed"] for row in rows)
-    assert (swapped, recomputed) == (stats.num_swapped_out, stats.num_preemptions - stats.num_swapped_out)
-    assert f"({swapped} swapped, {recomputed} recomputed)" in sentence
-    assert {row["state"] for row in rows} == {"done"}
-    assert all(row["reply"] for row in rows) and {row["new_tokens"] for row in rows} == {40}
-
-
 def test_the_pool_is_not_taken_from_those_who_use_it(client: Client, hub: Hub) -> None:
     client.predict(20.0, api_name="/set_speed")
     job = client.submit(message=OPENING, history=[], max_new_tokens=192, api_name="/chat")
@@ -317,19 +268,6 @@ def test_the_pool_is_not_taken_from_those_who_use_it(client: Client, hub: Hub) -
     assert "32 blocks" in client.predict(num_blocks=32, cancel_running=True, api_name="/set_pool")
     assert job.result(timeout=10)[1]["finish_reason"] == "cancelled"
     assert hub.stats().num_blocks == 32
-
-
-def test_memory_maps_are_of_the_same_requests(client: Client) -> None:
-    reserved, stock, paged = client.predict(count=6, max_new_tokens=64, longest_prompt=300, api_name="/memory_maps")
-    assert len(reserved["rows"]) == len(stock["rows"]) == 6
-    assert [row["label"] for row in reserved["rows"]] == [row["label"] for row in stock["rows"]]
-    assert len({row["reserved"] for row in stock["rows"]}) == 1, "a padded batch is a rectangle"
-    for each in (reserved, stock, paged):
-        total, used = (sum(row[name] for row in each["rows"]) for name in ("reserved", "used"))
-        assert 0 < used <= total and each["waste"] == pytest.approx(1 - used / total)
-        assert each["bytes_per_token"] == 6 * 2 * 2 * 32 * 4
-    comes_to = {row["label"]: row["used"] for row in reserved["rows"]}  # in the end, whenever the snapshot was taken
-    assert all(row["reserved"] % 16 == 0 and row["reserved"] <= comes_to[row["label"]] + 16 for row in paged["rows"])
 
 
 # ------------------------------------------------------------------------------------------------------------ step mode
@@ -381,19 +319,6 @@ def test_slow_motion_is_not_a_pause(client: Client, hub: Hub) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
-
-
-def test_looking_does_not_wait_behind_replies(client: Client, hub: Hub) -> None:
-    client.predict(2.0, api_name="/set_speed")
-    jobs = [client.submit(message=OPENING, history=[], max_new_tokens=60, api_name="/chat") for _ in range(6)]
-    wait_until(lambda: hub.stats().num_running == 6, "the chats don't run")
-    snapshot = client.predict(api_name="/snapshot")
-    assert hub.stats().num_running == 6, "it came when they were over"
-    assert sum(count > 0 for count in snapshot["blocks"]) > 0
-    assert {group["request_id"] for group in snapshot["groups"]} == set(hub.tickets)
-    client.predict(0.0, api_name="/set_speed")
-    for job in jobs:
-        job.result(timeout=20)
 
 
 def test_the_page_has_nothing_from_elsewhere(url: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import html
-import json
 import socket
 import sys
 import threading
@@ -18,29 +16,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import hf_paged
 from demo.__main__ import command
 from demo.beams import BeamRecorder
 from demo.chat import Reply, reply
 from demo.compare import memory_maps
 from demo.generation import Sampling
-from demo.history import History
 from demo.hub import Hub
 from demo.limits import Limits, RefusedError
 from demo.loading import LoadError, load
-from demo.pages.chat import Message, as_shown, before_last_question
-from demo.pages.plots import plot_data
 from demo.pages.replay import PLOTS, frames, last_point
 from demo.pressure import BurstWatch
-from demo.prompts import check_messages, choose_prompts, conversation_text, render
+from demo.prompts import render
 from demo.replays import OURS, Replay
 from demo.run_record import Row, RunRecord, held_rows
-from demo.sharing import SharingMeter, group_sharing
-from demo.streams import TextStream, in_batches, in_thread
+from demo.sharing import group_sharing
+from demo.streams import TextStream, in_thread
 from demo.told import raised, told
 from demo.transcripts import Transcripts
 from helpers.models import build
-from hf_paged import EngineStats
 from hf_paged.tools.report import stock_kv_usage
 
 EVIL = "<img src=x onerror=alert(1)> & <script>alert(2)</script> &lt;b&gt;"
@@ -97,17 +90,6 @@ def holding(label: str, *sequences: tuple[int, int, list[int]], status: str = "r
     }
 
 
-def test_shared_blocks_count_once() -> None:
-    samples = holding("a", (10, 9, [1, 2, 3]), (10, 9, [1, 2, 4]), (0, 0, []))
-    sharing = group_sharing(samples)
-    assert (sharing.held, sharing.tables, sharing.saved, sharing.sequences) == (4, 6, 2, 2)
-    assert held_rows(snapshot_of(samples, holding("b", (3, 2, [7]))), {"a"}) == [
-        Row("a · 1", 12, 9),
-        Row("a · 2", 4, 1),
-    ]
-    assert held_rows(snapshot_of(holding("a", (3, 2, [7]), status="swapped")), {"a"}) == []
-
-
 def test_tables_of_several_groups_of_layers() -> None:
     """A block behind a window is held no more; what is shared in one group may be in another."""
     samples = holding("a", (10, 9, [1, 2, 3]), (10, 9, [1, 2, 4]))
@@ -116,17 +98,6 @@ def test_tables_of_several_groups_of_layers() -> None:
     sharing = group_sharing(samples)
     assert (sharing.held, sharing.tables, sharing.saved, sharing.sequences) == (7, 10, 3, 2)
     assert held_rows(snapshot_of(samples), {"a"}) == [Row("a · 1", 20, 14), Row("a · 2", 8, 2)]
-
-
-def test_the_meter_keeps_the_moment_when_sharing_saved_most() -> None:
-    meter = SharingMeter("a")
-    for tables in ([[1], [1]], [[1, 2], [1, 2]], [[1, 2], [1, 3]]):
-        meter.see(snapshot_of(holding("a", *[(8, 8, table) for table in tables])))
-    meter.see(snapshot_of() | {"events": [{"id": 1, "kind": "copied", "request_id": "a"}]})
-    assert meter.describe(1024) == (
-        "2 blocks held at the moment when sharing saved most; with copies of their own the 2 sequences would hold 4: "
-        "2 blocks more, 2.0 KiB (50% saved). 1 block was copied on write."
-    )
 
 
 def test_stock_is_measured_on_its_own_cache(loaded: Any) -> None:
@@ -148,12 +119,6 @@ def test_stock_is_measured_on_its_own_cache(loaded: Any) -> None:
     assert (paged.reserved, paged.waste) == (4, 0.25)
 
 
-def test_a_run_too_large_for_stock_is_refused(loaded: Any) -> None:
-    record = RunRecord(["a"] * 300, [[1] * 1000] * 300, 20, 4, 99, 1, [[[1]]] * 300, [Row("a", 4, 3)], 1)
-    with pytest.raises(RefusedError, match="300 rows of 1,001 tokens"):
-        memory_maps(loaded, record)
-
-
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
@@ -172,15 +137,6 @@ def test_bytes_that_are_no_character_do_not_hold_up_the_rest(loaded: Any) -> Non
     stream = TextStream(loaded.tokenizer)
     text = "".join(stream.push([token]) for token in broken * 6 + after) + stream.push([], is_last=True)
     assert text.endswith("the door") and "\ufffd" in text
-
-
-def test_a_conversation_is_a_text() -> None:
-    messages = [
-        {"role": "user", "content": "A"},
-        {"role": "assistant", "content": " b."},
-        {"role": "user", "content": "C"},
-    ]
-    assert conversation_text(messages) == "A b.\n\nC"
 
 
 def test_a_chat_template_is_used(loaded: Any) -> None:
@@ -235,32 +191,7 @@ def test_a_known_beginning_keeps_its_tokens(loaded: Any) -> None:
     assert transcripts.encode(tokenizer, "The door was open.", True) == plain
 
 
-def test_prompts_are_chosen_from_short_to_long() -> None:
-    prompts = [[0] * length for length in (5, 1, 3, 9, 7)]
-    chosen = choose_prompts(prompts, 4, 7)
-    assert sorted(map(len, chosen)) == [1, 3, 5, 7] and list(map(len, chosen)) != [1, 3, 5, 7]
-    assert len(choose_prompts(prompts, 9, 3)) == 9
-    with pytest.raises(RefusedError, match="0 tokens"):
-        choose_prompts(prompts, 2, 0)
-
-
 # ------------------------------------------------------------------------------------------------ nothing is markup
-
-
-def test_the_chat_view_gets_escaped_text() -> None:
-    conversation = [Message("user", EVIL), Message("assistant", EVIL, "chat-1: 3 tokens"), Message("user", EVIL)]
-    shown = as_shown(conversation)
-    assert not any(sign in json.dumps(shown) for sign in "<>")
-    assert [html.unescape(each["content"]) for each in shown] == [EVIL, EVIL, "", EVIL]
-    assert shown[2]["metadata"] == {"title": "chat-1: 3 tokens"}
-    assert before_last_question(conversation) == (conversation[:2], EVIL)
-    assert before_last_question(conversation[:2]) == ([], EVIL)
-
-
-@pytest.mark.parametrize("history", ["x", [1], [{"role": "user"}], [{"role": "tool", "content": "x"}]])
-def test_a_history_that_is_none_is_refused(history: Any) -> None:
-    with pytest.raises(RefusedError):
-        check_messages(history)
 
 
 def test_errors_are_shown_as_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -282,79 +213,7 @@ def test_errors_are_shown_as_text(caplog: pytest.LogCaptureFixture) -> None:
 # --------------------------------------------------------------------------------------------------------------- limits
 
 
-@pytest.mark.parametrize(
-    ("numbers", "says"),
-    [((2000, 10, 99_999), "up to 1,024"), ((500, 60, 99_999), "at most 12 new"), ((100, 20, 64), "64 tokens in all")],
-)
-def test_refusals_say_what_is_allowed(numbers: tuple[int, int, int], says: str) -> None:
-    with pytest.raises(RefusedError, match=says):
-        Limits(positions=512).check_tokens(*numbers)
-
-
-@pytest.mark.parametrize("value", [True, "8", None, float("nan"), 1.5, [8]])
-def test_numbers_are_numbers(value: Any) -> None:
-    with pytest.raises(RefusedError, match="whole number from 1 to 256"):
-        Sampling.checked(Limits(), value, 0.8)
-
-
-def test_a_seed_of_minus_one_is_none() -> None:
-    assert Sampling.checked(Limits(), 8, 0.8, seed=-1).seed is None
-    with pytest.raises(RefusedError, match="seed"):
-        Sampling.checked(Limits(), 8, 0.8, seed=-2)
-
-
 # ------------------------------------------------------------------------------------------------------- time and tasks
-
-
-def test_the_history_counts_tokens_a_second() -> None:
-    history = History(EngineStats)
-    history.close()
-    for quarter in range(9):
-        sample = history.sample(
-            EngineStats(num_blocks=8, num_free_blocks=6, num_generated_tokens=10 * quarter), quarter / 4
-        )
-    assert sample.tokens_per_second == pytest.approx(40) and sample.pool_use == 0.25 and sample.hit_rate is None
-    assert history.sample(EngineStats(num_blocks=8, num_generated_tokens=0), 3.0).tokens_per_second == 0
-    speed, queues, pool, hits = plot_data(history.samples)
-    assert speed["seconds ago"].max() == 0 and len(queues) == 3 * len(speed) and len(hits) == 0
-    assert pool["% of the pool"].iloc[-2] == 25
-
-
-def test_batches_come_at_most_so_often_and_empty_ones_while_nothing_does(loaded: Any) -> None:
-    model = hf_paged.patch(loaded.model, num_blocks=32)
-    try:
-        engine = model.paged
-        engine.pause()
-        request = engine.submit([1, 5, 6], max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-
-        async def collect() -> list[list[int]]:
-            batches = []
-            async for batch in in_batches(request, lambda: 0.01, patience=0.05):
-                batches.append(batch)
-                if len(batches) == 2:
-                    engine.resume()
-            return batches
-
-        batches = asyncio.run(collect())
-        assert batches[0] == [] and [token for batch in batches for token in batch] == request.result().token_ids
-    finally:
-        hf_paged.unpatch(model)
-
-
-def test_dropping_the_batches_cancels_the_request(loaded: Any) -> None:
-    model = hf_paged.patch(loaded.model, num_blocks=32)
-    try:
-        request = model.paged.submit([1, 5, 6], max_new_tokens=400, do_sample=False, pad_token_id=0, eos_token_id=None)
-
-        async def look() -> None:
-            batches = in_batches(request, lambda: 0.01)
-            await anext(batches)
-            await batches.aclose()
-
-        asyncio.run(look())
-        assert request.result(5).finish_reason == "cancelled"
-    finally:
-        hf_paged.unpatch(model)
 
 
 def test_rows_of_a_burst_say_what_the_requests_do(loaded: Any) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_paged
 from demo import sentences, views
-from helpers.demo_parts import EVIL, make_snapshot
+from helpers.demo_parts import make_snapshot
 
 TINY_MODEL = Path(hf_paged.__file__).parent / "assets" / "tiny_lm"
 
@@ -62,27 +62,7 @@ def engine() -> Any:
 # Blocks as text
 
 
-@pytest.mark.parametrize(
-    ("blocks", "text"),
-    [([], ""), ([3], "3"), ([17, 18, 19, 20, 5], "17+3 5"), ([2, 1, 0], "2 1 0"), ([0, 1, 1, 2], "0+1 1+1")],
-)
-def test_blocks_are_runs(blocks: list[int], text: str) -> None:
-    assert views.encode_blocks(blocks) == text
-    assert decode_blocks(text) == blocks
-
-
 # The pool
-
-
-def test_ref_counts_are_one_character_each() -> None:
-    snapshot = make_snapshot(8, 1) | {"blocks": [0, -1, 1, 2, 10, 35, 36, 400], "hashes": [""] * 8}
-    assert views.pool_value(snapshot, {})["refs"] == ".,12az++"
-
-
-def test_hashes_are_four_bytes_each() -> None:
-    snapshot = make_snapshot(3, 1) | {"blocks": [0, -1, 1], "hashes": ["", "0a1b2c3d", "ffffffff"]}
-    hashes = base64.b64decode(views.pool_value(snapshot, {})["hashes"])
-    assert hashes == bytes.fromhex("000000000a1b2c3dffffffff")
 
 
 def test_a_pool_of_5000_blocks_is_small() -> None:
@@ -133,13 +113,6 @@ def test_tables_say_what_is_shared(engine: hf_paged.Engine) -> None:
         assert len(decode_blocks(blocks)) == math.ceil(computed / 8)
 
 
-def test_names_are_the_apps_else_the_requests_else_numbers() -> None:
-    snapshot = make_snapshot(30, 3)
-    snapshot["groups"][1]["request_id"] = "their own"
-    value = views.pool_value(snapshot, {500: "chat-1"})
-    assert [group["label"] for group in json.loads(value["groups"])] == ["chat-1", "their own", "request 502"]
-
-
 # Events
 
 
@@ -153,16 +126,6 @@ def test_events_of_an_engine_become_sentences(engine: hf_paged.Engine) -> None:
         assert isinstance(step, int) and when > 0
         if kind not in ("step", "evicted"):
             assert group is not None and sentence.startswith("samples-1")
-
-
-def test_steps_leave_room_for_other_events() -> None:
-    snapshot = make_snapshot(30, 3)
-    step = {"kind": "step", "num_decode": 3, "num_prefill_tokens": 0, "seconds": 0.01, "time": 1.0, "step": 1}
-    snapshot["events"] += [{"id": 2000 + each} | step for each in range(1000)]
-    events = json.loads(views.events_value(snapshot, {})["events"])
-    assert len(events) == views.MAX_EVENTS
-    assert sum(kind == "step" for _, kind, *_ in events) == views.MAX_STEPS
-    assert events[-1][0] == 2999
 
 
 @pytest.mark.parametrize(
@@ -192,73 +155,13 @@ def test_sentences(event: dict[str, Any], sentence: str) -> None:
     assert sentences.describe_event(event | {"sequence": 45}, "chat-2").startswith(sentence)
 
 
-def test_a_step_in_words() -> None:
-    event = {"kind": "step", "num_decode": 4, "num_prefill_tokens": 66, "seconds": 0.0062, "num_waiting": 3}
-    assert (
-        sentences.describe_event(event, "") == "4 sequences decoded and 66 prompt tokens computed in 6.2 ms; 3 waiting"
-    )
-
-
-def test_one_of_several_sequences_is_named() -> None:
-    event = {"kind": "allocated", "blocks": [3], "sequence": 45}
-    assert sentences.describe_event(event, "samples-1", has_siblings=True) == "samples-1, sequence 45, took block 3"
-
-
-def test_many_blocks_are_not_all_named() -> None:
-    assert sentences.name_blocks(range(0, 40, 2)) == "blocks 0, 2, 4, 6, 8, 10, … (20 in all)"
-
-
 # Beams
-
-
-def test_beam_tree() -> None:
-    nodes = [
-        {"id": 0, "parent": None, "token": " the", "score": -1.5, "step": 0, "rank": None},
-        {"id": 1, "parent": 0, "token": EVIL, "score": -math.inf, "step": 1, "rank": 1},
-    ]
-    assert views.beam_tree_value(nodes) == {"nodes": [[0, None, " the", -1.5, 0, None], [1, 0, EVIL, None, 1, 1]]}
-
-
-@pytest.mark.parametrize("broken", [{"parent": 7}, {"id": 0}])
-def test_a_broken_beam_tree_is_refused(broken: dict[str, Any]) -> None:
-    node = {"id": 0, "parent": None, "token": "a", "score": -1.0, "step": 0, "rank": None}
-    with pytest.raises(ValueError, match="beam tree"):
-        views.beam_tree_value([node, node | {"id": 1, "parent": 0} | broken])
 
 
 # Memory maps
 
 
-def test_memory_maps() -> None:
-    rows = [{"label": "a", "reserved": 64, "used": 10}, {"label": "b", "reserved": 64, "used": 64}]
-    memory = {"name": "Reserved", "note": "n", "bytes_per_token": 2304, "rows": rows, "waste": 0.42}
-    [value] = views.memory_maps_value([memory])["maps"]
-    assert (value["reserved"], value["used"], value["waste"]) == (128, 74, 0.42)
-    assert value["rows"] == [["a", 64, 10], ["b", 64, 64]]
-
-
-@pytest.mark.parametrize(
-    "broken", [{"rows": [{"label": "a", "reserved": 4, "used": 5}]}, {"waste": 1.2}, {"waste": math.nan}]
-)
-def test_impossible_memory_maps_are_refused(broken: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="stock"):
-        views.memory_maps_value(
-            [{"name": "stock", "note": "", "bytes_per_token": 1, "rows": [], "waste": 0.1} | broken]
-        )
-
-
 # Text
-
-
-def test_nothing_is_escaped_here() -> None:
-    snapshot = make_snapshot(30, 1)
-    assert json.loads(views.pool_value(snapshot, {500: EVIL})["groups"])[0]["label"] == EVIL
-    assert json.loads(views.events_value(snapshot, {500: EVIL})["events"])[0][5] == f"{EVIL} took block 7"
-
-
-def test_text_fits_into_json() -> None:
-    assert views.clean_text("a\ud800b").encode() == b"a?b"
-    assert views.clean_text("x" * 200) == "x" * 59 + "…"
 
 
 def test_components_are_data_and_fixed_markup() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from hf_paged.core.block_pool import BlockPool
@@ -225,10 +223,9 @@ def test_check_notices_a_corrupted_pool(corrupt) -> None:  # type: ignore[no-unt
 
 
 def test_cost_does_not_grow_with_the_pool() -> None:
-    """Freeing and reviving in the middle of a long free list: quadratic code would take minutes here."""
+    """Freeing and reviving in the middle of a long free list: quadratic code would run into the timeout."""
     num_blocks = 50_000
     pool = BlockPool(num_blocks)
-    begin = time.perf_counter()
     block_ids = pool.allocate(num_blocks)
     for block_id in block_ids:
         pool.set_hash(block_id, hash_of(block_id))
@@ -238,5 +235,4 @@ def test_cost_does_not_grow_with_the_pool() -> None:
     for block_id in range(1, num_blocks, 2):
         pool.drop_hash(block_id)
     assert (pool.num_free, pool.num_cached_free) == (num_blocks // 2, 0)
-    assert time.perf_counter() - begin < 10
     pool.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,14 @@ USER_CODE: dict[str, Callable[[type[BaseException], int], dict[str, Any]]] = {
     "streamer": lambda error, calls: {"streamer": FusedStreamer(error, calls)},
     "grammar": lambda error, calls: {"prefix_allowed_tokens_fn": FusedGrammar(error, calls)},
 }
+
+
+class Sleeper(LogitsProcessor):
+    """Takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return scores

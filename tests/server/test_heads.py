@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from hf_paged.server.heads import limited_protocol
 from hf_paged.server.settings import ServerSettings
 
 pytestmark = pytest.mark.timeout(60)
-LIMIT, DEADLINE = 2000, 0.5
+LIMIT, DEADLINE = 2000, 1.0
 KINDS = ["httptools-uvloop", "httptools-asyncio", "h11-asyncio"]
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
@@ -183,17 +184,18 @@ def drip(connection: socket.socket, piece: bytes) -> bytes:
 def test_heads_that_do_not_come(hasty: Listening) -> None:
     """A byte at a time, or no more at all; would break: connections that stay for ever."""
     with ExitStack() as stack:
-        firsts = {begin: stack.enter_context(hasty.connect()) for begin in (b"", b"G", GET, GET + b"X: x")}
-        seconds = {begin: stack.enter_context(hasty.connect()) for begin in (b"G", GET, GET + b"X: x")}
-        for connection in seconds.values():
-            connection.sendall(GET + b"\r\n")
-            reply(connection)
-        for begin, connection in [*firsts.items(), *seconds.items()]:
+        begun = []
+        for is_first, begin in [*product((True, False), (b"G", GET, GET + b"X: x")), (True, b"")]:
+            connection = stack.enter_context(hasty.connect())
+            if not is_first:
+                connection.sendall(GET + b"\r\n")
+                reply(connection)
             connection.sendall(begin)
+            begun.append((begin, connection))
         slow = stack.enter_context(hasty.connect())
         slow.sendall(GET)
         assert drip(slow, b"x").startswith(b"HTTP/1.1 408 ")
-        for begin, connection in [*firsts.items(), *seconds.items()]:
+        for begin, connection in begun:
             assert rest(connection)[:13] == (b"HTTP/1.1 408 " if begin else b"")
 
 

@@ -53,7 +53,6 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "core: the quick essential part, run on every supported transformers")
     if not config.pluginmanager.has_plugin("timeout"):  # a machine with a GPU need not have pytest-timeout
         config.addinivalue_line("markers", "timeout(seconds): not kept here")
 

@@ -17,7 +17,6 @@ from helpers.waiting import join
 from hf_paged import UnsupportedCallError
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.timeout(120)
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 IDS = torch.tensor([[5, 9, 14, 23, 8, 11], [7, 44, 3, 2, 19, 6]])

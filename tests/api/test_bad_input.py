@@ -42,7 +42,6 @@ def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> I
 # Settings
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -69,7 +68,6 @@ def test_a_limit_may_be_as_high_as_one_likes(make_pair: MakePair, name: str, val
     assert pair.engine.generate([[5, 6], [7]], max_new_tokens=2)[1].token_ids
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -91,7 +89,6 @@ def test_bad_setting(settings: dict[str, Any], message: str) -> None:
     assert type(model) is kind and not hasattr(model, "paged"), "refused, and patched all the same"
 
 
-@pytest.mark.core
 def test_patching_again(pair: Pair) -> None:
     """Would break: settings that silently stay, or change under live caches."""
     engine = pair.engine
@@ -106,7 +103,6 @@ def test_patching_again(pair: Pair) -> None:
 # Prompts
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 2}],
@@ -119,7 +115,6 @@ def test_prompt_that_can_never_fit(make_pair: MakePair, arguments: dict[str, Any
         pair.paged.generate(random_ids(1, 30), max_new_tokens=9, **arguments)
 
 
-@pytest.mark.core
 def test_length_that_just_fits(make_pair: MakePair) -> None:
     """Would break: refusing what fits by a token, or accepting what doesn't."""
     pair = make_pair(block_size=4, num_blocks=8)
@@ -133,7 +128,6 @@ def test_length_that_just_fits(make_pair: MakePair) -> None:
     pair.generate(**padded, max_new_tokens=3)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=name_of)
 def test_empty_prompt(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: an IndexError from the depths."""
@@ -150,8 +144,6 @@ NO_ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", NO_ROWS)
 def test_batch_of_no_rows(pair: Pair, name: str) -> None:
     """Would break: a call that waits for a row to end."""
@@ -161,7 +153,6 @@ def test_batch_of_no_rows(pair: Pair, name: str) -> None:
         pair.paged.generate(inputs_embeds=torch.empty(0, 4, 64), max_new_tokens=4, **NO_ROWS[name])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"return_dict_in_generate": True}], ids=name_of)
 def test_ids_that_are_no_integers(pair: Pair, dtype: torch.dtype, arguments: dict[str, Any]) -> None:
@@ -184,8 +175,6 @@ BAD_GENERATION: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.core
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(("arguments", "message"), BAD_GENERATION, ids=str)
 def test_bad_generation_setting(pair: Pair, arguments: dict[str, Any], message: str) -> None:
     """Would break: another number of rows than was asked for, or none that ever ends."""
@@ -209,7 +198,6 @@ def test_empty_forward(pair: Pair) -> None:
 # Caches
 
 
-@pytest.mark.core
 def test_cache_of_another_model(make_pair: MakePair) -> None:
     """Would break: reading one model's keys and values with another."""
     pair, other = make_pair(), make_pair()
@@ -221,7 +209,6 @@ def test_cache_of_another_model(make_pair: MakePair) -> None:
     assert other.engine.stats().num_steps == 0
 
 
-@pytest.mark.core
 def test_cache_needs_a_patched_model(pair: Pair) -> None:
     """Would break: a cache whose blocks belong to no model."""
     with pytest.raises(ValueError, match=r"patched model.*got LlamaForCausalLM$"):
@@ -232,7 +219,6 @@ def test_cache_needs_a_patched_model(pair: Pair) -> None:
         hf_paged.patch(pair.paged, num_blocks=16).generate(random_ids(1, 3), past_key_values=cache, max_new_tokens=2)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=name_of)
 def test_a_layer_added_after_patching(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: an IndexError from the depths of the cache."""
@@ -293,7 +279,6 @@ def test_rows_of_an_empty_cache(pair: Pair) -> None:
         assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("rows", [1, 2, 6])
 def test_other_batch_size_over_a_kept_cache(pair: Pair, rows: int) -> None:
     """Would break: rows read with other rows' keys."""
@@ -306,7 +291,6 @@ def test_other_batch_size_over_a_kept_cache(pair: Pair, rows: int) -> None:
     assert cache.get_seq_length() == length and cache.batch_size == 3
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("columns", "other", "message"),
     [
@@ -358,7 +342,6 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("code", "call", "error"),
     [
@@ -377,7 +360,6 @@ def test_user_code_that_raises(pair: Pair, code: str, call: str, error: type[Bas
             pair.paged.generate(**CALLS[call], max_new_tokens=8, **USER_CODE[code](error, calls))
 
 
-@pytest.mark.core
 def test_user_code_that_raises_over_a_kept_cache(pair: Pair) -> None:
     """Would break: a conversation after a turn that failed: the cache holds the same columns as stock's would."""
     caches = {id(model): new_cache(model) for model in (pair.stock, pair.paged)}
@@ -398,7 +380,6 @@ def test_user_code_that_raises_over_a_kept_cache(pair: Pair) -> None:
     pair.assert_all_free()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("where", ["model", "layer", "attention"])
 @pytest.mark.parametrize("call", ["greedy", "beams", "candidates", "details"])
 def test_forward_that_fails(pair: Pair, where: str, call: str) -> None:
@@ -416,7 +397,6 @@ def test_forward_that_fails(pair: Pair, where: str, call: str) -> None:
         assert pair.paged.config._attn_implementation == pair.stock.config._attn_implementation
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("where", ["first layer", "last layer"])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("calls", [0, 1])
@@ -469,7 +449,6 @@ FALLBACKS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", [name for name in FALLBACKS if name != "offloaded"])  # that one needs a GPU
 def test_fallback_to_stock(make_pair: MakePair, name: str) -> None:
     """Would break: what the pool can't serve must give stock's result and say so once, not silently."""
@@ -485,7 +464,6 @@ def test_fallback_to_stock(make_pair: MakePair, name: str) -> None:
     assert reason in message and "stock" in message
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_strict_forbids_the_fallback(make_pair: MakePair, name: str) -> None:
     """Would break: a production job that believes it runs paged."""
@@ -499,7 +477,6 @@ def test_strict_forbids_the_fallback(make_pair: MakePair, name: str) -> None:
     pair.generate(**ragged_batch(), max_new_tokens=4)
 
 
-@pytest.mark.core
 def test_training_mode_without_dropout_needs_no_fallback(make_pair: MakePair) -> None:
     """Would break: models that are not in eval mode, for no reason."""
     pair = make_pair(strict=True)

@@ -24,7 +24,6 @@ from helpers.waiting import PATIENCE, join
 
 MakePair = Callable[..., Pair]
 
-pytestmark = [pytest.mark.core, pytest.mark.timeout(60)]
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13] * 10, [14], [5, 6, 7, 8, 9, 10]]
 

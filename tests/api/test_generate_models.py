@@ -43,7 +43,6 @@ MODES: dict[str, dict[str, Any]] = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-@pytest.mark.core
 @every_model
 def test_greedy_ragged_batch(make_pair: MakePair, name: str) -> None:
     """Would break: this architecture's attention, positions or masks over the pool."""
@@ -73,7 +72,6 @@ def test_mode(make_pair: MakePair, name: str, mode: str) -> None:
         assert sum(prompts) == 11 + 7 + 2, "a prompt was computed for every copy"
 
 
-@pytest.mark.core
 @every_model
 def test_cache_kept_over_two_turns(make_pair: MakePair, name: str) -> None:
     """Would break: a prompt that continues tokens in the cache (masks, windows, positions beyond them)."""
@@ -108,7 +106,6 @@ def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
     assert max(pair.seen[1:]) > 1, "no candidates: the test is too easy"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.is_batched])
 @pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=name_of)
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
@@ -143,7 +140,6 @@ def test_prompts_of_growing_length_with_one_beginning(make_pair: MakePair, name:
 # What is refused
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name: str) -> None:
     """Would break: wrong tokens from a model that the pool can't stand behind, or a refusal without a reason."""
@@ -229,7 +225,6 @@ def test_a_small_vocabulary_with_a_pad_token(name: str, vocab_size: int) -> None
     assert report, report.reasons
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}], ids=name_of)
@@ -243,7 +238,6 @@ def test_config_that_asks_for_router_logits(make_pair: MakePair, name: str, when
     pair.generate(input_ids=random_ids(2, 9), max_new_tokens=4, **mode)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mpt", "phi3_longrope", "mixtral"])
 def test_asking_changes_nothing(name: str) -> None:
     """Would break: a probe that runs the user's model, takes its random numbers or writes into its config."""

@@ -46,21 +46,17 @@ POOLS: dict[str, dict[str, Any]] = {
         "use_async_batching": True,
     },
 }
-CORE_POOL = "blocks_of_3_budget_3"
+OTHERS = [pool for pool in POOLS if pool != "blocks_of_3_budget_3"]
 
 
-def modes_and_pools() -> list[Any]:
-    """Each mode with one pool on every transformers, with another one, by turns, in the normal run."""
-    others = [pool for pool in POOLS if pool != CORE_POOL]
-    cases = []
-    for number, name in enumerate(MODES):
-        cases.append(pytest.param(name, CORE_POOL, marks=pytest.mark.core))
-        turn = others[number % len(others)]
-        cases += [pytest.param(name, pool, marks=() if pool == turn else pytest.mark.slow) for pool in others]
-    return cases
-
-
-@pytest.mark.parametrize(("name", "pool"), modes_and_pools())
+@pytest.mark.parametrize(
+    ("name", "pool"),
+    [
+        (name, pool)
+        for number, name in enumerate(MODES)
+        for pool in ("blocks_of_3_budget_3", OTHERS[number % len(OTHERS)])
+    ],
+)
 def test_mode_matches_stock(make_pair: MakePair, name: str, pool: str) -> None:
     """Would break: anything in this mode (tokens, scores, draws), or the token budget."""
     pair, mode = make_pair(**POOLS[pool]), MODES[name]
@@ -72,7 +68,6 @@ def test_mode_matches_stock(make_pair: MakePair, name: str, pool: str) -> None:
         assert len(pair.seen) == pair.delta["num_steps"], "a forward ran that the engine did not drive"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.is_packed])
 def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
     """One row fits, the batch doesn't. Would break: rows evicted and computed again, blocks shared meanwhile."""
@@ -98,7 +93,6 @@ def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str) -> None:
 PROMPT_TOKENS = 11 + 7 + 2  # of the ragged batch
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("fan_out", [{"num_return_sequences": 6, "do_sample": True}, {"num_beams": 6}], ids=name_of)
 def test_a_prompt_is_computed_and_stored_once_for_all_its_copies(make_pair: MakePair, fan_out: dict[str, Any]) -> None:
     """Would break: six times the prefill and the memory, as in stock."""
@@ -111,7 +105,6 @@ def test_a_prompt_is_computed_and_stored_once_for_all_its_copies(make_pair: Make
     assert pair.engine.stats().peak_blocks_in_use <= (2 + 1 + 0) + 6 * (2 + 2 + 1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["eos_list", "sample_eos_often", "samples_eos_often"])
 def test_finished_rows_leave_the_batch(make_pair: MakePair, name: str) -> None:
     """Would break: not computing pad tokens for finished rows, which stock does."""
@@ -124,7 +117,6 @@ def test_finished_rows_leave_the_batch(make_pair: MakePair, name: str) -> None:
     assert pair.seen == [PROMPT_TOKENS, *running[:-1]]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("early_stopping", [False, True])
 def test_decided_prompts_of_a_beam_search_leave_the_batch(pair: Pair, early_stopping: bool) -> None:
     """Would break: not computing beams whose result can change no more, which stock does."""
@@ -149,7 +141,6 @@ def test_rows_stay_where_user_code_sees_the_whole_batch(make_pair: MakePair, nam
 # What user code and callers get to see
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "name", ["eos_list", "samples_eos_often", "beams_eos_often", "prompt_lookup", "embeds", "guidance"]
 )
@@ -167,7 +158,6 @@ def test_processors_are_called_with_what_stock_would_give_them(make_pair: MakePa
     assert len(paged.seen) > 3
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "name", ["greedy", "eos_list", "samples_eos_often", "prompt_lookup", "prefill_chunks", "no_time"]
 )
@@ -185,7 +175,6 @@ def test_streamers_get_the_same_puts_in_the_same_order(make_pair: MakePair, name
     assert paged.calls[-1] == "end" and len(paged.calls) >= 3
 
 
-@pytest.mark.core
 def test_results_are_ordinary_tensors(pair: Pair) -> None:
     """Would break: inference tensors handed out, which can be neither written nor used in training."""
     _, plain = pair.generate(**ragged_batch(), max_new_tokens=3)
@@ -200,7 +189,6 @@ def test_results_are_ordinary_tensors(pair: Pair) -> None:
     pair.generate(**ragged_batch(), max_new_tokens=3)  # what a caller writes into results reaches no other call
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.enable_grad], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize(
     "second", [torch.inference_mode, torch.enable_grad, torch.no_grad], ids=lambda mode: mode.__name__
@@ -214,14 +202,12 @@ def test_grad_modes_may_change_between_calls(make_pair: MakePair, first: Any, se
             assert torch.is_grad_enabled() == (mode is torch.enable_grad)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["greedy", "beams", "samples", "hidden_states", "right_padded", "guidance"])
 def test_eager_attention(make_pair: MakePair, name: str) -> None:
     """Would break: models whose attention is not sdpa."""
     MODES[name].run(make_pair(build("llama", attention="eager")))
 
 
-@pytest.mark.core
 def test_autocast(pair: Pair) -> None:
     """Would break: generation under autocast, or blocks filled there and served to calls without it."""
     arguments = ragged_batch((20, 13, 9)) | DETAILS | {"max_new_tokens": 4}
@@ -260,7 +246,6 @@ def own_loop(model: Any, input_ids: Tensor, generation_config: GenerationConfig,
     return input_ids
 
 
-@pytest.mark.core
 def test_custom_generate(pair: Pair) -> None:
     """Would break: users' own decoding methods, which should get paged memory too."""
     pair.generate(**even_batch(), custom_generate=own_loop)
@@ -281,7 +266,6 @@ ASSISTED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("is_assistant_patched", [False, True], ids=["stock_assistant", "patched_assistant"])
 @pytest.mark.parametrize("name", ASSISTED)
 def test_assisted_decoding(make_pair: MakePair, name: str, is_assistant_patched: bool) -> None:
@@ -304,7 +288,6 @@ def test_assisted_decoding(make_pair: MakePair, name: str, is_assistant_patched:
         assert engine.stats().num_steps > 0 and engine.stats().num_free_blocks == 64
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, SAMPLE], ids=["greedy", "sampling"])
 def test_a_model_that_assists_itself(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: two caches that grow in one pool in turn, with every candidate accepted."""
@@ -312,7 +295,6 @@ def test_a_model_that_assists_itself(pair: Pair, arguments: dict[str, Any]) -> N
     pair.assert_all_free()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, SAMPLE], ids=["greedy", "sampling"])
 def test_a_model_that_assists_itself_with_fewer_layers(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: blocks that a shortened model filled in its lower layers only, served to the whole one."""
@@ -336,7 +318,6 @@ def tokenized(count: int = 3) -> dict[str, Tensor]:
     return dict(tiny_tokenizer()(PROMPTS[:count], return_tensors="pt", padding=True, padding_side="left"))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, SAMPLE | {"num_return_sequences": 2}, {"num_beams": 2}], ids=name_of)
 def test_stop_strings(text_pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: rows that end at a string which begins inside a token."""
@@ -346,7 +327,6 @@ def test_stop_strings(text_pair: Pair, arguments: dict[str, Any]) -> None:
     assert found.shape != without.shape or not torch.equal(found, without), "nothing stopped: the test is too easy"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "arguments", [{"do_sample": False}, {"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=name_of
 )

@@ -85,7 +85,6 @@ CALLS: dict[str, dict[str, Any]] = {
 # What they are shown
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "falcon_rotary"])
 def test_hooks_see_what_stock_shows_them(make_pair: MakePair, name: str, call: str) -> None:
@@ -199,7 +198,6 @@ def test_scoring_over_a_paged_cache(make_pair: MakePair) -> None:
 # When
 
 
-@pytest.mark.core
 def test_a_hook_added_and_removed(make_pair: MakePair) -> None:
     """Would break: the layout of the last call, and keys and values that a hook had changed."""
     pair = make_pair()
@@ -251,7 +249,6 @@ def test_hooks_on_all_modules_of_the_process(make_pair: MakePair) -> None:
     assert pair.seen[0] == 20
 
 
-@pytest.mark.core
 def test_one_warning_or_an_error(make_pair: MakePair) -> None:
     """Would break: a silent loss of speed, and `strict`."""
     pair = make_pair()

@@ -47,7 +47,6 @@ def text_of(model: Any) -> Tensor:
 # Patched, and back
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_unpatch_brings_everything_back(attention: str) -> None:
     """Would break: a class, config, hook or attribute that stays behind."""
@@ -76,7 +75,6 @@ def test_unpatch_brings_everything_back(attention: str) -> None:
     assert facts() == before
 
 
-@pytest.mark.core
 def test_patched_block() -> None:
     """Would break: a `with` block that forgets to unpatch after an exception, or unpatches what others patched."""
     model = build("llama")
@@ -94,7 +92,6 @@ def test_patched_block() -> None:
     assert model.paged.config.block_size == 4
 
 
-@pytest.mark.core
 def test_the_class_looks_like_the_models_own() -> None:
     """Would break: isinstance checks, and code that reads the class's name, module or signature."""
     stock, model = build("llama"), patched_llama()
@@ -109,7 +106,6 @@ def test_the_class_looks_like_the_models_own() -> None:
     assert [name for name, _ in model.named_modules()] == [name for name, _ in stock.named_modules()]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_implementation_is_ours_only_inside_our_forwards(attention: str) -> None:
     """Would break: a config that names our attention while others run, save or copy the model."""
@@ -127,7 +123,6 @@ def test_attention_implementation_is_ours_only_inside_our_forwards(attention: st
     assert seen == [attention]
 
 
-@pytest.mark.core
 def test_attention_implementation_set_afterwards(make_pair: MakePair) -> None:
     """Would break: `set_attn_implementation` on a patched model: ignored, or lost at `unpatch`."""
     pair = make_pair(build("llama", attention="sdpa"))
@@ -210,7 +205,6 @@ def test_weights_that_scale_inputs_by_the_batch_are_named(name: str) -> None:
     assert [note.split(":")[0] for note in notes] == (["model.layers.1.mlp.up_proj"] if name == "PerTensor" else [])
 
 
-@pytest.mark.core
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("share", SHARES, ids=lambda share: share.__name__)
 def test_a_share_of_a_model_is_refused(share: Callable[[Any, DeviceMesh], None], mesh: DeviceMesh) -> None:
@@ -237,7 +231,6 @@ def test_a_model_shared_out_after_patching(share: Callable[[Any, DeviceMesh], No
 # Everything but generation
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", MODELS)
 def test_scoring_and_training_are_bit_identical(name: str) -> None:
     """Would break: logits, loss or gradients of calls that have nothing to do with the pool, even by rounding."""
@@ -261,7 +254,6 @@ def test_scoring_and_training_are_bit_identical(name: str) -> None:
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.core
 def test_forward_with_its_own_cache_is_bit_identical(pair: Pair) -> None:
     """Would break: loops over a `DynamicCache` of the user's on a patched model."""
     ids = random_ids(2, 9)
@@ -329,7 +321,6 @@ def test_compiled_forwards_over_a_paged_cache(mode: dict[str, Any]) -> None:
 # Copies and files
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_saved_files_are_those_of_the_unpatched_model(tmp_path: Path, name: str) -> None:
     """Would break: our class or attention in `config.json`, which could not be loaded elsewhere."""
@@ -365,7 +356,6 @@ def by_pickle(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("copied", [by_deepcopy, by_torch_save, by_pickle], ids=lambda copied: copied.__name__)
 def test_copy_of_a_patched_model(copied: Callable[[Any], Any]) -> None:
     """Would break: a copy that isn't patched, shares the pool, or keeps the original alive."""
@@ -403,7 +393,6 @@ SAVERS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("how", SAVERS)
 def test_copies_made_during_a_step_have_their_own_attention(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -469,7 +458,6 @@ def by_from_pretrained(model: Any, folder: Path) -> Any:
     return type(model).from_pretrained(folder)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("make", [by_calling, by_from_config, by_from_pretrained], ids=lambda make: make.__name__)
 def test_the_patched_class_makes_models_of_the_base_class(make: Callable[..., Any], tmp_path: Path) -> None:
     """Would break: a model without an engine whose methods all look for one."""
@@ -488,7 +476,6 @@ def test_the_patched_class_makes_models_of_the_base_class(make: Callable[..., An
 # Settings
 
 
-@pytest.mark.core
 def test_environment_replaces_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: `HF_PAGED_*` at `patch()`; what wins over what is in `test_config.py`."""
     monkeypatch.setenv("HF_PAGED_BLOCK_SIZE", "8")
@@ -499,7 +486,6 @@ def test_environment_replaces_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.paged.stats().num_blocks == 40
 
 
-@pytest.mark.core
 def test_pool_is_sized_from_memory(make_pair: MakePair) -> None:
     """Would break: the default pool: none, one of a single block, or one that takes what the process needs."""
     pair = make_pair(num_blocks=None, max_num_seqs=4)
@@ -511,7 +497,6 @@ def test_pool_is_sized_from_memory(make_pair: MakePair) -> None:
 # Several models, and none
 
 
-@pytest.mark.core
 def test_two_patched_models_side_by_side(make_pair: MakePair) -> None:
     """Would break: state shared between engines, in particular the attention that both register."""
     one = make_pair("llama", block_size=2)
@@ -539,7 +524,6 @@ def test_two_models_over_one_config(make_pair: MakePair) -> None:
     assert torch.equal(found, expected) and torch.equal(inner[0], text)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
 def test_dropped_model_dies(used: bool) -> None:
     """Would break: a model (and its pool) that stays in memory for ever."""

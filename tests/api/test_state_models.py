@@ -62,7 +62,6 @@ def least_blocks(pair: Pair, num_tokens: int) -> int:
     return pair.engine.core.manager.most_blocks(num_tokens, num_tokens)
 
 
-@pytest.mark.core
 @every_family
 @pytest.mark.parametrize("mode", MODES)
 def test_mode(make: MakePair, name: str, mode: str) -> None:

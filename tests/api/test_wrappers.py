@@ -56,7 +56,6 @@ def make_wrapper_pair(make_pair: MakePair) -> MakePair:
     return make
 
 
-@pytest.mark.core
 @every_wrapper
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_text_alone(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
@@ -69,7 +68,6 @@ def test_text_alone(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
         assert pair.seen[0] == 11 + 7 + 2, "padding was computed"
 
 
-@pytest.mark.core
 @every_wrapper
 @every_mode
 def test_pictures(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
@@ -97,7 +95,6 @@ def test_submitted_text(name: str) -> None:
     assert request.result(20).token_ids == stock.generate(prompt, max_new_tokens=NEW)[0, 9:].tolist()
 
 
-@pytest.mark.core
 @every_wrapper
 @pytest.mark.parametrize("turns", ["text text", "picture text", "text picture", "picture picture"])
 def test_cache_kept_over_two_turns(make_wrapper_pair: MakePair, name: str, turns: str) -> None:
@@ -269,7 +266,6 @@ def test_threads_with_pictures_of_their_own(name: str) -> None:
     paged.paged.check_invariants()
 
 
-@pytest.mark.core
 @every_wrapper
 def test_nothing_is_left_on_the_model(name: str) -> None:
     """Would break: the model as its user left it; a cache of stock that is continued, which looks there."""

@@ -83,7 +83,6 @@ def full_mask(batch: dict[str, Tensor], cache: Cache) -> Tensor | None:
 # Kept over turns
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("only_new", [False, True], ids=["full_prompt", "only_new_tokens"])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("arguments", [{}, {"do_sample": True}, {"prefill_chunk_size": 2}], ids=name_of)
@@ -103,7 +102,6 @@ def test_conversation(pair: Pair, batch: str, only_new: bool, arguments: dict[st
         assert sum(pair.seen[:6]) < rows * 11 + rows * 5 + rows * 5 + 1, "a later turn computed the earlier ones again"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("only_new", [False, True], ids=["full_prompt", "only_new_tokens"])
 @pytest.mark.usefixtures("full_budget")
 def test_conversation_with_candidates(pair: Pair, only_new: bool) -> None:
@@ -113,7 +111,6 @@ def test_conversation_with_candidates(pair: Pair, only_new: bool) -> None:
     assert max(pair.seen[1:4]) > 1, "no candidates: the test is too easy"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bloom"])
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["kept", "evicted"])
 def test_conversation_with_holes(make_pair: MakePair, name: str, is_evicted: bool) -> None:
@@ -136,7 +133,6 @@ def test_conversation_with_holes(make_pair: MakePair, name: str, is_evicted: boo
         assert_same_cache(*caches.values(), mask)
 
 
-@pytest.mark.core
 def test_crop_into_the_padding(pair: Pair) -> None:
     """Would break: rows of which nothing is left, and that go on with new tokens."""
     with both_caches(pair) as caches:
@@ -171,7 +167,6 @@ def test_one_cache_in_several_grad_modes(pair: Pair) -> None:
             ids = torch.cat([ids, random_ids(2, 2)], dim=1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("batch", ["ragged", "one"])
 def test_answer_taken_back(pair: Pair, batch: str) -> None:
     """Would break: `crop` after a turn, to ask again something else."""
@@ -189,7 +184,6 @@ def test_answer_taken_back(pair: Pair, batch: str) -> None:
     pair.both(call)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "arguments", [{}, {"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3}], ids=name_of
 )
@@ -223,7 +217,6 @@ def test_copies_of_a_template(make_pair: MakePair, arguments: dict[str, Any]) ->
     assert stats.num_blocks - stats.num_free_blocks == 6, "copies that are gone hold blocks"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -257,7 +250,6 @@ def test_returned_cache(pair: Pair, arguments: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3}], ids=name_of)
 def test_given_cache_of_copies(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: samples and beams in a cache that the caller made: one prefill for all, and the contents."""
@@ -273,7 +265,6 @@ def test_given_cache_of_copies(pair: Pair, arguments: dict[str, Any]) -> None:
         assert pair.seen[0] == 27
 
 
-@pytest.mark.core
 def test_returned_cache_of_candidates(pair: Pair) -> None:
     """Would break: candidates that were rejected and stay in the returned cache."""
     expected, found = pair.generate(**one_prompt(), max_new_tokens=9, prompt_lookup_num_tokens=3, **DETAILS)
@@ -301,7 +292,6 @@ FORWARDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("with_mask", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_own_loop_over_the_model(pair: Pair, name: str, with_mask: bool) -> None:
@@ -362,7 +352,6 @@ def test_mask_of_another_form(pair: Pair, width: int) -> None:
     pair.both(call)
 
 
-@pytest.mark.core
 def test_inner_model_over_the_cache(pair: Pair) -> None:
     """Would break: `model.model(...)`, whose forward isn't ours, in turn with the whole model's."""
     ids = random_ids(2, 12)
@@ -395,7 +384,6 @@ OPERATIONS: dict[str, Callable[[Cache], Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("is_padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operation_on_the_cache(pair: Pair, name: str, is_padded: bool) -> None:
@@ -456,7 +444,6 @@ def test_crop_to_a_length_is_refused(pair: Pair) -> None:
 # Lifetimes
 
 
-@pytest.mark.core
 def test_dropped_cache_frees_its_blocks_at_once(pair: Pair) -> None:
     """Would break: blocks that wait for the garbage collector, or are never freed."""
     gc.disable()
@@ -539,7 +526,6 @@ def turn_of(pair: Pair, caches: dict[int, Cache], ids: Tensor, mask: Tensor | No
     )[0]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("evictor", EVICTORS)
 @pytest.mark.parametrize(("batch", "num_blocks"), [("one", 15), ("ragged", 15), ("ragged", 30)])
 def test_preempted_conversation(make_pair: MakePair, batch: str, num_blocks: int, evictor: str) -> None:
@@ -562,7 +548,6 @@ def test_preempted_conversation(make_pair: MakePair, batch: str, num_blocks: int
             pair.both(lambda model: model(ids[:, -2:], attention_mask=mask, past_key_values=caches[id(model)]).logits)
 
 
-@pytest.mark.core
 def test_preempted_after_a_crop(make_pair: MakePair) -> None:
     """Would break: computing again, or offering for prefix hits, what was taken back."""
     pair = make_pair(block_size=2, num_blocks=15)
@@ -580,7 +565,6 @@ def test_preempted_after_a_crop(make_pair: MakePair) -> None:
         assert pair.delta["prefix_cache_hit_tokens"] >= 20
 
 
-@pytest.mark.core
 def test_whole_cache_wanted_that_the_pool_cannot_hold(make_pair: MakePair) -> None:
     """Would break: rows read from blocks that were just given to other rows; and the cache after the refusal."""
     pair = make_pair(block_size=2, num_blocks=15)
@@ -632,7 +616,6 @@ def test_rows_that_depend_on_others_are_computed_again_below_the_original_length
         turn_of(pair, caches, torch.cat([ids, random_ids(1, 2)], dim=1))
 
 
-@pytest.mark.core
 def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
     """Would break: evicting a cache that a forward of its own filled, which could not be computed again."""
     pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
@@ -649,7 +632,6 @@ def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) 
         assert_same_cache(*caches.values())
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("preemption", ["auto", "swap"])
 def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preemption: str) -> None:
     """Would break: the same conversation where there is CPU memory for it: it leaves, and comes back as it was."""
@@ -703,7 +685,6 @@ CHANGES = [
 ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_no_hits_from_before_the_weights_changed(pair: Pair, change: Callable[[Any], None]) -> None:
     """Would break: keys and values of older weights served as if they were today's."""
@@ -800,7 +781,6 @@ def test_hits_survive_what_leaves_the_weights(pair: Pair) -> None:
     assert pair.delta["prefix_cache_hit_tokens"] > 30
 
 
-@pytest.mark.core
 def test_conversation_over_a_change_of_weights(make_pair: MakePair) -> None:
     """Would break: earlier turns, which stay as the older weights wrote them, as in stock; never recomputed."""
     pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
@@ -825,7 +805,6 @@ def test_conversation_evicted_before_a_look_at_the_model(make_pair: MakePair) ->
         turn_of(pair, caches, torch.cat([ids, random_ids(1, 2)], dim=1))
 
 
-@pytest.mark.core
 def test_conversation_evicted_before_the_weights_changed(make_pair: MakePair) -> None:
     """Would break: today's weights computing again what older ones wrote, without a word."""
     pair = make_pair(block_size=2, num_blocks=15)
@@ -843,7 +822,6 @@ def test_conversation_evicted_before_the_weights_changed(make_pair: MakePair) ->
         turn_of(pair, caches, ids)
 
 
-@pytest.mark.core
 def test_no_hits_at_other_positions(make_pair: MakePair) -> None:
     """Would break: keys with other positions in them (GPT-2's are absolute) served for the same tokens."""
     pair = make_pair("gpt2")
@@ -903,7 +881,6 @@ SWITCHES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "order",
     ["one two one", "one disabled one", "two merged unmerged two", "disabled two disabled", "one rescaled one"],

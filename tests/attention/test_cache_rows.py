@@ -32,7 +32,6 @@ READERS: dict[str, Callable[[Pair, PagedCache], Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("reader", READERS)
 def test_operations_become_one_change(pair: Pair, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: rows that are forked only to be freed; or a reader that finds the rows of before."""
@@ -77,7 +76,6 @@ def states(model: Any, num_rows: int, num_tokens: int) -> Tensor:
     return torch.randn(2, num_rows, config.num_key_value_heads, num_tokens, head_dim)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "give_back",
     [lambda cache: cache.crop(-10), lambda cache: cache.batch_select_indices(torch.tensor([1])), PagedCache.reset],
@@ -97,7 +95,6 @@ def test_what_an_operation_gives_back_is_free_for_the_next_step(
     del cache
 
 
-@pytest.mark.core
 def test_layers_that_are_stored_one_by_one(make_pair: MakePair) -> None:
     """Would break: a later layer's keys written to blocks that the row gave up for another request."""
     pair = make_pair(block_size=2, num_blocks=15, preemption="swap")
@@ -112,7 +109,6 @@ def test_layers_that_are_stored_one_by_one(make_pair: MakePair) -> None:
     del cache
 
 
-@pytest.mark.core
 def test_keys_of_another_shape_change_nothing(pair: Pair) -> None:
     """Would break: a cache with slots for tokens that were refused, behind which the next ones are put."""
     cache = PagedCache(pair.paged)

@@ -148,7 +148,6 @@ class World:
             self.memory[block] = None
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("windows", [(None,), (), (None, 4)], ids=["attention", "states alone", "windows"])
 @pytest.mark.parametrize("state_blocks", [1, 3])
 def test_random_walks(windows: tuple[int | None, ...], state_blocks: int) -> None:

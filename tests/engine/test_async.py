@@ -18,8 +18,6 @@ from helpers.requests import ENDLESS, Brake, blocks_in_use, settle, stock_rows
 from helpers.waiting import PATIENCE, eventually
 from hf_paged import Request
 
-pytestmark = pytest.mark.timeout(100)
-
 
 @pytest.fixture(autouse=True)
 def reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[list[Any]]:

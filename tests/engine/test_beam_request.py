@@ -53,7 +53,6 @@ def with_draws(generate: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     return generate(), torch.get_rng_state()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("do_sample", [False, True], ids=["best", "drawn"])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_all_settings(pair: Pair, searched: list[BeamRequest], early_stopping: bool | str, do_sample: bool) -> None:
@@ -118,7 +117,6 @@ def test_ties(make_pair: MakePair, num_levels: int) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("pool", POOLS)
 def test_beside_each_other(make_pair: MakePair, searched: list[BeamRequest], pool: str) -> None:
     """Would break: candidates of one call taken for another's, beams preempted between their logits and their token."""

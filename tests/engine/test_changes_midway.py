@@ -18,7 +18,6 @@ import hf_paged
 from hf_paged import PagedCache
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.timeout(120)
 
 NAMES = ("one", "two")
 TOKENS = {"pad_token_id": 0, "eos_token_id": None, "suppress_tokens": [0]}  # a prompt must not be padding

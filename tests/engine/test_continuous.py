@@ -38,8 +38,6 @@ MakePair = Callable[..., Pair]
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.timeout(60)
-
 
 # Users, alone or many at once
 
@@ -336,12 +334,9 @@ POOLS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"num_preemptions": 5},
     ),
 }
-CORE_POOLS = ("roomy", "recompute", "swap")
 
 
-@pytest.mark.parametrize(
-    "pool", [pytest.param(name, marks=pytest.mark.core if name in CORE_POOLS else ()) for name in POOLS]
-)
+@pytest.mark.parametrize("pool", POOLS)
 def test_a_mixed_bag_of_calls_at_once(make_pair: MakePair, pool: str) -> None:
     """Would break: any call whose tokens depend on who shares its steps, or on being preempted in whatever state."""
     settings, events = POOLS[pool]
@@ -368,7 +363,6 @@ def fits(pair: Pair, count: int, *, num_rows: int = 1, **arguments: Any) -> dict
     return delta
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("count", [4, 16])
 def test_calls_that_the_engine_samples_share_every_step(make_pair: MakePair, count: int) -> None:
     """Would break: callers that run after each other, or a step of their own for prompts."""
@@ -378,7 +372,6 @@ def test_calls_that_the_engine_samples_share_every_step(make_pair: MakePair, cou
     assert pair.seen == [count * 9] + [count] * (NEW - 1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["user_processor", "beams", "prompt_lookup"])
 def test_loops_on_many_threads_share_most_steps(make_pair: MakePair, name: str) -> None:
     """Would break: a forward of one caller that waits for no other, so that 16 callers cost 16 times one's steps."""
@@ -408,7 +401,6 @@ def test_a_mixed_bag_needs_far_fewer_steps_than_its_calls_one_by_one(make_pair: 
     assert max(pair.seen) > 40, "no step was shared"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, SAMPLE, BEAMS], ids=name_of)
 def test_stop_strings_leave_a_call_in_the_packed_batch(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     """Would break: the tokenizer, which generate() hands on to every forward, taken for something a model looks at."""
@@ -501,7 +493,6 @@ def wait_until_idle(pair: Pair) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("pool", ["recompute", "swap"])
 def test_neighbours_that_leave_change_nothing_for_those_who_stay(make_pair: MakePair, pool: str) -> None:
     """Would break: tokens or blocks of others, when a row goes in any state (waiting, swapped, in a step)."""
@@ -521,7 +512,6 @@ def test_neighbours_that_leave_change_nothing_for_those_who_stay(make_pair: Make
 # Prefix hits
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 def test_prefix_hits_of_every_alignment(make_pair: MakePair, block_size: int) -> None:
     """Would break: a hit rounded up, one that covers the last token, or keys of a block that is not the prompt's."""
@@ -562,7 +552,6 @@ def test_a_chat_finds_its_own_history(make_pair: MakePair, block_size: int, argu
         prompt = torch.cat([result, random_ids(1, 1 + turn, seed=turn)], dim=1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("system", [40, 42])
 @pytest.mark.parametrize("kind", ["requests", "threads", "beams"])
 def test_a_shared_system_prompt_is_computed_and_stored_once(make_pair: MakePair, kind: str, system: int) -> None:
@@ -614,7 +603,6 @@ class Watch(LogitsProcessor):
         return scores
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("arguments", [BEAMS, SAMPLE | {"num_return_sequences": 3}], ids=name_of)
 def test_a_group_shares_its_blocks_as_before_when_it_comes_back(
@@ -704,7 +692,6 @@ def test_groups_go_and_come_as_a_whole(make_pair: MakePair, pool: str) -> None:
 # Pools smaller than a call
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, SAMPLE, SAMPLE | {"num_return_sequences": 2}], ids=name_of)
 def test_a_batch_larger_than_the_pool_finishes_row_by_row(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     """Would break: rows that take each other's blocks at every step, each time to be computed from its beginning."""
@@ -797,7 +784,6 @@ def test_what_cannot_be_computed_again_fails_no_other(make_pair: MakePair, preem
     assert pair.engine.stats().num_preemptions > 10
 
 
-@pytest.mark.core
 def test_what_cannot_be_computed_again_goes_first_where_only_one_fits(make_pair: MakePair) -> None:
     """Would break: two that stand in each other's way, of which the older one, though it can be preempted, fails."""
     pair = make_pair(stock(), num_blocks=9, preemption="recompute")

@@ -32,8 +32,6 @@ from hf_paged.model.weights_version import WeightsVersion
 
 MakePair = Callable[..., Pair]
 
-pytestmark = pytest.mark.timeout(60)
-
 
 # Helpers, for the tests of faults as well
 
@@ -62,7 +60,6 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", CALLS)
 def test_a_request_has_the_tokens_of_generate(pair: Pair, name: str) -> None:
     """Would break: any mode whose submitted form is prepared, drawn or cut in another way than `generate()`'s."""
@@ -255,7 +252,6 @@ def test_bad_argument(pair: Pair, name: str) -> None:
     settle(pair)
 
 
-@pytest.mark.core
 def test_what_could_outgrow_the_pool_is_refused_alone(make_pair: MakePair) -> None:
     """Would break: a request that ends all others, or that waits for blocks that the pool doesn't have."""
     pair = make_pair(num_blocks=16)
@@ -274,7 +270,6 @@ def test_what_could_outgrow_the_pool_is_refused_alone(make_pair: MakePair) -> No
     settle(pair)
 
 
-@pytest.mark.core
 def test_a_name_in_use(pair: Pair) -> None:
     """Would break: two requests of one name that get each other's tokens; or a name that is never free again."""
     with Gate() as gate:
@@ -296,7 +291,6 @@ def test_a_name_in_use(pair: Pair) -> None:
 # Streaming and waiting
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, {"prompt_lookup_num_tokens": 2}], ids=name_of)
 def test_tokens_come_one_by_one(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: tokens that are handed out all together at the end."""
@@ -396,7 +390,6 @@ def test_cancel_while_prefilling(make_pair: MakePair) -> None:
     settle(pair)
 
 
-@pytest.mark.core
 def test_cancel_while_decoding(pair: Pair) -> None:
     """Would break: blocks that stay with a cancelled request for longer than the step it is in."""
     brake = Brake(pair)
@@ -439,7 +432,6 @@ def test_cancel_while_preempted(make_pair: MakePair, preemption: str) -> None:
     settle(pair)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=name_of)
 def test_cancel_a_loop(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: loops of transformers that run on after their request was cancelled, user code or not."""
@@ -467,7 +459,6 @@ def test_cancel_a_loop_that_waits_for_its_forward(pair: Pair) -> None:
     settle(pair)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, SAMPLE | {"num_return_sequences": 3}], ids=name_of)
 def test_a_dropped_handle_cancels(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: an abandoned request that keeps its blocks until its last token."""
@@ -529,7 +520,6 @@ def test_priorities(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     assert ended == ["first", "urgent", "b", "d", "a", "c"]
 
 
-@pytest.mark.core
 def test_a_full_queue(make_pair: MakePair) -> None:
     """Would break: a queue that grows for ever, or a `generate()` that fails where it only had to wait."""
     pair = make_pair(max_num_seqs=1, max_waiting=2)
@@ -650,7 +640,6 @@ def test_one_bad_prompt_of_many(pair: Pair) -> None:
 # Async
 
 
-@pytest.mark.core
 def test_await_and_async_for(pair: Pair) -> None:
     """Would break: an event loop that stands still while it waits, or tokens out of order among many requests."""
     prompts = [random_ids(1, 3 + seed, seed=seed) for seed in range(12)]
@@ -709,7 +698,6 @@ def test_async_errors(pair: Pair) -> None:
 # Looking at it
 
 
-@pytest.mark.core
 def test_stats_and_snapshot_of_running_requests(make_pair: MakePair) -> None:
     """Would break: a picture that can't be drawn (JSON), or that contradicts the numbers beside it."""
     pair = make_pair(num_blocks=40, block_size=4)
@@ -831,7 +819,6 @@ def test_release(pair: Pair) -> None:
 # The end of a patch, and copies
 
 
-@pytest.mark.core
 def test_the_engine_of_an_unpatched_model(pair: Pair) -> None:
     """Would break: a whole stock generation, on the caller's thread, before anything is said; or another engine's."""
     engine = pair.engine
@@ -849,7 +836,6 @@ def test_the_engine_of_an_unpatched_model(pair: Pair) -> None:
     assert engine.stats().num_steps == 0 and not engine.snapshot()["groups"]
 
 
-@pytest.mark.core
 def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
     """Would break: a caller that waits for ever, or takes half an answer for a whole one."""
     pair = make_pair(max_num_seqs=2)
@@ -897,7 +883,6 @@ def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
 # Draws
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"num_return_sequences": 3}, {"num_beams": 2}, {"logits_processor": [NextToken()]}],

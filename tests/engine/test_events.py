@@ -38,7 +38,6 @@ class Formula(LogitsProcessor):
         return scores
 
 
-@pytest.mark.core
 def test_events_of_several_sequences(pair: Pair) -> None:
     """Would break: tokens of the first sample only, or given to another one."""
     ids = random_ids(1, 9)
@@ -90,7 +89,6 @@ def test_a_seed_is_that_of_generate(pair: Pair, arguments: dict[str, Any]) -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "arguments", [{}, SAMPLE | {"temperature": 0.8, "num_return_sequences": 2}, {"num_beams": 2}], ids=str
 )

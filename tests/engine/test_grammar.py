@@ -21,7 +21,6 @@ from helpers.waiting import PATIENCE
 
 MakePair = Callable[..., Pair]
 
-pytestmark = pytest.mark.timeout(120)
 PATTERNS = ["[a-z]{3}[0-9]{2}", "(yes|no|maybe)", "[A-Z][a-z]+, [A-Z][a-z]+\\.", "[0-9]{1,20}"]
 
 

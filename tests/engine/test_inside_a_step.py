@@ -19,7 +19,6 @@ from hf_paged import PagedCache
 
 MakePair = Callable[..., Pair]
 
-pytestmark = pytest.mark.timeout(60)
 
 IDS = random_ids(1, 7, seed=7)
 PROMPT = IDS[0].tolist()
@@ -47,7 +46,6 @@ def layer_of(model: Any) -> Any:
     return model.model.layers[1] if hasattr(model, "model") else model.transformer.h[1]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}], ids=["rows", "beams"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_inner_hook_is_refused_another_step(make_pair: MakePair, layout: str, mode: dict[str, Any]) -> None:
@@ -96,7 +94,6 @@ SECOND: dict[str, Callable[[Any, dict[str, Any]], Tensor]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 3}], ids=["rows", "beams"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("second", SECOND)

@@ -50,7 +50,6 @@ def test_a_fork_meanwhile_puts_the_handler_back() -> None:
     assert codes == [0] and signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.timeout(130)
 def test_sigint_at_some_lines() -> None:
     """Would break: a count that stays up, or a lock that stays held, behind which all later calls wait."""
     run("--sample", 100, "--seed", SEED, "--max-faults", 3, seconds=120)
@@ -64,7 +63,6 @@ def test_sigint_at_every_line() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_storms_of_sigint() -> None:
     """Would break: what only a second Ctrl-C shows, or one between two bytecodes."""
     run("--storm", 90, "--seed", SEED, "--max-faults", 3, seconds=180)

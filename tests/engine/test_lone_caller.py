@@ -24,8 +24,6 @@ from helpers.waiting import PATIENCE, eventually, join
 from hf_paged.engine import calls
 from hf_paged.engine.executor import StepExecutor
 
-pytestmark = pytest.mark.timeout(60)
-
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": SAMPLE,
@@ -77,7 +75,6 @@ def test_another_thread_between_two_steps(make_pair: Callable[..., Pair], name: 
     settle(pair)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("mode", MODES)
 def test_alone(pair: Pair, mode: str) -> None:
     """Would break: a hand-over between threads in each step of a single user's call."""

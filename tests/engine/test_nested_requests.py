@@ -16,8 +16,6 @@ from helpers.requests import ENDLESS, settle, stock_rows
 from helpers.user_code import Asker
 from helpers.waiting import PATIENCE
 
-pytestmark = pytest.mark.timeout(100)
-
 MakePair = Callable[..., Pair]
 INNER = random_ids(1, 6, seed=3)[0].tolist()
 PLAIN: dict[str, Any] = {"max_new_tokens": 3} | ENDLESS

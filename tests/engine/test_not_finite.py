@@ -19,8 +19,6 @@ from hf_paged.engine.executor import StepExecutor
 from hf_paged.kernels.reference import FP8
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 
-pytestmark = pytest.mark.timeout(240)
-
 PATIENCE = 60
 BAD = VOCAB - 2
 BLOCK = 4

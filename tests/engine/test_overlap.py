@@ -31,8 +31,6 @@ from hf_paged.sampling import sampler
 from hf_paged.sampling.random import default_generator
 from hf_paged.sampling.sampler import SampledTokens
 
-pytestmark = pytest.mark.timeout(60)
-
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SAMPLING = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
 ENDS = {"eos_token_id": [EOS, *range(40, 80)], "pad_token_id": 0}  # rows end all the time

@@ -24,7 +24,6 @@ from hf_paged.core.event_log import NUM_CHUNKS, NUM_EVENTS, EventLog, as_dicts
 
 MakePair = Callable[..., Pair]
 
-pytestmark = pytest.mark.timeout(60)
 
 COMMON = {"id", "time", "step", "kind"}
 FIELDS = {
@@ -62,7 +61,6 @@ def of_kind(pair: Pair, kind: str, since: int = 0) -> list[dict[str, Any]]:
 # The picture
 
 
-@pytest.mark.core
 def test_the_picture_names_everything(make_pair: MakePair) -> None:
     """Would break: a picture that is drawn has lost a field, or can't be sent."""
     pair = make_pair(num_blocks=40, block_size=4)
@@ -210,7 +208,6 @@ def busy_run(pair: Pair, look: Callable[[], None]) -> None:
     look()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("num_blocks", [16, 24, 256])
 def test_events_add_up_to_the_ref_counts(make_pair: MakePair, num_blocks: int, preemption: str) -> None:

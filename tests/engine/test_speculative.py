@@ -105,7 +105,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", SETTINGS)
 def test_alone(make_pair: MakePair, speculated: list[SampledRequest], name: str) -> None:
     """Would break: another draft than stock's, which draws for each; a draft forbidden there, allowed here."""
@@ -119,7 +118,6 @@ def test_alone(make_pair: MakePair, speculated: list[SampledRequest], name: str)
     assert len(speculated) == num_calls
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", ["best_repeating", "drawn_repeating"])
 @pytest.mark.usefixtures("any_budget")
@@ -130,7 +128,6 @@ def test_alone_in_any_pool(make_pair: MakePair, pool: str, name: str) -> None:
     assert pair.delta["num_accepted_tokens"] > 4, "the test is too easy"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["best_repeating", "drawn_repeating"])
 @pytest.mark.usefixtures("full_budget")
 def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[SampledRequest], name: str) -> None:
@@ -164,7 +161,6 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "mistral"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches(make_pair: MakePair, speculated: list[SampledRequest], model: str, name: str) -> None:
@@ -210,7 +206,6 @@ DRAWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("pool", ["roomy", "recompute", "few_tokens"])
 @pytest.mark.parametrize("source", ["lookup", "the_same", "another"])
@@ -238,7 +233,6 @@ def test_drawn_batches(make_pair: MakePair, pool: str, source: str, name: str) -
     settle(pair)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.usefixtures("any_budget")
 def test_beside_each_other(make_pair: MakePair, speculated: list[SampledRequest], pool: str) -> None:
@@ -309,7 +303,6 @@ def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
         pair.paged.generate(random_ids(1, 5), do_sample=True, num_return_sequences=2, max_new_tokens=5, **LOOKUP)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["the_same", "another", "one_that_fails"])
 def test_a_draft_model(make_pair: MakePair, speculated: list[SampledRequest], kind: str) -> None:
     """Would break: drafts of one row for another, a draft model's error that hangs its caller, blocks left in pools."""

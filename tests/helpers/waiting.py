@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-PATIENCE = 40.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
+PATIENCE = 100.0  # seconds after which a thread, a process or a request that doesn't end is taken for hung
 
 
 def join(*threads: threading.Thread, seconds: float = PATIENCE) -> None:

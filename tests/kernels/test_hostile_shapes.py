@@ -37,8 +37,6 @@ CPU = torch.device("cpu")
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 IS_SANITIZED = "-fsanitize" in os.environ.get("CC", "")
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def exact(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     """An allocation of its own, which ends with the last element."""

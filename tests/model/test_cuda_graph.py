@@ -27,8 +27,6 @@ from hf_paged.attention.decode_work import WorkKind, share_out
 from hf_paged.model import cuda_graph
 from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
 
-pytestmark = pytest.mark.timeout(120)
-
 PACKED = [name for name, model in MODELS.items() if model.runs_packed]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SMALL = {"num_blocks": 128, "block_size": 4}

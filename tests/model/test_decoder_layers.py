@@ -30,8 +30,6 @@ IDS = random_ids(2, 11)
 TAKEN = ("llama", "mistral", "qwen2", "qwen2_windows", "qwen3", "gemma")
 OTHERS = ("granite", "gemma2", "phi3", "olmo2", "stablelm", "mixtral", "starcoder2")
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -38,8 +38,6 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 IDS = random_ids(2, 7)
 OTHER_ROTARIES = ("gpt_oss", "gptj", "codegen", "gemma4", "gemma4_sharing", "gemma3n")  # half a cosine; one by one
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @contextmanager
 def kernels(dtype: torch.dtype, kind: str = "c") -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:

@@ -35,7 +35,6 @@ from hf_paged.model.linears import Linears
 from hf_paged.model.weights_version import _samples
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(isinstance(cpu_linear.load(torch.float32), str), reason="there is no kernel here"),
 ]
 

@@ -44,8 +44,6 @@ from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
 
-pytestmark = pytest.mark.timeout(120)
-
 TABLE = TokenTable(torch.device("cpu"))
 
 PROCESSORS: dict[str, Any] = {  # in the order of transformers

@@ -23,7 +23,6 @@ from hf_paged.server.settings import ServerSettings
 from hf_paged.tools import cli
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.timeout(200)
 
 NAMES = ("base", "one", "two")
 PROMPTS = ["The door", "The king of", "A"]

@@ -15,8 +15,6 @@ from helpers.serving import Served, serving
 from hf_paged.server.schemas import Body, SamplingBody
 from hf_paged.server.settings import ServerSettings
 
-pytestmark = pytest.mark.timeout(120)
-
 # Shows all that a template is given.
 TEMPLATE = """{% for message in messages %}{{ message | tojson }}{% endfor %}{{ tools | tojson }}
 {%- if add_generation_prompt %}assistant:{% endif %}"""

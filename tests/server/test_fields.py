@@ -16,8 +16,6 @@ from helpers.serving import Served, serving
 from hf_paged.server.prompts import PLAIN_TEMPLATE
 from hf_paged.server.settings import ServerSettings
 
-pytestmark = pytest.mark.timeout(120)
-
 PROMPT = "The door"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The king"}]
 NEW = 12

@@ -20,7 +20,6 @@ try:
 except ImportError:
     jsonschema = None  # it looks at the texts, too, where it is installed
 
-pytestmark = pytest.mark.timeout(300)
 PATH = "/v1/chat/completions"
 HUGE = "(" * 10 + "a" + "{99})" * 10
 

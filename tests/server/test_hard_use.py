@@ -252,7 +252,6 @@ def hard_use(num_users: int, count: int) -> None:
         assert served.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.timeout(300)
 def test_some_users() -> None:
     hard_use(8, 12)
 

@@ -21,7 +21,6 @@ from helpers.waiting import PATIENCE, join
 from hf_paged.server.heads import limited_protocol
 from hf_paged.server.settings import ServerSettings
 
-pytestmark = pytest.mark.timeout(60)
 LIMIT, DEADLINE = 2000, 1.0
 KINDS = ["httptools-uvloop", "httptools-asyncio", "h11-asyncio"]
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n"

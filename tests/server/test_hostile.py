@@ -23,7 +23,6 @@ from hf_paged.server.schemas import Body, ChatRequest, CompletionRequest
 from hf_paged.server.serving import QUICK
 from hf_paged.server.settings import ServerSettings
 
-pytestmark = pytest.mark.timeout(120)
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MANY = 40_000
 SAID = {"role": "user", "content": "a"}

@@ -20,8 +20,6 @@ from helpers.wrappers import SIZE, WRAPPERS
 from hf_paged.server.pictures import Opened
 from hf_paged.server.settings import ServerSettings
 
-pytestmark = pytest.mark.timeout(120)
-
 CHAT = "/v1/chat/completions"
 NEW = 10
 TEMPLATE = (

@@ -14,7 +14,6 @@ from helpers.serving import Served, eventually, serving
 from helpers.waiting import join
 from hf_paged.server import RequestTable, ServerSettings, create_app, requests
 
-pytestmark = pytest.mark.timeout(120)
 COMPLETION = "/v1/completions"
 
 

@@ -15,8 +15,6 @@ from hf_paged.server.settings import ServerSettings
 from hf_paged.server.text import StopStrings
 from hf_paged.server.tools import _ForcedCalls, message_of, parser_of, read
 
-pytestmark = pytest.mark.timeout(200)
-
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
     "name": "weather",

@@ -29,7 +29,6 @@ from hf_paged.server.schemas import ChatRequest, CompletionRequest
 from hf_paged.server.settings import ServerSettings
 from hf_paged.server.wakeups import Wakeups
 
-pytestmark = pytest.mark.timeout(120)
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
 SEEN = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}

@@ -19,8 +19,6 @@ from lm_eval.models.huggingface import HFLM
 
 from hf_paged.tools.lm_eval_model import PagedLM
 
-pytestmark = pytest.mark.timeout(300)
-
 TEXTS = [
     "Once upon a time there was a king who lived in a castle by the sea.",
     "The dog",

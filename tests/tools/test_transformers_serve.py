@@ -30,8 +30,6 @@ from hf_paged.tools.transformers_serve import (  # noqa: E402
     paged_serving,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 PROMPTS = [f"Once upon a time {name}" for name in ("a dog", "the old king", "two friends went", "it was")]
 NUM_TOKENS = 24
 

@@ -16,7 +16,6 @@ from hf_paged.api import generation
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = ["Once upon a time", "The old king", "Two friends went to the", "It was"]
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import as_dicts
 from hf_paged.core.prefix_cache import PrefixCache
 
@@ -41,46 +40,6 @@ def matched(manager: BlockManager, seq_id: int, token_ids: list[int], **kwargs: 
 # Growing
 
 
-def test_append_takes_blocks_only_when_the_last_one_is_full() -> None:
-    manager = manager_of()
-    grown(manager, 7, 0)
-    table = manager.blocks(7)
-    sizes = []
-    for _ in range(9):
-        manager.append([(7, 1)])
-        sizes.append(len(table))
-    assert sizes == [1, 1, 1, 1, 2, 2, 2, 2, 3]
-    assert manager.num_tokens(7) == 9
-    assert manager.block_table(7) == table.tolist() and memoryview(table).itemsize == 4
-    manager.check_invariants()
-
-
-def test_blocks_needed() -> None:
-    manager = manager_of()
-    grown(manager, 0, 6)
-    assert [manager.blocks_needed(0, n) for n in (0, 1, 2, 3, 6, 7)] == [0, 0, 0, 1, 1, 2]
-    manager.fork(0, 1)
-    assert [manager.blocks_needed(0, n) for n in (0, 1, 2, 3)] == [0, 1, 1, 2]
-    manager.append([(0, 2)])
-    manager.fork(0, 2)
-    assert [manager.blocks_needed(0, n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2], "a full shared block is not written"
-
-
-def test_append_is_atomic_over_the_list() -> None:
-    manager = manager_of(num_blocks=4)
-    grown(manager, 0, 3)
-    manager.fork(0, 1)
-    grown(manager, 2, 4)
-    before = ([list(manager.block_table(s)) for s in range(3)], [manager.num_tokens(s) for s in range(3)])
-    with pytest.raises(OutOfBlocksError) as caught:
-        manager.append([(0, 1), (2, 1), (1, 2)])  # copy, new block, new block behind the block kept
-    assert (caught.value.needed, caught.value.free) == (3, 2)
-    assert before == ([list(manager.block_table(s)) for s in range(3)], [manager.num_tokens(s) for s in range(3)])
-    assert (manager.num_cow_copies, manager.pool.num_free) == (0, 2)
-    manager.check_invariants()
-    assert len(manager.append([(0, 1), (2, 1)])) == 1
-
-
 @pytest.mark.parametrize(
     ("requests", "message"),
     [([(0, 1), (0, 2)], "sequence 0 is listed twice"), ([(1, 1), (0, 0)], "append 0 tokens"), ([(0, 1), (9, 1)], "9")],
@@ -95,90 +54,10 @@ def test_a_bad_append_changes_nothing(requests: list[tuple[int, int]], message: 
     manager.check_invariants()
 
 
-def test_append_nothing() -> None:
-    assert manager_of().append([]) == []
-
-
 # Copy-on-write
 
 
-@pytest.mark.parametrize(("holders", "writers"), [(r, k) for r in range(1, 5) for k in range(1, r + 1)])
-def test_copies_when_some_holders_of_a_partial_block_write(holders: int, writers: int) -> None:
-    expected = writers if writers < holders else writers - 1
-    manager = manager_of(num_blocks=1 + expected)  # not one block more than needed
-    (shared,) = grown(manager, 0, 2)
-    for child in range(1, holders):
-        manager.fork(0, child)
-    copies = manager.append([(seq_id, 1) for seq_id in range(writers)])
-    assert len(copies) == manager.num_cow_copies == expected
-    assert {source for source, _ in copies} <= {shared}
-    last_blocks = [manager.block_table(seq_id)[-1] for seq_id in range(writers)]
-    assert len(set(last_blocks)) == writers
-    assert all(manager.pool.ref_count(block_id) == 1 for block_id in last_blocks)
-    assert manager.pool.num_free == 0
-    manager.check_invariants()
-
-
-def test_a_full_shared_block_is_not_copied() -> None:
-    manager = manager_of()
-    grown(manager, 0, 4)
-    manager.fork(0, 1)
-    assert manager.append([(0, 1), (1, 1)]) == []
-    assert manager.block_table(0)[0] == manager.block_table(1)[0]
-    assert manager.block_table(0)[1] != manager.block_table(1)[1]
-
-
-def test_a_block_that_is_full_for_another_holder_is_copied_before_a_cropped_one_writes() -> None:
-    manager = manager_of()
-    (shared,) = grown(manager, 0, 4)
-    manager.fork(0, 1)
-    manager.crop(1, 3)
-    copies = manager.append([(0, 1), (1, 1)])  # 0 does not write into the shared block
-    assert copies == [(shared, manager.block_table(1)[0])]
-    manager.check_invariants()
-
-
-def test_copy_and_growth_in_one_append() -> None:
-    manager = manager_of()
-    grown(manager, 0, 6)
-    manager.fork(0, 1)
-    assert manager.blocks_needed(1, 7) == 3
-    ((source, destination),) = manager.append([(1, 7)])
-    table = manager.block_table(1)
-    assert (len(table), table[0], table[1]) == (4, manager.block_table(0)[0], destination)
-    assert source == manager.block_table(0)[1]
-    manager.check_invariants()
-
-
 # Fork, crop, free
-
-
-def test_fork_shares_and_free_returns() -> None:
-    manager = manager_of()
-    grown(manager, 0, 6)
-    manager.fork(0, 1)
-    assert manager.block_table(1) == manager.block_table(0)
-    assert manager.blocks(1) is not manager.blocks(0)
-    assert (manager.pool.num_in_use, manager.sequences()) == (2, [0, 1])
-    manager.free(0)
-    assert manager.pool.num_in_use == 2 and 0 not in manager and 1 in manager
-    manager.free(1)
-    assert manager.pool.num_in_use == 0
-    manager.check_invariants()
-
-
-def test_crop_releases_whole_blocks_only() -> None:
-    manager = manager_of()
-    kept = grown(manager, 0, 10)
-    manager.crop(0, 9)
-    assert manager.block_table(0) == kept
-    manager.crop(0, 8)
-    assert manager.block_table(0) == kept[:2]
-    manager.crop(0, 5)
-    assert manager.block_table(0) == kept[:2] and manager.num_tokens(0) == 5
-    manager.crop(0, 0)
-    assert manager.block_table(0) == [] and manager.pool.num_in_use == 0
-    manager.check_invariants()
 
 
 def test_bad_arguments() -> None:
@@ -210,52 +89,6 @@ def test_bad_arguments() -> None:
 
 
 # Prefix cache
-
-
-def test_a_committed_prefix_is_shared_with_a_live_sequence() -> None:
-    manager = manager_of()
-    table = written(manager, 0, list(range(11)))
-    assert matched(manager, 1, [*range(8), 99, 98, 97, 96, 95]) == 8
-    assert manager.block_table(1) == table[:2]
-    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (13, 8)
-    assert manager.append([(1, 5)]) == []
-    manager.check_invariants()
-
-
-def test_a_committed_prefix_outlives_its_sequence() -> None:
-    manager = manager_of()
-    table = list(written(manager, 0, list(range(11))))
-    manager.free(0)
-    assert (manager.pool.num_in_use, manager.pool.num_cached_free) == (0, 2)
-    assert matched(manager, 1, list(range(11))) == 8
-    assert manager.block_table(1) == table[:2]
-    assert (manager.pool.num_in_use, manager.pool.num_cached_free) == (2, 0)
-    manager.check_invariants()
-
-
-def test_the_last_token_is_always_computed() -> None:
-    manager = manager_of()
-    written(manager, 0, list(range(8)))
-    assert [matched(manager, 1 + n, list(range(n))) for n in range(10)] == [0, 0, 0, 0, 0, 4, 4, 4, 4, 8]
-    manager.check_invariants()
-
-
-@pytest.mark.parametrize(("max_tokens", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (100, 8), (None, 8)])
-def test_max_tokens_bounds_the_match(max_tokens: int | None, expected: int) -> None:
-    manager = manager_of()
-    written(manager, 0, list(range(8)))
-    assert matched(manager, 1, list(range(12)), max_tokens=max_tokens) == expected
-    with pytest.raises(ValueError, match="-1"):
-        matched(manager, 2, list(range(12)), max_tokens=-1)
-
-
-def test_a_hash_stands_for_the_whole_prefix() -> None:
-    manager = manager_of()
-    written(manager, 0, [1, 1, 1, 1, 5, 5, 5, 5])
-    assert matched(manager, 1, [2, 2, 2, 2, 5, 5, 5, 5, 0]) == 0
-    assert matched(manager, 2, [5, 5, 5, 5, 0]) == 0
-    assert matched(manager, 3, [1, 1, 1, 1, 1, 1, 1, 1, 0]) == 4
-    assert matched(manager, 4, [-1, 2**63 - 1, -(2**63), 0, 1]) == 0
 
 
 def test_extra_keys_keep_prefixes_apart_and_are_fixed_while_there_are_tokens() -> None:
@@ -295,83 +128,6 @@ def test_commit_is_incremental(monkeypatch: pytest.MonkeyPatch) -> None:
     registered = [manager.prefix.commit(0, tokens[:n]) for n in range(101)]
     assert sum(registered) == 25 and set(registered) == {0, 1}
     assert hashed == list(range(25))
-
-
-def test_uncommitted_tokens_are_not_found() -> None:
-    manager = manager_of()
-    grown(manager, 0, 8)
-    assert manager.prefix.commit(0, list(range(7))) == 1
-    assert matched(manager, 1, list(range(9))) == 4
-
-
-def test_duplicate_content_is_registered_once_and_its_chain_goes_on() -> None:
-    manager = manager_of()
-    tokens = list(range(12))
-    first, second = grown(manager, 0, 8), grown(manager, 1, 12)
-    assert (manager.prefix.commit(0, tokens[:8]), manager.prefix.commit(1, tokens)) == (2, 1)
-    assert matched(manager, 2, [*tokens, 0]) == 12
-    assert manager.block_table(2) == [*first, second[2]]
-    manager.check_invariants()
-
-
-def test_a_fork_inherits_the_chain() -> None:
-    manager = manager_of()
-    tokens = list(range(8))
-    written(manager, 0, tokens)
-    manager.fork(0, 1)
-    manager.append([(1, 4)])
-    assert manager.prefix.commit(1, [*tokens, 9, 9, 9, 9]) == 1
-    manager.append([(0, 4)])
-    assert manager.prefix.commit(0, [*tokens, 8, 8, 8, 8]) == 1
-    assert matched(manager, 2, [*tokens, 9, 9, 9, 9, 0]) == 12
-    assert matched(manager, 3, [*tokens, 8, 8, 8, 8, 0]) == 12
-    manager.check_invariants()
-
-
-def test_a_fork_made_before_the_commit_may_commit_too() -> None:
-    manager = manager_of()
-    grown(manager, 0, 8)
-    manager.fork(0, 1)
-    assert (manager.prefix.commit(0, list(range(8))), manager.prefix.commit(1, list(range(8)))) == (2, 2)
-    assert manager.pool.block_hash(manager.block_table(0)[0]) is not None
-    manager.check_invariants()
-
-
-def test_a_cropped_block_is_unhashed_when_it_is_written_not_before() -> None:
-    manager = manager_of()
-    table = written(manager, 0, list(range(8)))
-    manager.crop(0, 6)
-    assert matched(manager, 1, list(range(9))) == 8, "nothing was overwritten yet"
-    manager.free(1)
-    assert manager.append([(0, 2)]) == []
-    assert manager.pool.block_hash(table[1]) is None
-    assert matched(manager, 2, list(range(9))) == 4
-    assert manager.prefix.commit(0, [0, 1, 2, 3, 4, 5, 60, 70]) == 1
-    assert matched(manager, 3, [0, 1, 2, 3, 4, 5, 60, 70, 0]) == 8
-    manager.check_invariants()
-
-
-def test_a_cropped_block_that_is_shared_is_copied_and_keeps_its_hash() -> None:
-    manager = manager_of()
-    shared = written(manager, 0, list(range(8)))[1]
-    assert matched(manager, 1, list(range(9))) == 8
-    manager.crop(0, 6)
-    copies = manager.append([(0, 1)])
-    own = manager.block_table(0)[1]
-    assert copies == [(shared, own)]
-    assert manager.pool.block_hash(shared) is not None and manager.pool.block_hash(own) is None
-    manager.check_invariants()
-
-
-def test_when_all_holders_write_a_cropped_block_its_hash_goes() -> None:
-    manager = manager_of()
-    (shared,) = written(manager, 0, list(range(4)))
-    manager.fork(0, 1)
-    manager.crop(0, 2)
-    manager.crop(1, 3)
-    assert len(manager.append([(0, 1), (1, 1)])) == 1
-    assert manager.block_table(1) == [shared] and manager.pool.block_hash(shared) is None
-    manager.check_invariants()
 
 
 def test_what_is_offered_is_found_when_it_is_published() -> None:
@@ -444,15 +200,6 @@ def test_what_is_withdrawn_is_never_found() -> None:
     manager.check_invariants()
 
 
-def test_a_cached_prefix_is_evicted_from_its_tail() -> None:
-    manager = manager_of(num_blocks=4)
-    written(manager, 0, list(range(16)))
-    manager.free(0)
-    grown(manager, 1, 8)
-    assert manager.pool.num_evictions == 2
-    assert matched(manager, 2, list(range(17))) == 8
-
-
 def test_a_sequence_from_before_a_reset_is_never_cached_again() -> None:
     """Its K/V stems from the old weights, so blocks that it fills later must not continue a new sequence's prefix."""
     manager = manager_of()
@@ -507,22 +254,6 @@ def test_hashes_follow_the_tokens_of_a_sequence(monkeypatch: pytest.MonkeyPatch)
     assert len(manager.prefix.prompt_hashes(0, changed, (), 0, 11)) == 2
 
 
-def test_hashes_without_a_prefix_cache() -> None:
-    manager = manager_of(enable_prefix_caching=False)
-    manager.add(0)
-    assert manager.prefix.prompt_hashes(0, list(range(12)), (), 0, 12) == []
-
-
-def test_commit_of_the_first_tokens_only() -> None:
-    manager = manager_of()
-    tokens = list(range(12))
-    grown(manager, 0, 9)
-    assert manager.prefix.commit(0, tokens, num_tokens=9) == 2, "the tokens after them have no slots yet"
-    with pytest.raises(ValueError, match="cannot commit 10 tokens"):
-        manager.prefix.commit(0, tokens, num_tokens=10)
-    assert matched(manager, 1, [*tokens, 0]) == 8
-
-
 def test_an_evicted_sequence_begins_anew_without_hashing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = manager_of()
     tokens = list(range(10))
@@ -532,25 +263,6 @@ def test_an_evicted_sequence_begins_anew_without_hashing_again(monkeypatch: pyte
     monkeypatch.setattr(PrefixCache, "_next_hash", lambda *_: pytest.fail("hashed again"))
     assert manager.prefix.match(0, tokens) == 8
     assert manager.block_table(0) == table[:2]
-    manager.check_invariants()
-
-
-def test_unmatch_takes_back_one_match() -> None:
-    manager = manager_of()
-    tokens = list(range(9))
-    written(manager, 0, tokens)
-    assert matched(manager, 1, tokens) == 8
-    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (9, 8)
-    manager.fork(1, 2)
-    manager.unmatch(2)
-    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (9, 8), "a fork has asked for nothing"
-    manager.unmatch(1)
-    manager.unmatch(1)
-    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (0, 0)
-    assert manager.prefix.match(1, tokens) == 8
-    manager.evict(1)
-    manager.unmatch(1)
-    assert (manager.prefix.query_tokens, manager.prefix.hit_tokens) == (9, 8), "it was computed with, and lost later"
     manager.check_invariants()
 
 
@@ -577,89 +289,7 @@ def test_append_token() -> None:
     manager.check_invariants()
 
 
-def test_append_need_is_what_append_takes() -> None:
-    manager = manager_of()
-    grown(manager, 0, 3)
-    manager.fork(0, 1)
-    manager.fork(0, 2)
-    for requests in ([(0, 2)], [(0, 1), (1, 1)], [(0, 6), (1, 1), (2, 2)]):
-        expected = manager.append_need(requests)
-        free = manager.pool.num_free
-        manager.append(requests)
-        assert free - manager.pool.num_free == expected
-    assert manager.append_need([]) == 0
-
-
 # Swap
-
-
-def test_swapped_sequences_keep_their_sharing() -> None:
-    manager = manager_of(num_swap_blocks=4)
-    grown(manager, 0, 6)
-    manager.fork(0, 1)
-    manager.append([(1, 1)])
-    tables = [list(manager.block_table(s)) for s in (0, 1)]
-    assert manager.swap.has_room([0, 1])
-    pairs = dict(manager.swap.move_out([0, 1]))
-    assert set(pairs) == {*tables[0], *tables[1]} and len(pairs) == 3
-    assert [manager.block_table(s) for s in (0, 1)] == [[pairs[block] for block in table] for table in tables]
-    assert (manager.pool.num_in_use, manager.swap.num_in_use, manager.num_stored_tokens) == (0, 3, 0)
-    manager.check_invariants()
-    assert manager.swap.need([0, 1]) == 3 and manager.append_need([(0, 3), (1, 1)]) == 1
-    back = dict(manager.swap.move_in([0, 1]))
-    assert set(back) == set(pairs.values())
-    assert manager.block_table(0)[0] == manager.block_table(1)[0] == back[pairs[tables[0][0]]]
-    assert (manager.pool.num_in_use, manager.swap.num_in_use, manager.num_stored_tokens) == (3, 0, 9)
-    manager.check_invariants()
-
-
-def test_a_block_shared_with_others_stays_with_them() -> None:
-    manager = manager_of(num_swap_blocks=4)
-    table = list(written(manager, 0, list(range(8))))
-    assert matched(manager, 1, list(range(9))) == 8
-    assert len(manager.swap.move_out([1])) == 2 and manager.block_table(0) == table
-    assert manager.swap.move_in([1]) == [] and manager.block_table(1) == table, "its content is still there"
-    assert [manager.pool.ref_count(block) for block in table] == [2, 2]
-    manager.check_invariants()
-
-
-def test_a_swapped_block_is_findable_again_when_it_is_back() -> None:
-    manager = manager_of(num_blocks=4, num_swap_blocks=4)
-    written(manager, 0, list(range(9)))
-    manager.swap.move_out([0])
-    grown(manager, 1, 16)  # overwrites all that was cached
-    manager.free(1)
-    assert len(manager.swap.move_in([0])) == 3
-    assert matched(manager, 2, list(range(9))) == 8 and manager.block_table(2) == manager.block_table(0)[:2]
-    manager.check_invariants()
-
-
-def test_a_block_from_before_a_reset_is_not_findable_when_it_is_back() -> None:
-    manager = manager_of(num_swap_blocks=4)
-    written(manager, 0, list(range(9)))
-    manager.swap.move_out([0])
-    manager.prefix.reset()
-    assert len(manager.swap.move_in([0])) == 3
-    assert matched(manager, 1, list(range(9))) == 0
-
-
-def test_a_failed_swap_changes_nothing() -> None:
-    manager = manager_of(num_blocks=4, num_swap_blocks=2)
-    grown(manager, 0, 8)
-    grown(manager, 1, 8)
-    assert manager.swap.has_room([0]) and not manager.swap.has_room([0, 1])
-    with pytest.raises(OutOfBlocksError) as caught:
-        manager.swap.move_out([0, 1])
-    assert (caught.value.needed, caught.value.free) == (4, 2)
-    assert (manager.pool.num_in_use, manager.swap.num_in_use) == (4, 0)
-    manager.swap.move_out([0])
-    grown(manager, 2, 4)
-    swapped = list(manager.block_table(0))
-    with pytest.raises(OutOfBlocksError) as caught:
-        manager.swap.move_in([0])
-    assert (caught.value.needed, caught.value.free) == (2, 1)
-    assert manager.block_table(0) == swapped and (manager.pool.num_in_use, manager.swap.num_in_use) == (3, 2)
-    manager.check_invariants()
 
 
 def test_bad_swaps() -> None:
@@ -682,50 +312,7 @@ def test_bad_swaps() -> None:
     manager.check_invariants()
 
 
-def test_swapped_sequences_are_forked_cropped_evicted_and_freed() -> None:
-    manager = manager_of(num_swap_blocks=8)
-    grown(manager, 0, 10)
-    manager.swap.move_out([0])
-    manager.fork(0, 1)
-    manager.fork(0, 2)
-    manager.fork(0, 3)
-    manager.crop(1, 5)
-    manager.crop(2, 0)
-    manager.evict(3)
-    assert [len(manager.block_table(s)) for s in range(4)] == [3, 2, 0, 0] and manager.swap.num_in_use == 3
-    manager.append([(2, 1), (3, 5)])  # with nothing left in CPU memory they begin anew
-    manager.free(0)
-    assert manager.swap.num_in_use == 2
-    assert len(manager.swap.move_in([1])) == 2 and manager.swap.num_in_use == 0
-    manager.check_invariants()
-
-
-def test_a_sequence_without_blocks_goes_along() -> None:
-    manager = manager_of(num_swap_blocks=8)
-    grown(manager, 0, 5)
-    manager.add(1)
-    manager.swap.move_out([0, 1])
-    manager.append([(1, 1)])
-    manager.crop(1, 0)
-    assert len(manager.swap.move_in([0, 1])) == 2
-    manager.append([(0, 1), (1, 1)])
-    manager.check_invariants()
-
-
 # Numbers and checks
-
-
-def test_stored_tokens_count_a_shared_block_once() -> None:
-    manager = manager_of()
-    grown(manager, 0, 6)
-    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (6, 8)
-    manager.fork(0, 1)
-    manager.crop(1, 5)
-    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (6, 8)
-    manager.append([(1, 4)])
-    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (6 + 5, 16)
-    manager.free(0)
-    assert (manager.num_stored_tokens, manager.num_allocated_slots) == (9, 12)
 
 
 def test_check_invariants_notices() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hf_paged.core.block_pool import BlockPool
-from hf_paged.core.errors import OutOfBlocksError
 
 
 def hash_of(n: int) -> bytes:
@@ -21,27 +20,6 @@ def cached_pool(num_blocks: int, hashed: list[int]) -> BlockPool:
     return pool
 
 
-def test_allocates_distinct_blocks_with_one_reference() -> None:
-    pool = BlockPool(5)
-    first, second = pool.allocate(2), pool.allocate(3)
-    assert sorted(first + second) == list(range(5))
-    assert [pool.ref_count(block_id) for block_id in range(5)] == [1] * 5
-    assert (pool.num_free, pool.num_in_use, pool.peak_in_use) == (0, 5, 5)
-    pool.check()
-
-
-def test_allocation_is_all_or_nothing() -> None:
-    pool = cached_pool(4, hashed=[1])
-    pool.free([0, 1])
-    with pytest.raises(OutOfBlocksError) as caught:
-        pool.allocate(3)
-    assert (caught.value.needed, caught.value.free) == (3, 2)
-    assert (pool.num_free, pool.num_cached_free, pool.num_evictions) == (2, 1, 0)
-    assert pool.lookup(hash_of(1)) == 1
-    pool.check()
-    assert pool.allocate(0) == []
-
-
 def test_plain_blocks_are_reused_before_cached_ones_and_cached_ones_oldest_first() -> None:
     pool = cached_pool(6, hashed=[1, 3, 4])
     for block_id in (3, 0, 4, 1, 2):
@@ -54,80 +32,6 @@ def test_plain_blocks_are_reused_before_cached_ones_and_cached_ones_oldest_first
     assert pool.num_evictions == 1 and pool.lookup(hash_of(3)) is None
     assert pool.allocate(2) == [4, 1]
     assert (pool.num_evictions, pool.num_cached_free) == (3, 0)
-    pool.check()
-
-
-def test_a_freed_table_loses_its_tail_first() -> None:
-    pool = cached_pool(3, hashed=[0, 1, 2])
-    pool.free([0, 1, 2])
-    assert [pool.allocate(1) for _ in range(3)] == [[2], [1], [0]]
-
-
-def test_incref_revives_a_cached_free_block() -> None:
-    pool = cached_pool(3, hashed=[0, 1])
-    pool.free([0, 1])
-    pool.incref(0)
-    assert (pool.ref_count(0), pool.num_free, pool.num_cached_free) == (1, 1, 1)
-    assert pool.lookup(hash_of(0)) == 0
-    pool.check()
-    assert pool.allocate(1) == [1]
-
-
-def test_a_block_is_free_when_its_last_holder_is_gone() -> None:
-    pool = BlockPool(2)
-    (block_id,) = pool.allocate(1)
-    pool.incref(block_id)
-    pool.decref(block_id)
-    assert pool.num_free == 1
-    pool.decref(block_id)
-    assert pool.num_free == 2
-    pool.check()
-
-
-def test_first_block_registered_for_a_hash_wins() -> None:
-    pool = cached_pool(3, hashed=[0])
-    assert pool.set_hash(1, hash_of(0)) is False
-    assert pool.block_hash(1) is None
-    assert pool.set_hash(0, hash_of(0)) is True
-    assert pool.lookup(hash_of(0)) == 0
-    pool.check()
-
-
-def test_drop_hash_makes_a_cached_free_block_plain() -> None:
-    pool = cached_pool(3, hashed=[0, 1, 2])
-    pool.free([0, 1])
-    pool.drop_hash(0)
-    pool.drop_hash(0)
-    assert (pool.num_free, pool.num_cached_free) == (2, 1)
-    assert pool.lookup(hash_of(0)) is None and pool.block_hash(0) is None
-    pool.drop_hash(2)
-    assert pool.lookup(hash_of(2)) is None
-    pool.check()
-    assert pool.allocate(1) == [0]
-    assert pool.num_evictions == 0
-
-
-def test_reset_drops_the_hashes_of_free_blocks_and_of_blocks_in_use() -> None:
-    pool = cached_pool(4, hashed=[0, 1, 2])
-    pool.free([0, 1])
-    assert pool.reset_prefix_cache() == 3
-    assert (pool.num_free, pool.num_cached_free, pool.num_evictions, pool.cache_epoch) == (2, 0, 0, 1)
-    assert all(pool.lookup(hash_of(n)) is None and pool.block_hash(n) is None for n in range(3))
-    pool.check()
-    assert pool.reset_prefix_cache() == 0
-
-
-def test_peak_counts_revived_blocks_and_never_falls() -> None:
-    pool = cached_pool(4, hashed=[0])
-    assert pool.peak_in_use == 4
-    pool = BlockPool(4)
-    a, b = pool.allocate(2)
-    pool.set_hash(a, hash_of(0))
-    pool.free([a, b])
-    assert pool.peak_in_use == 2
-    pool.allocate(2)
-    pool.incref(a)
-    assert pool.peak_in_use == 3
     pool.check()
 
 

@@ -1058,8 +1058,7 @@ def random_call(world: World, rng: random.Random, weights: dict[str, float] = WE
             world.reset_prefix_cache()
 
 
-def random_world(episode: int) -> World:
-    rng = random.Random(episode)
+def random_world(kind: int, rng: random.Random) -> World:
     num_blocks = rng.choice((rng.randint(1, 8), rng.randint(6, 20), rng.randint(6, 20), rng.randint(20, 40)))
     return World(
         rng,
@@ -1068,7 +1067,7 @@ def random_world(episode: int) -> World:
         budget=rng.randint(1, 7),
         max_num_seqs=rng.randint(1, 7),
         num_swap_blocks=num_blocks * rng.choice((0, 1, 2, 2)) // 2,
-        caching=episode % 10 != 9,
-        overlaps=episode % 2 == 1,
-        windows=WINDOWS[episode // 2 % len(WINDOWS)],
+        caching=kind % 10 != 9,
+        overlaps=kind % 2 == 1,
+        windows=WINDOWS[kind // 2 % len(WINDOWS)],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,7 @@ class _Write(ctypes.Structure):
     ]
 
 
-class _Decode(ctypes.Structure):
+class _Attend(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "output", "pool", "tables", "seq_lens", "sinks")),
         *((name, ctypes.c_void_p) for name in ("order", "items")),
@@ -66,25 +67,79 @@ class CPUKernels:
     """The compiled kernels for one element type and head dim, or of rows of latents one width of these."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> None:
-        self._dtype, self._head_dim = dtype, head_dim
-        self._value_dim = head_dim if latent_dim is None else latent_dim
-        self._num_parts = 2 if latent_dim is None else 1
-        self._stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
-        self._write = library.hf_paged_write
-        self._decode = library.hf_paged_decode
+        self.dtype, self.head_dim = dtype, head_dim
+        self.value_dim = head_dim if latent_dim is None else latent_dim
+        self.num_parts = 2 if latent_dim is None else 1
+        self.stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
+        self.write, self.decode = library.hf_paged_write, library.hf_paged_decode
+        self.prompt = library.hf_paged_prompt
         library.hf_paged_rows.restype = ctypes.c_int64
         self._rows: int = library.hf_paged_rows()
-        self._prompt = library.hf_paged_prompt
-        for function, kind in ((self._write, _Write), (self._decode, _Decode), (self._prompt, _Decode)):
+        for function, kind in ((self.write, _Write), (self.decode, _Attend), (self.prompt, _Attend)):
             function.argtypes, function.restype = [ctypes.POINTER(kind)], None  # which takes the structure itself
 
-    def reshape_and_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    def together(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """How many sequences are faster together than one by one, and how many an item of `Together` may have."""
+        group = num_heads // num_kv_heads
+        if self.num_parts == 1:
+            group = min(group, LATENT_HEADS)
+        return -(-LEAST_ROWS[group > 1] // group), self._rows // group
+
+    def tokens_at_once(self, num_heads: int, num_kv_heads: int) -> int:
+        """New tokens of a tile of `prompts`; 0: they don't take so many query heads a key head."""
+        return self._rows * num_kv_heads // num_heads
+
+
+class Rows:
+    """Sequences of a step that are attended to in one call a layer.
+
+    Attributes:
+        arguments: What all layers have in common is filled in.
+        num_tokens: New tokens that queries must have at least.
+        longest: Tokens of the longest sequence.
+        together: See `StepCalls.decodes`.
+        checked: The geometry of the layer before, which was found right.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[_Attend], None],
+        arguments: _Attend,
+        num_tokens: int = 0,
+        longest: int = 0,
+        together: Together | None = None,
+    ) -> None:
+        self.function, self.arguments, self.together = function, arguments, together
+        self.num_tokens, self.longest = num_tokens, longest
+        self.checked: tuple[object, ...] = ()
+
+
+class StepCalls:
+    """One step's calls: what layers share is checked once, and a layer's tensors where they differ from the last's."""
+
+    def __init__(self, kernels: CPUKernels, kv_cache: Tensor) -> None:
+        """Over a KV tensor, whose blocks are contiguous. Raises `InputError` if the kernels are not made for it."""
+        self._kernels = kernels
+        if not (
+            kv_cache.dtype is kernels.dtype
+            and kv_cache.shape[5] == kernels.head_dim
+            and kv_cache.shape[2] == kernels.num_parts
+            and (kv_cache.is_contiguous() or kv_cache[0].is_contiguous())
+            and kv_cache.is_cpu
+        ):
+            raise InputError("step", f"a pool of {kernels.dtype}, head dim {kernels.head_dim}", kv_cache=kv_cache)
+        _, self._num_layers, _, self._num_kv_heads, self._block_size, _ = kv_cache.shape
+        self._block_stride, layer_stride, *_ = kv_cache.stride()
+        self._pool, self._layer_bytes = kv_cache.data_ptr(), layer_stride * kernels.dtype.itemsize
+        self._held = [kv_cache]
+        self._writes: tuple[tuple[object, ...], Tensor | None, _Write] = ((), None, _Write())
+
+    def write(self, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
         """Writes the new keys and values of one layer into their slots.
 
         Args:
             key: `[T, num_kv_heads, head_dim]` in the pool's dtype, the last dimension contiguous; of latents, them.
             value: Like `key`; of latents, the rotary keys.
-            kv_cache: The KV tensor, changed in place.
             layer: Layer index.
             slot_mapping: `[T]` int64; tokens with a slot below 0 are skipped. None is beyond the pool: that the block
                 manager sees to.
@@ -92,180 +147,142 @@ class CPUKernels:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
         """
-        _, num_layers, _, num_kv_heads, _, _ = kv_cache.shape
-        key_dim, value_dim = self._stored
+        geometry = (
+            key.shape,
+            key.stride(),
+            key.dtype,
+            key.device,
+            value.shape,
+            value.stride(),
+            value.dtype,
+            value.device,
+        )
+        checked, slots, arguments = self._writes
+        if not 0 <= layer < self._num_layers or slots is not slot_mapping or checked != geometry:
+            arguments = self._new_write(key, value, layer, slot_mapping)
+            self._writes = geometry, slot_mapping, arguments
+        arguments.key, arguments.value = key.data_ptr(), value.data_ptr()
+        arguments.pool = self._pool + layer * self._layer_bytes
+        arguments.num_threads = torch.get_num_threads()
+        self._kernels.write(arguments)
+
+    def _new_write(self, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> _Write:
+        key_dim, value_dim = self._kernels.stored
         if not (
-            key.shape == (*slot_mapping.shape, num_kv_heads, key_dim)
-            and value.shape == (*slot_mapping.shape, num_kv_heads, value_dim)
+            key.shape == (*slot_mapping.shape, self._num_kv_heads, key_dim)
+            and value.shape == (*slot_mapping.shape, self._num_kv_heads, value_dim)
             and key.ndim == 3
-            and (key_stride := key.stride())[2] == (value_stride := value.stride())[2] == 1
-            and 0 <= layer < num_layers
-            and self._is_own(kv_cache)
-            and key.dtype is value.dtype is self._dtype
+            and key.stride()[2] == value.stride()[2] == 1
+            and 0 <= layer < self._num_layers
+            and key.dtype is value.dtype is self._kernels.dtype
             and slot_mapping.dtype is torch.int64
             and key.is_cpu
             and value.is_cpu
             and slot_mapping.is_cpu
             and slot_mapping.is_contiguous()
         ):
-            expected = f"twice [T, heads, dim], [T] and the pool they go to, in layer {layer}"
-            raise InputError("write", expected, key=key, value=value, slot_mapping=slot_mapping, kv_cache=kv_cache)
-        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
-        arguments = _Write(
-            key.data_ptr(),
-            value.data_ptr(),
-            kv_cache.data_ptr() + layer * layer_stride * self._dtype.itemsize,
-            slot_mapping.data_ptr(),
-            key.shape[0],
-            num_kv_heads,
-            kv_cache.shape[4],
-            block_stride,
-            *key_stride[:2],
-            *value_stride[:2],
-            torch.get_num_threads(),
+            expected = f"twice [T, heads, dim] and [T], for one of {self._num_layers} layers, not {layer}"
+            raise InputError("write", expected, key=key, value=value, slot_mapping=slot_mapping, kv_cache=self._held[0])
+        return _Write(
+            slots=slot_mapping.data_ptr(),
+            num_tokens=key.shape[0],
+            num_kv_heads=self._num_kv_heads,
+            block_size=self._block_size,
+            block_stride=self._block_stride,
+            key_token=key.stride()[0],
+            key_head=key.stride()[1],
+            value_token=value.stride()[0],
+            value_head=value.stride()[1],
         )
-        self._write(arguments)
 
-    def together(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        """How many sequences are faster together than one by one, and how many an item of `Together` may have."""
-        group = num_heads // num_kv_heads
-        if self._num_parts == 1:
-            group = min(group, LATENT_HEADS)
-        return -(-LEAST_ROWS[group > 1] // group), self._rows // group
-
-    def paged_decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        kv_cache: Tensor,
-        layer: int,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        num_seqs: int,
-        longest: int,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        together: Together | None = None,
-    ) -> None:
-        """Attention of the sequences with one new token each that the batch begins with.
+    def decodes(
+        self, block_tables: Tensor, seq_lens: Tensor, num_seqs: int, longest: int, together: Together | None = None
+    ) -> Rows:
+        """The sequences with one new token each that the batch begins with.
 
         Args:
-            query: `[T, num_heads, head_dim]` in the pool's dtype, the last dimension contiguous; the first
-                `num_seqs` tokens are read.
-            output: `[T, num_heads, head_dim]`, contiguous; those tokens are written. Of latents as wide as these.
-            kv_cache: The KV tensor.
-            layer: Layer index.
             block_tables: `[S, N]` int32, contiguous, with the blocks of the first `num_seqs` sequences.
             seq_lens: `[S]` int32, contiguous, tokens of each including the new one.
             num_seqs: How many sequences.
             longest: Tokens of the longest of them.
-            scale: Factor on the scores.
-            sliding_window: Tokens a query sees, itself included; `None`: all before it.
-            softcap: Bound of the scores; `None`: none.
-            sinks: `[num_heads]` logits.
             together: Sequences that share blocks; `None`: each is attended to by itself.
 
         Raises:
-            InputError: Tensors of other shapes, strides, dtypes or devices, a layer that the pool does not have, tables
-                of too few blocks, or too many query heads a key head.
+            InputError: Tensors of other shapes, strides, dtypes or devices, or tables of too few blocks.
         """
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-        if sinks is not None:
-            sinks = sinks.detach().float().contiguous()
+        shared = () if together is None else (together.order, together.items)
         if not (
-            query.ndim == 3
-            and output.shape == (*query.shape[:2], self._value_dim)
-            and query.shape[2] == head_dim
-            and (query_stride := query.stride())[2] == 1
-            and output.is_contiguous()
-            and (num_heads := query.shape[1]) % num_kv_heads == 0
-            and (num_heads * head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS or self._num_parts == 1)
-            and query.shape[0] >= num_seqs <= block_tables.shape[0]
+            _are_numbers(block_tables, seq_lens, *shared)
+            and num_seqs <= block_tables.shape[0]
             and num_seqs <= seq_lens.shape[0]
-            and longest <= block_tables.shape[1] * block_size
-            and 0 <= layer < num_layers
-            and self._is_own(kv_cache)
-            and query.dtype is output.dtype is self._dtype
-            and block_tables.dtype is seq_lens.dtype is torch.int32
-            and block_tables.is_contiguous()
-            and seq_lens.is_contiguous()
-            and query.is_cpu
-            and output.is_cpu
-            and block_tables.is_cpu
-            and (sinks is None or (sinks.shape == (num_heads,) and sinks.is_cpu))
-            and (
-                together is None
-                or (
-                    together.order.dtype is together.items.dtype is torch.int32
-                    and together.order.shape == (num_seqs,)
-                    and together.items.shape[1:] == (3,)
-                    and together.order.is_contiguous()
-                    and together.items.is_contiguous()
-                    and together.most <= self.together(num_heads, num_kv_heads)[1]
-                )
-            )
+            and longest <= block_tables.shape[1] * self._block_size
+            and (together is None or (together.order.shape == (num_seqs,) and together.items.shape[1:] == (3,)))
         ):
-            expected = f"twice [T, heads, dim], {num_seqs} tables and lengths, and their pool (layer {layer})"
-            given = {"query": query, "output": output, "block_tables": block_tables, "seq_lens": seq_lens}
-            raise InputError("decode", expected, **given, kv_cache=kv_cache)
-        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
-        arguments = _Decode(
-            query.data_ptr(),
-            output.data_ptr(),
-            kv_cache.data_ptr() + layer * layer_stride * self._dtype.itemsize,
-            block_tables.data_ptr(),
-            seq_lens.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            None if together is None else together.order.data_ptr(),
-            None if together is None else together.items.data_ptr(),
-            0 if together is None else len(together.items),
-            None,
-            *query_stride[:2],
-            num_seqs,
-            num_kv_heads,
-            num_heads // num_kv_heads,
-            block_size,
-            block_tables.shape[1],
-            block_stride,
-            sliding_window or 0,
-            torch.get_num_threads(),
-            scale,
-            softcap or 0.0,
+            given = {"block_tables": block_tables, "seq_lens": seq_lens}
+            raise InputError("decode", f"{num_seqs} tables and lengths of up to {longest} tokens", **given)
+        arguments = self._new_rows(block_tables, seq_lens, num_seqs)
+        if together is not None:
+            arguments.order, arguments.items = (each.data_ptr() for each in shared)
+            arguments.num_items = len(together.items)
+        return Rows(self._kernels.decode, arguments, num_seqs, longest, together)
+
+    def prompts(self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, tiles: Tensor) -> Rows:
+        """Sequences with several new tokens, each of which sees those before it.
+
+        Args:
+            block_tables: `[S, N]` int32, contiguous.
+            seq_lens: `[S]` int32, contiguous, tokens of each including the new ones.
+            query_start_loc: `[S + 1]` int32, contiguous, first new token of each.
+            tiles: `[tiles, 2]` int32, contiguous: a sequence, and the first of `tokens_at_once` of its new tokens.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
+        if not (
+            _are_numbers(block_tables, seq_lens, query_start_loc, tiles)
+            and block_tables.ndim == tiles.ndim == 2
+            and query_start_loc.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1
+            and tiles.shape[1] == 2
+        ):
+            given = {"block_tables": block_tables, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+            raise InputError("prompt", "tables and lengths of as many sequences", **given, tiles=tiles)
+        arguments = self._new_rows(block_tables, seq_lens, len(seq_lens))
+        arguments.items, arguments.num_items = tiles.data_ptr(), len(tiles)
+        arguments.query_starts = query_start_loc.data_ptr()
+        self._held += [query_start_loc, tiles]
+        return Rows(self._kernels.prompt, arguments)
+
+    def _new_rows(self, block_tables: Tensor, seq_lens: Tensor, num_seqs: int) -> _Attend:
+        self._held += [block_tables, seq_lens]
+        return _Attend(
+            tables=block_tables.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            num_seqs=num_seqs,
+            num_kv_heads=self._num_kv_heads,
+            block_size=self._block_size,
+            table_width=block_tables.shape[1],
+            block_stride=self._block_stride,
         )
-        self._decode(arguments)
 
-    def tokens_at_once(self, num_heads: int, num_kv_heads: int) -> int:
-        """New tokens of a tile of `paged_prompt`; 0: it doesn't take so many query heads a key head."""
-        return self._rows * num_kv_heads // num_heads
-
-    def paged_prompt(
+    def attend(
         self,
         query: Tensor,
         output: Tensor,
-        kv_cache: Tensor,
         layer: int,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        tiles: Tensor,
+        rows: Rows,
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Causal attention of sequences with several new tokens.
+        """Causal attention of some of a step's sequences.
 
         Args:
             query: `[T, num_heads, head_dim]` in the pool's dtype, the last dimension contiguous.
-            output: `[T, num_heads, head_dim]`, contiguous; the tokens of `tiles` are written.
-            kv_cache: The KV tensor, of keys and values.
+            output: `[T, num_heads, head_dim]`, contiguous; the tokens of `rows` are written. Of latents as wide as
+                these.
             layer: Layer index.
-            block_tables: `[S, N]` int32, contiguous.
-            seq_lens: `[S]` int32, contiguous, tokens of each including the new ones.
-            query_start_loc: `[S + 1]` int32, contiguous, first new token of each.
-            tiles: `[tiles, 2]` int32, contiguous: a sequence, and the first of `tokens_at_once` of its new tokens.
+            rows: Of `decodes` or `prompts`.
             scale: Factor on the scores.
             sliding_window: Tokens a query sees, itself included; `None`: all before it.
             softcap: Bound of the scores; `None`: none.
@@ -275,67 +292,52 @@ class CPUKernels:
             InputError: Tensors of other shapes, strides, dtypes or devices, a layer that the pool does not have, or too
                 many query heads a key head.
         """
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
-        numbers = (block_tables, seq_lens, query_start_loc, tiles)
+        both = query.shape, query.stride(), query.dtype, query.device, output.shape, output.stride(), output.dtype
+        geometry = *both, output.device, None if sinks is None else (sinks.shape, sinks.device)
+        if not 0 <= layer < self._num_layers or rows.checked != geometry:
+            self._check(query, output, layer, rows, sinks)
+            rows.checked = geometry
+        arguments = rows.arguments
+        arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
+        arguments.pool = self._pool + layer * self._layer_bytes
+        arguments.sinks = None if sinks is None else sinks.data_ptr()
+        arguments.window, arguments.scale, arguments.softcap = sliding_window or 0, scale, softcap or 0.0
+        arguments.num_threads = torch.get_num_threads()
+        rows.function(arguments)
+
+    def _check(self, query: Tensor, output: Tensor, layer: int, rows: Rows, sinks: Tensor | None) -> None:
+        kernels, num_kv_heads = self._kernels, self._num_kv_heads
         if not (
             query.ndim == 3
-            and output.shape == query.shape
-            and query.shape[2] == head_dim == self._value_dim
-            and (query_stride := query.stride())[2] == 1
+            and output.shape == (*query.shape[:2], kernels.value_dim)
+            and query.shape[2] == kernels.head_dim
+            and query.stride()[2] == 1
             and output.is_contiguous()
             and (num_heads := query.shape[1]) % num_kv_heads == 0
-            and self.tokens_at_once(num_heads, num_kv_heads)
-            and block_tables.ndim == tiles.ndim == 2
-            and query_start_loc.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1
-            and tiles.shape[1] == 2
-            and 0 <= layer < num_layers
-            and self._is_own(kv_cache)
-            and query.dtype is output.dtype is self._dtype
+            and (num_heads * kernels.head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS or kernels.num_parts == 1)
+            and query.shape[0] >= rows.num_tokens
+            and 0 <= layer < self._num_layers
+            and query.dtype is output.dtype is kernels.dtype
             and query.is_cpu
             and output.is_cpu
-            and all(each.dtype is torch.int32 and each.is_contiguous() and each.is_cpu for each in numbers)
             and (sinks is None or (sinks.shape == (num_heads,) and sinks.is_cpu))
+            and (rows.together is None or rows.together.most <= kernels.together(num_heads, num_kv_heads)[1])
+            and (
+                rows.function is kernels.decode
+                or (kernels.num_parts == 2 and kernels.tokens_at_once(num_heads, num_kv_heads))
+            )
         ):
-            expected = f"twice [T, heads, dim], tables and lengths of as many sequences, their pool (layer {layer})"
-            given = {"query": query, "output": output, "block_tables": block_tables, "seq_lens": seq_lens}
-            raise InputError("prompt", expected, **given, kv_cache=kv_cache)
-        block_stride, layer_stride, _, _, _, _ = kv_cache.stride()
-        arguments = _Decode(
-            query.data_ptr(),
-            output.data_ptr(),
-            kv_cache.data_ptr() + layer * layer_stride * self._dtype.itemsize,
-            block_tables.data_ptr(),
-            seq_lens.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            None,
-            tiles.data_ptr(),
-            len(tiles),
-            query_start_loc.data_ptr(),
-            *query_stride[:2],
-            len(seq_lens),
-            num_kv_heads,
-            num_heads // num_kv_heads,
-            block_size,
-            block_tables.shape[1],
-            block_stride,
-            sliding_window or 0,
-            torch.get_num_threads(),
-            scale,
-            softcap or 0.0,
-        )
-        self._prompt(arguments)
+            expected = f"twice [T, heads, dim], for one of {self._num_layers} layers, not {layer}"
+            raise InputError("attend", expected, query=query, output=output, kv_cache=self._held[0])
+        arguments = rows.arguments
+        arguments.query_token, arguments.query_head, _ = query.stride()
+        arguments.heads_per_kv = num_heads // num_kv_heads
 
-    def _is_own(self, kv_cache: Tensor) -> bool:
-        """Whether the kernels are made for this pool, whose blocks they take to be contiguous."""
-        return (
-            kv_cache.dtype is self._dtype
-            and kv_cache.shape[5] == self._head_dim
-            and kv_cache.shape[2] == self._num_parts
-            and (kv_cache.is_contiguous() or kv_cache[0].is_contiguous())
-            and kv_cache.is_cpu
-        )
+
+def _are_numbers(*tensors: Tensor) -> bool:
+    return all(each.dtype is torch.int32 and each.is_contiguous() and each.is_cpu for each in tensors)
 
 
 def constants(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> dict[str, int]:
@@ -391,11 +393,12 @@ def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int, latent_dim: i
         key, value, query = random(2, heads, widths[0]), random(2, heads, widths[1]), random(2, 4, head_dim)
         truth = pool.double()
         reference.reshape_and_cache(key.double(), value.double(), truth, 0, slots)
-        kernels.reshape_and_cache(key, value, pool, 0, slots)
+        step = StepCalls(kernels, pool)
+        step.write(key, value, 0, slots)
         if not torch.equal(pool.double(), truth):
             return float("inf")
         read = None if latent_dim is None else partial(reference.read_latents, latent_dim=latent_dim)
         expected = reference.paged_attention(query.double(), truth, 0, [both], head_dim**-0.5, read=read)
         result = query.new_empty(*query.shape[:2], expected.shape[-1])
-        kernels.paged_decode(query, result, pool, 0, tables.int(), lens.int(), 2, 21, head_dim**-0.5)
+        step.attend(query, result, 0, step.decodes(tables.int(), lens.int(), 2, 21), head_dim**-0.5)
         return float((result.double() - expected).norm() / expected.norm())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ class CPUDecoderLayer:
             ],
         )
         self._shape = (0, 0)  # rows and threads that the calls behind attention are set to
+        self._checked: tuple[object, ...] = ()  # what was found right in the call before
 
     def before_attention(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer's input.
@@ -153,17 +155,14 @@ class CPUDecoderLayer:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
-        self._check_input(states, cos, sin)
         return self._all_heads.of(states, cos, sin)
 
     def queries(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Those that `before_attention` gives, without keys and values."""
-        self._check_input(states, cos, sin)
         return self._queries.of(states, cos, sin)[0]
 
     def keys_and_values(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Those that `before_attention` gives, without queries."""
-        self._check_input(states, cos, sin)
         return self._keys_and_values.of(states, cos, sin)[1:]
 
     def behind_attention(self, states: Tensor, attended: Tensor) -> Tensor:
@@ -179,55 +178,27 @@ class CPUDecoderLayer:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
-        row, dim = self._row, self._dim
-        if not (
-            self._is_own(states)
-            and attended.shape == (states.shape[1], row // dim, dim)
-            and attended.dtype is self._dtype
-            and attended.is_cpu
-            and attended.is_contiguous()
-        ):
-            raise InputError("decoder layer", "states of its width, and heads", states=states, attended=attended)
+        row, of_states = self._row, (states.shape, states.stride(), states.dtype, states.device)
+        given = *of_states, attended.shape, attended.stride(), attended.dtype, attended.device
+        if given != self._checked:
+            heads = (states.shape[1], row // self._dim, self._dim) if states.ndim == 3 else ()
+            if not (_are_states(states, self._width, self._dtype) and _is_of(attended, heads, self._dtype)):
+                raise InputError("decoder layer", "states of its width, and heads", states=states, attended=attended)
+            self._checked = given
+        threads = torch.get_num_threads()
         result = torch.empty_like(states)
         tokens, size = states.shape[1], self._dtype.itemsize
         for first in range(0, tokens, PIECE):
-            self._set_rows(min(PIECE, tokens - first))
+            shape = min(PIECE, tokens - first), threads
+            if shape != self._shape:
+                self._set_shape(*shape)
             self._project.input = attended.data_ptr() + first * row * size
             self._first_add.first = states.data_ptr() + first * self._width * size
             self._second_add.output = result.data_ptr() + first * self._width * size
             self._behind.run()
         return result
 
-    def _check_input(self, states: Tensor, cos: Tensor, sin: Tensor) -> None:
-        if not (
-            self._is_own(states)
-            and (shape := cos.shape) == sin.shape
-            and len(shape) == 3
-            and shape[:2] == states.shape[:2]
-            and shape[2] <= self._dim
-            and shape[2] % 2 == 0
-            and cos.dtype is sin.dtype is self._dtype
-            and cos.is_contiguous()
-            and sin.is_contiguous()
-            and cos.is_cpu
-            and sin.is_cpu
-        ):
-            raise InputError("decoder layer", "states of its width, and cos and sin", states=states, cos=cos, sin=sin)
-
-    def _is_own(self, states: Tensor) -> bool:
-        return (
-            states.ndim == 3
-            and states.shape[0] == 1
-            and states.shape[2] == self._width
-            and states.dtype is self._dtype
-            and states.is_cpu
-            and states.is_contiguous()
-        )
-
-    def _set_rows(self, rows: int) -> None:
-        threads = torch.get_num_threads()
-        if self._shape == (rows, threads):
-            return
+    def _set_shape(self, rows: int, threads: int) -> None:
         self._shape = rows, threads
         for arguments in (*self._by_rows, self._first_add, self._second_add):
             arguments.num_threads = threads
@@ -302,16 +273,25 @@ class _Heads:
             ],
         )
         self._shape = (0, 0)  # rows and threads that the calls are set to
+        self._checked: tuple[object, ...] = ()  # what was found right in the call before
 
     def of(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[tokens, heads, head_dim]` of each, contiguous; no heads of what is not wanted."""
+        tables = cos.shape, cos.stride(), cos.dtype, cos.device, sin.shape, sin.stride(), sin.dtype, sin.device
+        given = *tables, states.shape, states.stride(), states.dtype, states.device
+        if given != self._checked:
+            self._check(states, cos, sin)
+            self._checked = given
         (_, tokens, rotary_dim), (query_heads, key_heads) = cos.shape, self._heads
+        threads = torch.get_num_threads()
         query = states.new_empty((tokens, query_heads, self._dim))
         key = states.new_empty((tokens, key_heads, self._dim))
         value = torch.empty_like(key)
         size, rotary = self._dtype.itemsize, self._rotary
         for first in range(0, tokens, PIECE):
-            self._set_rows(min(PIECE, tokens - first))
+            shape = min(PIECE, tokens - first), threads
+            if shape != self._shape:
+                self._set_shape(*shape)
             self._first_norm.input = states.data_ptr() + first * self._width * size
             if self._to_value is not None:
                 self._to_value.output = value.data_ptr() + first * key_heads * self._dim * size
@@ -323,16 +303,33 @@ class _Heads:
             self._calls.run()
         return query, key, value
 
-    def _set_rows(self, rows: int) -> None:
-        threads = torch.get_num_threads()
-        if self._shape == (rows, threads):
-            return
+    def _check(self, states: Tensor, cos: Tensor, sin: Tensor) -> None:
+        if not (
+            _are_states(states, self._width, self._dtype)
+            and len(shape := cos.shape) == 3
+            and shape[:2] == states.shape[:2]
+            and shape[2] <= self._dim
+            and shape[2] % 2 == 0
+            and _is_of(cos, shape, self._dtype)
+            and _is_of(sin, shape, self._dtype)
+        ):
+            raise InputError("decoder layer", "states of its width, and cos and sin", states=states, cos=cos, sin=sin)
+
+    def _set_shape(self, rows: int, threads: int) -> None:
         self._shape = rows, threads
         for arguments in self._by_rows:
             arguments.rows, arguments.num_threads = rows, threads
         for norm, heads in self._norms:
             norm.rows, norm.num_threads = rows * heads, threads
         self._rotary.tokens, self._rotary.num_threads = rows, threads
+
+
+def _are_states(states: Tensor, width: int, dtype: torch.dtype) -> bool:
+    return states.ndim == 3 and _is_of(states, (1, states.shape[1], width), dtype)
+
+
+def _is_of(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    return tensor.shape == tuple(shape) and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _check(own: DecoderSettings, linears: CPULinear, dtype: torch.dtype) -> None:
@@ -377,14 +374,11 @@ class _Calls:
     """Kernels that run one after another, without Python in between."""
 
     def __init__(self, compiled: ctypes.CDLL, calls: Sequence[tuple[Any, ctypes.Structure]]) -> None:
-        self._function = compiled.hf_paged_run
-        self._function.argtypes, self._function.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        function = compiled.hf_paged_run
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
         self._held = [arguments for _, arguments in calls]
         self._calls = (_Call * len(calls))()
         for call, (kernel, arguments) in zip(self._calls, calls, strict=True):
             call.kernel = ctypes.cast(kernel, ctypes.c_void_p).value
             call.arguments = ctypes.addressof(arguments)
-        self._address = ctypes.addressof(self._calls)
-
-    def run(self) -> None:
-        self._function(self._address, len(self._held))
+        self.run: Callable[[], None] = partial(function, ctypes.addressof(self._calls), len(calls))

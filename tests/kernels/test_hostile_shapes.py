@@ -242,13 +242,14 @@ def pool_inputs(dtype: torch.dtype = F32) -> dict[str, Any]:
 
 
 def run_write(kernels: cpu.CPUKernels, i: dict[str, Any]) -> None:
-    kernels.reshape_and_cache(i["key"], i["value"], i["kv_cache"], i["layer"], i["slots"])
+    cpu.StepCalls(kernels, i["kv_cache"]).write(i["key"], i["value"], i["layer"], i["slots"])
 
 
 def run_decode(kernels: cpu.CPUKernels, i: dict[str, Any]) -> None:
     metadata = i["metadata"]
     given = metadata.block_tables, metadata.seq_lens, metadata.num_decodes, metadata.max_decode_len
-    kernels.paged_decode(i["query"], i["output"], i["kv_cache"], i["layer"], *given, 0.25, None, None, i["sinks"])
+    step = cpu.StepCalls(kernels, i["kv_cache"])
+    step.attend(i["query"], i["output"], i["layer"], step.decodes(*given), 0.25, None, None, i["sinks"])
 
 
 def metadata_of(**attributes: Any) -> AttentionMetadata:
@@ -313,11 +314,34 @@ def test_paged_operations_refuse(run: Callable[..., None], bad: dict[str, dict[s
     for name, given in bad.items():
         inputs = pool_inputs() | given
         before = {key: value.clone() for key, value in inputs.items() if isinstance(value, Tensor)}
-        with pytest.raises(InputError, match=r"^(write|decode) takes .*got .*float"):
+        with pytest.raises(InputError, match=r"^(step|write|decode|attend) takes .*got .*(float|int)"):
             run(kernels, inputs)
             pytest.fail(f"took {name}")
         for key, value in before.items():
             assert value.is_meta or torch.equal(inputs[key], value), f"{name}: {key} was written"
+
+
+def test_a_layer_unlike_the_one_before() -> None:
+    """A step's layers are checked again where their tensors differ."""
+    kernels: Any = cpu.load(F32, 16)
+    i, metadata = pool_inputs(), pool_inputs()["metadata"]
+    step = cpu.StepCalls(kernels, i["kv_cache"])
+    rows = step.decodes(metadata.block_tables, metadata.seq_lens, metadata.num_decodes, metadata.max_decode_len)
+
+    def write(key: Tensor, value: Tensor, slots: Tensor, layer: int, **_: Any) -> None:
+        step.write(key, value, layer, slots)
+
+    def attend(query: Tensor, output: Tensor, layer: int, sinks: Tensor | None, **_: Any) -> None:
+        step.attend(query, output, layer, rows, 0.25, None, None, sinks)
+
+    for call, bad, elsewhere in ((write, BAD_WRITES, {"kv_cache"}), (attend, BAD_DECODES, {"kv_cache", "metadata"})):
+        for name, given in bad.items():
+            if not elsewhere & given.keys():
+                call(**i)
+                with pytest.raises(InputError):
+                    call(**i | given)
+                    pytest.fail(f"took {name}")
+    call(**i)
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 7])

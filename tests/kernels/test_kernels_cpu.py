@@ -49,16 +49,27 @@ def kernels_for(dtype: torch.dtype, head_dim: int) -> cpu.CPUKernels:
     return loaded
 
 
-def decodes_of(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
-    """Tables, lengths, number and longest of the sequences that the batch begins with, as `paged_decode` takes them."""
-    return metadata.block_tables, metadata.seq_lens, metadata.num_decodes, metadata.max_decode_len
+def decode(
+    query: Tensor,
+    output: Tensor,
+    pool: Tensor,
+    layer: int,
+    metadata: AttentionMetadata,
+    *settings: Any,
+    together: cpu.Together | None = None,
+    **more: Any,
+) -> None:
+    """Attends to the sequences that the batch begins with."""
+    step = cpu.StepCalls(kernels_for(query.dtype, query.shape[2]), pool)
+    given = metadata.block_tables, metadata.seq_lens, metadata.num_decodes, metadata.max_decode_len
+    step.attend(query, output, layer, step.decodes(*given, together), *settings, **more)
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-300))
 
 
-# reshape_and_cache
+# Writing
 
 
 def check_write(key: Tensor, value: Tensor, slots: list[int], block_size: int, layer: int = 1) -> None:
@@ -68,7 +79,7 @@ def check_write(key: Tensor, value: Tensor, slots: list[int], block_size: int, l
     expected = pool.clone()
     mapping = torch.tensor(slots, dtype=torch.int64)
     reference.reshape_and_cache(key, value, expected, layer, mapping)
-    kernels_for(dtype, head_dim).reshape_and_cache(key, value, pool, layer, mapping)
+    cpu.StepCalls(kernels_for(dtype, head_dim), pool).write(key, value, layer, mapping)
     assert same_bits(pool, expected)
 
 
@@ -122,7 +133,7 @@ class threads:
         torch.set_num_threads(self._outer)
 
 
-# paged_decode
+# Decoding
 
 AXES: dict[str, tuple[Any, ...]] = {
     "dtype": (F32, BF16),
@@ -234,18 +245,8 @@ class Batch:
     ) -> Tensor:
         """Outputs of all tokens, a sentinel where nothing was written."""
         output = torch.full(self.query.shape, 77.0, dtype=self.dtype)
-        kernels_for(self.dtype, self.dim).paged_decode(
-            self.query,
-            output,
-            pool,
-            self.layer,
-            *decodes_of(metadata or self.metadata()),
-            self.scale,
-            self.window,
-            self.softcap,
-            self.sinks,
-            together,
-        )
+        settings = self.scale, self.window, self.softcap, self.sinks
+        decode(self.query, output, pool, self.layer, metadata or self.metadata(), *settings, together=together)
         return output
 
 
@@ -296,7 +297,8 @@ def test_prompt(choice: dict[str, Any]) -> None:
     found = torch.full(batch.query.shape, 77.0, dtype=batch.dtype)
     given = (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, metadata.query_tiles(at_once))
     settings = (batch.scale, batch.window, batch.softcap, batch.sinks)
-    kernels.paged_prompt(batch.query, found, pool, batch.layer, *given, *settings)
+    step = cpu.StepCalls(kernels, pool)
+    step.attend(batch.query, found, batch.layer, step.prompts(*given), *settings)
     assert bool((found[:1] == 77.0).all())
     assert error_of(found[1:], expected[1:]) < TOLERANCE[batch.dtype]
     for token in range(1, len(found)):
@@ -374,7 +376,7 @@ def test_sequences_do_not_depend_on_their_neighbours() -> None:
         metadata = step_metadata([table], [1], [length], 3, batch.null_block, CPU)
         output = torch.empty(1, *batch.query.shape[1:])
         query = batch.query[row : row + 1]
-        kernels_for(F32, 16).paged_decode(query, output, batch.clean, 1, *decodes_of(metadata), batch.scale)
+        decode(query, output, batch.clean, 1, metadata, batch.scale)
         assert same_bits(output[0], together[row])
 
 
@@ -391,7 +393,7 @@ def decode_pairs(scores: Tensor, **arguments: Any) -> Tensor:
     query[:, 0, 0] = 1
     metadata = step_metadata([[i] for i in range(num_seqs)], [1] * num_seqs, [length] * num_seqs, length, num_seqs, CPU)
     output = torch.full_like(query, 77.0)
-    kernels_for(F32, 16).paged_decode(query, output, pool, 0, *decodes_of(metadata), 1.0, **arguments)
+    decode(query, output, pool, 0, metadata, 1.0, **arguments)
     return output[:, 0, :length]
 
 
@@ -416,7 +418,7 @@ def test_rounding_to_bfloat16() -> None:
     num = len(first)
     metadata = step_metadata([[i] for i in range(num)], [1] * num, [2] * num, 2, num, CPU)
     output = torch.empty(num, 1, 16, dtype=BF16)
-    kernels_for(BF16, 16).paged_decode(torch.ones_like(output), output, pool, 0, *decodes_of(metadata), 1.0)
+    decode(torch.ones_like(output), output, pool, 0, metadata, 1.0)
     expected = ((one.double() + other.double()) / 2).float().bfloat16()
     is_normal = expected.abs() > 1e-37
     assert torch.equal(output[is_normal, 0, 0], expected[is_normal])
@@ -514,16 +516,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         cpu.load(dtype, 16, None)  # which tries them
     names: list[str] = []
 
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            result = original(*args)
-            names.append(original.__name__)
-            return result
+    attend, write = cpu.StepCalls.attend, cpu.StepCalls.write
 
-        return call
+    def attended(self: cpu.StepCalls, query: Tensor, output: Tensor, layer: int, rows: cpu.Rows, *args: Any) -> None:
+        attend(self, query, output, layer, rows, *args)
+        names.append("decodes" if rows.function is self._kernels.decode else "prompts")
 
-    for name in ("paged_decode", "paged_prompt", "reshape_and_cache"):
-        monkeypatch.setattr(cpu.CPUKernels, name, counted(getattr(cpu.CPUKernels, name)))
+    def written(self: cpu.StepCalls, *args: Any) -> None:
+        write(self, *args)
+        names.append("write")
+
+    monkeypatch.setattr(cpu.StepCalls, "attend", attended)
+    monkeypatch.setattr(cpu.StepCalls, "write", written)
     return names
 
 
@@ -542,7 +546,7 @@ def test_the_kernels_are_called(calls: list[str]) -> None:
     _, step = both_steps(batch)
     step.write(batch.query[:, :2], batch.query[:, :2], 0)
     step.attend(batch.query, AttentionParams(1, batch.scale))
-    assert calls == ["reshape_and_cache", "paged_decode", "paged_prompt"]
+    assert calls == ["write", "decodes", "prompts"]
 
 
 def test_a_step_of_prompts_alone(calls: list[str]) -> None:
@@ -551,7 +555,7 @@ def test_a_step_of_prompts_alone(calls: list[str]) -> None:
     batch.query = batch.query[2:]
     _, step = both_steps(batch)
     assert error_of(step.attend(batch.query, AttentionParams(1, batch.scale)), batch.expected()) < 1e-6
-    assert calls == ["paged_prompt"]
+    assert calls == ["prompts"]
 
 
 @pytest.mark.parametrize("reason", ["AMX", "no vectors"])
@@ -578,7 +582,7 @@ def test_autocast(mix: str, calls: list[str]) -> None:
     with torch.autocast("cpu", dtype=BF16):
         expected, found = (one.attend(batch.query, AttentionParams(1, batch.scale)) for one in (plain, step))
     assert found.dtype == expected.dtype == BF16 and same_bits(found, expected)
-    assert "paged_decode" not in calls
+    assert "decodes" not in calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, BF16], ids=str)
@@ -631,22 +635,21 @@ def test_choose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler's mistake costs speed, not tokens."""
-    decode, write = cpu.CPUKernels.paged_decode, cpu.CPUKernels.reshape_and_cache
+    attend, write = cpu.StepCalls.attend, cpu.StepCalls.write
 
     def wrong_decode(self: Any, query: Tensor, output: Tensor, *args: Any) -> None:
-        decode(self, query, output, *args)
+        attend(self, query, output, *args)
         output[0, 1] *= -1
 
-    def wrong_write(self: Any, key: Tensor, value: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
-        write(self, key, value, pool, layer, slots)
-        pool[0, 0, 0, 0, 0, 0] += 1
+    def wrong_write(self: Any, key: Tensor, value: Tensor, layer: int, slots: Tensor) -> None:
+        write(self, key + 1, value, layer, slots)
 
     for dtype in (F32, BF16):
         with monkeypatch.context() as patch:
-            patch.setattr(cpu.CPUKernels, "paged_decode", wrong_decode)
+            patch.setattr(cpu.StepCalls, "attend", wrong_decode)
             assert "wrong results" in str(cpu.load.__wrapped__(dtype, 16))
         with monkeypatch.context() as patch:
-            patch.setattr(cpu.CPUKernels, "reshape_and_cache", wrong_write)
+            patch.setattr(cpu.StepCalls, "write", wrong_write)
             assert "wrong results" in str(cpu.load.__wrapped__(dtype, 16))
 
 

@@ -55,11 +55,12 @@ class CPUStep(TorchStep):
     ) -> None:
         super().__init__(kv_cache, metadata)
         self._kernels, self._takes_prompts = kernels, takes_prompts
-        self._together: dict[tuple[AttentionMetadata, int], cpu.Together | None] = {}
+        self._calls = cpu.StepCalls(kernels, kv_cache)
+        self._rows: dict[tuple[AttentionMetadata, int, bool], cpu.Rows] = {}
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         try:
-            return self._kernels.reshape_and_cache(key, value, self._kv_cache, layer, self._metadata.slot_mapping)
+            return self._calls.write(key, value, layer, self._metadata.slot_mapping)
         except InputError:
             pass
         super().write(key, value, layer)
@@ -70,82 +71,59 @@ class CPUStep(TorchStep):
         metadata = self._metadata
         output: Tensor | None = None
         if metadata.num_decodes:
-            output = self._decode(query, query.shape[2], metadata, params)
+            output = self._attend_by_kernels(query, None, query.shape[2], metadata, params)
             if output is not None and metadata.num_decodes == query.shape[0]:
                 return output
             if output is None:
                 return self._attend(query, params, None)
-        found = self._prompts(query, output, metadata, params) if self._takes_prompts else None
+        found = None
+        if self._takes_prompts and self._kernels.tokens_at_once(query.shape[1], self._kv_cache.shape[3]):
+            found = self._attend_by_kernels(query, output, query.shape[2], metadata, params, are_prompts=True)
         return self._attend(query, params, output) if found is None else found
-
-    def _prompts(
-        self, query: Tensor, begun: Tensor | None, metadata: AttentionMetadata, params: AttentionParams
-    ) -> Tensor | None:
-        """`[T, num_heads, head_dim]`, all but decode rows, in `begun` if there are any; `None`: not for the kernels."""
-        at_once = self._kernels.tokens_at_once(query.shape[1], self._kv_cache.shape[3])
-        if torch.is_autocast_enabled("cpu") or not at_once:
-            return None
-        output = torch.empty_like(query, memory_format=torch.contiguous_format) if begun is None else begun
-        try:
-            self._kernels.paged_prompt(
-                query,
-                output,
-                self._kv_cache,
-                params.layer,
-                metadata.block_tables,
-                metadata.seq_lens,
-                metadata.query_start_loc,
-                metadata.query_tiles(at_once),
-                params.scale,
-                params.sliding_window,
-                params.softcap,
-                params.sinks,
-            )
-        except InputError:
-            return None
-        return output
 
     def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
         assert params.maps is not None
-        output = self._decode(query, params.maps.latent_dim, metadata, params)
+        output = self._attend_by_kernels(query, None, params.maps.latent_dim, metadata, params)
         return super()._attend_rows(query, metadata, params) if output is None else output
 
-    def _decode(self, query: Tensor, width: int, metadata: AttentionMetadata, params: AttentionParams) -> Tensor | None:
-        """`[T, num_heads, width]` with the decode rows filled in; `None`: the kernels don't take these."""
+    def _attend_by_kernels(
+        self,
+        query: Tensor,
+        begun: Tensor | None,
+        width: int,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        are_prompts: bool = False,
+    ) -> Tensor | None:
+        """`[T, num_heads, width]` with the decode rows filled in, or all others, in `begun` if there are any.
+
+        `None`: the kernels don't take these.
+        """
         if torch.is_autocast_enabled("cpu"):
             return None
-        output = query.new_empty(*query.shape[:2], width)
+        output = query.new_empty(*query.shape[:2], width) if begun is None else begun
         try:
-            self._kernels.paged_decode(
-                query,
-                output,
-                self._kv_cache,
-                params.layer,
-                metadata.block_tables,
-                metadata.seq_lens,
-                metadata.num_decodes,
-                metadata.max_decode_len,
-                params.scale,
-                params.sliding_window,
-                params.softcap,
-                params.sinks,
-                None if metadata.shared_prefixes is None else self._sharing(metadata, query.shape[1]),
-            )
+            key = metadata, query.shape[1], are_prompts
+            rows = self._rows.get(key)
+            if rows is None:
+                rows = self._rows[key] = self._make_rows(metadata, query.shape[1], are_prompts)
+            own = params.scale, params.sliding_window, params.softcap, params.sinks
+            self._calls.attend(query, output, params.layer, rows, *own)
         except InputError:
             return None
         return output
 
-    def _sharing(self, metadata: AttentionMetadata, num_heads: int) -> cpu.Together | None:
-        """The decode rows that read their first blocks together, for layers of so many query heads."""
-        prefixes, num_kv_heads = metadata.shared_prefixes, self._kv_cache.shape[3]
-        assert prefixes is not None
-        kind = metadata, num_heads
-        if kind not in self._together:
+    def _make_rows(self, metadata: AttentionMetadata, num_heads: int, are_prompts: bool) -> cpu.Rows:
+        """For layers of so many query heads."""
+        tables, num_kv_heads = (metadata.block_tables, metadata.seq_lens), self._kv_cache.shape[3]
+        if are_prompts:
+            tiles = metadata.query_tiles(self._kernels.tokens_at_once(num_heads, num_kv_heads))
+            return self._calls.prompts(*tables, metadata.query_start_loc, tiles)
+        together = None
+        if metadata.shared_prefixes is not None:
             least, most = self._kernels.together(num_heads, num_kv_heads)
-            items = prefixes.items(least, most) if most > 1 else None
-            self._together[kind] = (
-                None
-                if items is None
-                else cpu.Together(torch.from_numpy(prefixes.order.astype(np.int32)), torch.from_numpy(items), most)
-            )
-        return self._together[kind]
+            items = metadata.shared_prefixes.items(least, most) if most > 1 else None
+            if items is not None:
+                order = torch.from_numpy(metadata.shared_prefixes.order.astype(np.int32))
+                together = cpu.Together(order, torch.from_numpy(items), most)
+        return self._calls.decodes(*tables, metadata.num_decodes, metadata.max_decode_len, together)

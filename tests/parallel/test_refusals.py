@@ -9,6 +9,7 @@ import pytest
 
 import hf_paged
 from helpers.models import build
+from hf_paged.engine.leader import Leader
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,15 @@ def test_other_ways_to_share_a_model_out(sizes: dict[str, int], said: str) -> No
     assert not report and said in report.reasons[0]
     with pytest.raises(hf_paged.UnsupportedModelError, match="2 processes"):
         hf_paged.patch(model)
+
+
+def test_a_forked_child_takes_no_leave() -> None:
+    """Would break: followers that end because a child of rank 0's program does."""
+    sent: list[Any] = []
+    leader = Leader(SimpleNamespace(others=[], send=sent.append, join=lambda seconds: None))  # type: ignore[arg-type]
+    leader.start_anew()
+    leader.part()
+    assert not sent
 
 
 def test_a_whole_model_follows_nobody() -> None:

@@ -83,7 +83,11 @@ class Scratch:
 
 
 class CPUDecoderLayer:
-    """One layer's calls, prepared: a step fills in where its rows are. Bit for bit what the kernels give one by one."""
+    """One layer's calls, prepared: a step fills in where its rows are. Bit for bit what the kernels give one by one.
+
+    Attributes:
+        before_attention: Queries, keys and values of a layer's input, see `_Heads.of`.
+    """
 
     def __init__(self, layers: CPULayers, linears: CPULinear, settings: DecoderSettings, scratch: Scratch) -> None:
         """`layers` and `linears` are of one dtype, which all weights have. They are held by their addresses alone.
@@ -102,7 +106,7 @@ class CPUDecoderLayer:
         self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths, layers.dtype)
         normed, projected, middle, query, key, normed_query, normed_key, gate, up, gated_up = places
         heads_at = normed, (query, normed_query), (key, normed_key)
-        self._all_heads = _Heads(layers, linears, own, *heads_at)
+        self.before_attention = _Heads(layers, linears, own, *heads_at).of
         self._queries = _Heads(layers, linears, own, *heads_at, has_keys=False)
         self._keys_and_values = _Heads(layers, linears, own, *heads_at, has_queries=False)
         norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
@@ -140,22 +144,6 @@ class CPUDecoderLayer:
         )
         self._shape = (0, 0)  # rows and threads that the calls behind attention are set to
         self._checked: tuple[object, ...] = ()  # what was found right in the call before
-
-    def before_attention(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a layer's input.
-
-        Args:
-            states: `[1, tokens, width]`, contiguous.
-            cos: `[1, tokens, rotary_dim]`, contiguous.
-            sin: Like `cos`.
-
-        Returns:
-            `[tokens, heads, head_dim]` each, contiguous.
-
-        Raises:
-            InputError: Tensors of other shapes, strides, dtypes or devices.
-        """
-        return self._all_heads.of(states, cos, sin)
 
     def queries(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Those that `before_attention` gives, without keys and values."""
@@ -276,7 +264,19 @@ class _Heads:
         self._checked: tuple[object, ...] = ()  # what was found right in the call before
 
     def of(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[tokens, heads, head_dim]` of each, contiguous; no heads of what is not wanted."""
+        """Queries, keys and values of a layer's input.
+
+        Args:
+            states: `[1, tokens, width]`, contiguous.
+            cos: `[1, tokens, rotary_dim]`, contiguous.
+            sin: Like `cos`.
+
+        Returns:
+            `[tokens, heads, head_dim]` each, contiguous; no heads of what is not wanted.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
         tables = cos.shape, cos.stride(), cos.dtype, cos.device, sin.shape, sin.stride(), sin.dtype, sin.device
         given = *tables, states.shape, states.stride(), states.dtype, states.device
         if given != self._checked:

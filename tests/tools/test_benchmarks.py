@@ -153,3 +153,55 @@ class TestSingleCaller:
             torch.set_num_threads(threads)
         assert row["equal"] == row["pairs"] == len(row["ratios"]) == 4 and min(row["ratios"]) > 0
         assert row["cell"] in self.single.table([row])
+
+
+# ------------------------------------------------------------------------------------------- transformers' own tests
+
+MIXIN = """
+import torch
+class GenerationTesterMixin:
+    has_attentions = False
+    def prepare_config_and_inputs_for_generate(self, batch_size=2):
+        from transformers import LlamaConfig
+        sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+        ids = torch.full((batch_size, 5), 7)
+        return LlamaConfig(**sizes), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    def test_same(self):
+        from transformers import LlamaForCausalLM
+        config, inputs = self.prepare_config_and_inputs_for_generate()
+        model = LlamaForCausalLM(config).eval()
+        assert torch.equal(*(model.generate(**inputs, max_new_tokens=3, do_sample=False) for _ in range(2)))
+    def test_stock_only(self):
+        from transformers import LlamaForCausalLM
+        config, inputs = self.prepare_config_and_inputs_for_generate()
+        model = LlamaForCausalLM(config)
+        model.generate(**inputs, max_new_tokens=1)
+        assert not hasattr(model, "paged"), "it is patched"
+"""
+FAMILY = """
+import unittest
+from tests.generation.test_utils import GenerationTesterMixin
+from transformers import no_longer_there
+class LlamaModelTest(GenerationTesterMixin, unittest.TestCase):
+    def test_of_its_own(self):
+        raise AssertionError
+"""
+
+
+def test_transformers_own_tests_run_on_both_sides(tmp_path: Path) -> None:
+    """Of a checkout that has one family with two tests, one of which fails patched."""
+    texts = {"generation/test_utils": MIXIN, "models/llama/test_modeling_llama": FAMILY}
+    texts |= dict.fromkeys(("__init__", "generation/__init__", "models/__init__", "models/llama/__init__"), "")
+    for name, text in texts.items():
+        path = tmp_path / "tests" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    given = ["--tests", str(tmp_path / "tests"), "--models", "llama", "--prompts", "left-padded"]
+    command = [sys.executable, str(FOLDER / "hf_generation_tests.py"), *given, "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (family,) = json.loads((tmp_path / "hf_generation_tests.json").read_text())["results"]
+    assert family["stock"]["outcomes"] == {"passed": 2} and family["patched"]["calls"]["paged"] == 3
+    assert list(family["fails_patched"]) == ["LlamaModelTest::test_stock_only"] and not family["fails_both"]
+    assert family["replaced_names"] == ["transformers.no_longer_there"]

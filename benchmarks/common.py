@@ -146,18 +146,6 @@ class Timer:
             samples.append((time.perf_counter() - started) * 1e6)
         return Times.of(samples, "clock")
 
-    def host(self, call: Callable[[int], Any], num_calls: int) -> Times:
-        """Microseconds that the host needs for a call, without waiting for the device."""
-        call(0)
-        samples = []
-        for _ in range(self._num_samples):
-            self.synchronize()
-            started = time.perf_counter()
-            _each(call, num_calls)
-            samples.append((time.perf_counter() - started) * 1e6 / num_calls)
-        self.synchronize()
-        return Times.of(samples, "host")
-
     def synchronize(self) -> None:
         """Waits for the device."""
         if self._device.type == "cuda":

@@ -23,7 +23,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ NEW = {"max_new_tokens": 14}
 LONGEST = 13 + 14 + 3 + 14  # tokens of a kept cache's second turn
 BEAMS = 3
 Batch = dict[str, Tensor]
-Survey = Callable[[str], dict[str, Any]]
 
 
 def ragged_batch() -> Batch:
@@ -160,18 +158,18 @@ def pools(model: Any, block_size: int, layout: str) -> tuple[int, int]:
     return with_room, with_room if layout == "alone" else max(for_turns, BEAMS * for_row) + 2
 
 
-def _survey_into(one: Survey, name: str, results: Any) -> None:
+def _survey_into(name: str, results: Any) -> None:
     try:
-        results.put(one(name))
+        results.put(survey(name))
     except BaseException as error:
         results.put({"status": "raised", "why": text_of(error)})
 
 
-def survey_apart(name: str, one: Survey = survey) -> dict[str, Any]:
+def survey_apart(name: str) -> dict[str, Any]:
     """What a survey says of a family, in a process of its own, which may take so long."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    process = context.Process(target=_survey_into, args=(one, name, results))
+    process = context.Process(target=_survey_into, args=(name, results))
     process.start()
     process.join(SECONDS)
     if process.is_alive():

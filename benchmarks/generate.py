@@ -106,13 +106,11 @@ class Run:
     Attributes:
         tokens: Of each request.
         seconds: For all of them.
-        peak_rss: Bytes that the process grew by at its peak, where the system tells; vLLM: its whole size.
         kv_bytes: Of keys and values at the moment with most; `None` if unknown.
     """
 
     tokens: list[list[int]]
     seconds: float
-    peak_rss: int | None = None
     kv_bytes: int | None = None
 
 
@@ -313,18 +311,7 @@ class GenerateBatch:
 class VLLM:
     """vLLM for CPU, in a process of its own environment that waits between the runs."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        venv: Path,
-        dtype: str,
-        threads: int,
-        keeps_prefixes: bool,
-        max_model_len: int = 2048,
-        num_blocks: int = 0,
-        block_size: int = 0,
-    ) -> None:
-        """Starts it; 0 blocks: as many as 2 GiB hold, of its own size."""
+    def __init__(self, workload: Workload, venv: Path, dtype: str, threads: int, keeps_prefixes: bool) -> None:
         self._workload = workload
         self._folder = tempfile.TemporaryDirectory()
         workload.make_model().save_pretrained(self._folder.name)
@@ -338,8 +325,7 @@ class VLLM:
             "LD_PRELOAD": str(venv / "lib" / "libiomp5.so"),
         }
         command = [str(venv / "bin" / "python"), str(Path(__file__).with_name("generate_vllm.py")), self._folder.name]
-        command += [dtype, str(workload.max_num_seqs), str(max_model_len), str(int(keeps_prefixes))]
-        command += [str(num_blocks), str(block_size)] if num_blocks else []
+        command += [dtype, str(workload.max_num_seqs), "2048", str(int(keeps_prefixes))]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -357,15 +343,11 @@ class VLLM:
     last: dict[str, Any]
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        self.last = self.ask({"requests": requests, "options": self._workload.options})
-        return self.last["tokens"]
-
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """What generate_vllm.py answers."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.write(json.dumps({"requests": requests, "options": self._workload.options}) + "\n")
         self._process.stdin.flush()
-        return self._read()
+        self.last = self._read()
+        return self.last["tokens"]
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -423,32 +405,13 @@ def _in_batches(
 def timed(engine: Any, requests: Sequence[Request]) -> Run:
     """One pass, from the same seed every time."""
     torch.manual_seed(0)
-    before = _start_peak_rss()
     started = time.perf_counter()
     tokens = engine.run(requests)
     run = Run(tokens, time.perf_counter() - started)
     if isinstance(engine, VLLM):
-        run.seconds, run.peak_rss = engine.last["seconds"], engine.last["peak_rss"]
-    elif before is not None:
-        run.peak_rss = max(0, _rss("VmHWM") - before)
+        run.seconds = engine.last["seconds"]
     run.kv_bytes = engine.kv_bytes(requests)
     return run
-
-
-def _start_peak_rss() -> int | None:
-    """Bytes in use; from here on the system notes a new peak."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _rss("VmRSS")
-    except OSError:
-        return None
-
-
-def _rss(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")
 
 
 def measure(workload: Workload, engines: dict[str, Any], num_reps: int) -> dict[str, Any]:
@@ -483,7 +446,6 @@ def measure(workload: Workload, engines: dict[str, Any], num_reps: int) -> dict[
             "prompt_tokens_per_second": workload.num_prompt_tokens / seconds,
             "batch_size": engines[name].batch_size,
             "searched": searched[name],
-            "peak_rss_bytes": own[-1].peak_rss,
             "peak_kv_bytes": own[-1].kv_bytes,
             "identical_requests": sum(a == b for a, b in zip(ours, tokens, strict=True)),
             "first_difference": first_divergence(ours, tokens),
@@ -528,12 +490,11 @@ def table(name: str, result: dict[str, Any]) -> str:
             f"{row['tokens_per_second']:.0f}",
             f"{best / row['tokens_per_second']:.2f}x",
             mib(row["peak_kv_bytes"]),
-            mib(row["peak_rss_bytes"]),
             "" if result["options"].get("do_sample") else f"{row['identical_requests']} of {result['num_requests']}",
         ]
         for engine, row in rows.items()
     ]
-    columns = [name, "tokens/s", "hf_paged is", "KV at its peak", "memory grown by", "same tokens"]
+    columns = [name, "tokens/s", "hf_paged is", "KV at its peak", "same tokens"]
     text = markdown_table(columns, lines)
     if "sampled_identical" in result:
         text += f"\n\nsampled one by one from the same seed: {result['sampled_identical']} of {NUM_CHECKED} as stock"

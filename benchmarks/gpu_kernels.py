@@ -77,7 +77,6 @@ class Scale:
     # Sequences, new tokens of each, tokens before them.
     prefills = ((1, 512, 0), (1, 2048, 0), (1, 8192, 0), (4, 2048, 0), (1, 2048, 8192))
     long_prefill = 8192
-    mixed = (64, 2048, 2048)  # decodes, their tokens, tokens of the chunk
     # Samples, tokens of the prompt that they share, tokens of each besides.
     shared = (
         (2, 8192, 64),
@@ -110,7 +109,7 @@ class Tiny(Quick):
     memory, fp8_memory, cold, samples, matmul = 2**19, 2**18, 2**12, 1, 64
     contexts, batches, cases, layout_cases, ragged = (32,), (2,), ((2, 48),), ((2, 40),), (64, 20)
     splits, tiles, writes, copies, small_pool = (1, 3), ((32, 4, 3),), (5,), (2,), 16
-    prefills, long_prefill, mixed, check_tokens = ((2, 40, 0), (1, 20, 24)), 40, (2, 40, 24), 40
+    prefills, long_prefill, check_tokens = ((2, 40, 0), (1, 20, 24)), 40, 40
     shared = ((3, 192, 5),)
 
 
@@ -228,12 +227,6 @@ class Step:
         """Multiplications and additions for what queries really see."""
         seen = sum(n * (s - n) + n * (n + 1) // 2 for n, s in zip(self.query_lens, self.seq_lens))
         return 4 * self._bench.scale.head_dim * self._bench.scale.heads * seen
-
-    def all_to_prefill(self) -> Step:
-        """From now on decoding sequences go through the prefill kernel as well."""
-        for metadata in self._sets:
-            metadata.num_decodes = 0
-        return self
 
     def __call__(self, number: int, num_splits: int | None = None) -> Tensor:
         layer, metadata = number % self.layers, self._sets[number // self.layers % len(self._sets)]
@@ -490,29 +483,6 @@ def prefill_points(bench: Bench) -> Points:
         yield Point(f"{batch} x {new}" + (f" behind {before}" if before else ""), partial(measure, batch, new, before))
 
 
-def mixed_steps(bench: Bench, decodes: int, context: int, chunk: int) -> dict[str, Callable[[], Step]]:
-    both = partial(Step, bench, [1] * decodes + [chunk], [context] * decodes + [chunk])
-    return {
-        "decode kernel, then prefill kernel": both,
-        "all through the prefill kernel": lambda: both().all_to_prefill(),
-        "the decodes alone": partial(decoding, bench, decodes, context),
-        "the chunk alone": partial(Step, bench, [chunk], [chunk]),
-    }
-
-
-def check_mixed(bench: Bench) -> float:
-    decodes, context, chunk = bench.scale.mixed
-    steps = mixed_steps(bench, decodes, context, min(chunk, bench.scale.check_tokens))
-    return max(make().check([0, decodes - 1, decodes]) for make in list(steps.values())[:2])
-
-
-def mixed_points(bench: Bench) -> Points:
-    decodes, context, chunk = bench.scale.mixed
-    for name, make in mixed_steps(bench, decodes, context, chunk).items():
-        case = f"{decodes} decodes at {context}, chunk of {chunk}: {name}"
-        yield Point(case, lambda make=make: bench.timer.time(step := make(), step.kv_bytes).row())
-
-
 # -------------------------------------------------------------------------------------------------------------- tiles
 
 
@@ -693,7 +663,6 @@ FAMILIES = (
     Family("copy", copy_points, check_copy),
     Family("ragged", ragged_points, check_ragged),
     Family("shared", shared_points, check_shared, pivot=("way", "case")),
-    Family("mixed", mixed_points, check_mixed),
     Family("fp8", fp8_points, check_fp8),
     Family("sanitizer", sanitizer_points, is_default=False),
 )

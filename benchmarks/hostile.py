@@ -14,9 +14,7 @@ server's memory (its processes together) is back within 100 MiB after it. The ex
 from __future__ import annotations
 
 import argparse
-import base64
 import http.client
-import io
 import json
 import os
 import socket
@@ -35,7 +33,6 @@ import psutil
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MOST_HEALTH, MOST_RATIO, MOST_MIB, NUM_REQUESTS = 0.5, 2.0, 100, 20
 SAID = {"role": "user", "content": "a"}
-PICTURES = {"pictures", "pictures within"}  # attacks on a model that sees
 # What makes of an attack the same rows in the engine, whose steps everybody shares, without the work on their answer.
 PLAIN = {
     "usage": {"stream": None, "stream_options": None},
@@ -48,22 +45,12 @@ def fields(count: int, value: Any) -> dict[str, Any]:
     return {f"field{number}": value for number in range(count)}
 
 
-def seen(count: int, side: int) -> list[dict[str, Any]]:
-    """A message with so many pictures, of `side` x `side` pixels in some kilobytes."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("1", (side, side)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}] * count}]
-
-
 def grammar(length: int) -> str:
     return "start: a0\n" + "\n".join(f'a{n}: "x" a{n + 1} | "y"' for n in range(length)) + f'\na{length}: "z"'
 
 
 Body = Callable[[], tuple[str, dict[str, Any] | bytes]]
-# By the number of the limit that they try: 1 bodies, 2 pictures, 3 answers, 4 prompts and grammars.
+# Large bodies, answers, prompts and grammars.
 BODIES: dict[str, Body] = {
     "content": lambda: (CHAT, {"messages": [{"role": "user", "content": [{}] * 1_000_000}]}),
     "content within": lambda: (CHAT, {"messages": [{"role": "user", "content": [{}] * 1000}] * 10}),
@@ -75,8 +62,6 @@ BODIES: dict[str, Body] = {
     "token ids": lambda: (COMPLETION, {"prompt": [5] * 260_000, "max_tokens": 1}),
     "nested": lambda: (COMPLETION, b'{"prompt": "a", "logit_bias": ' + b"[" * 4_000_000),
     "4 MiB of text": lambda: (COMPLETION, {"prompt": "word, " * 650_000, "max_tokens": 1}),
-    "pictures": lambda: (CHAT, {"messages": seen(12, 5787)}),
-    "pictures within": lambda: (CHAT, {"messages": seen(10, 1800), "max_tokens": 1}),
     "usage": lambda: (
         COMPLETION,
         {"prompt": [f"The door {n}" for n in range(64)], "n": 128, "max_tokens": 4, "ignore_eos": True, "stream": True,
@@ -176,52 +161,13 @@ def attack(name: str, port: int) -> None:
 # ------------------------------------------------------------------------------------------------------- the server
 
 
-def serve_pictures(port: int) -> None:
-    """Serves a tiny model that sees."""
-    import torch
-    from transformers import (
-        AutoTokenizer,
-        CLIPImageProcessorPil,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )  # fmt: skip
-
-    import hf_paged
-    from hf_paged.server.run import run_server
-    from hf_paged.server.settings import ServerSettings
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(Path(hf_paged.__file__).parent / "assets" / "tiny_lm")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
-        tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template="{% for m in messages %}{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' else "
-        "p['text'] }}{% endfor %}{% endfor %}",
-    )  # fmt: skip
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**sizes, image_size=32, patch_size=8, projection_dim=64),
-        text_config=LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=2048),
-        image_token_index=processor.image_token_id, vision_feature_layer=-1,
-    )  # fmt: skip
-    model = LlavaForConditionalGeneration(config).eval()
-    settings = ServerSettings(model_name="seeing")
-    run_server(model, tokenizer, settings, "127.0.0.1", port, 0, processor)
-
-
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, sees: bool) -> None:
+    def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        own = [sys.executable, __file__, "--serve-pictures", str(self.port)]
-        command = own if sees else [sys.executable, "-m", "hf_paged", "serve", "--port", str(self.port)]
+        command = [sys.executable, "-m", "hf_paged", "serve", "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not self.is_up():
             if self.process.poll() is not None:
@@ -313,7 +259,7 @@ def run(names: list[str], seconds: float) -> list[dict[str, Any]]:
     rows = []
     print(f"{'attack':18} {'health':>7} {'one token':>10} {'own':>7} {'ratio':>6} {'memory':>8}  answers")
     for name in names:
-        server = Server(name in PICTURES)
+        server = Server()
         try:
             server.one_token()
             beside = f"plain {name}" if name in PLAIN else "nothing"
@@ -345,23 +291,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for hostile.json")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--serve-pictures", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if arguments.serve_pictures:
-        return serve_pictures(arguments.serve_pictures)
     if arguments.attack:
         return attack(arguments.attack, arguments.port)
     rows = run(arguments.only, arguments.seconds)
     if arguments.out is not None:
-        import platform
-
         import torch
-        import transformers
+        from common import Report, device_facts, versions
 
-        machine = {"processor": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version(),
-                   "torch": torch.__version__, "transformers": transformers.__version__}  # fmt: skip
-        (arguments.out / "hostile.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        about = {"machine": device_facts(torch.device("cpu")), "versions": versions()}
+        Report(arguments.out / "hostile.json", about | {"rows": rows}).save()
     sys.exit(not all(row["holds"] for row in rows))
 
 

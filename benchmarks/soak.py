@@ -6,9 +6,9 @@
 A random model of two layers, a pool of a few dozen blocks, and clients on threads, which do at random what a caller can
 do: `submit` and `generate`, greedy, sampling, several samples, beams, processors of their own, streamers, `await`,
 `PagedCache` conversations, own loops over forwards; they cancel, drop handles, time out, raise in processors, criteria
-and streamers, send prompts that make the forward raise, and what must be refused. Beside them a monitor checks the
-invariants, takes snapshots, empties the prefix cache, releases the pool, and changes the model's weights. Requests come
-in bursts; half of them begin with one of a few shared prefixes.
+and streamers, and send prompts that make the forward raise. Beside them a monitor checks the invariants, takes
+snapshots, empties the prefix cache, releases the pool, and changes the model's weights. Requests come in bursts; half
+of them begin with one of a few shared prefixes.
 
 Checked, and each a violation (exit code 1) if not so:
 
@@ -69,19 +69,16 @@ MIX = {
     "processor": 4,
     "lookup": 2,
     "generate": 9,
-    "list": 2,
     "async": 6,
     "conversation": 5,
     "forwards": 2,
     "cancel": 12,
     "drop": 4,
     "timeout": 3,
-    "max_time": 2,
     "raising_processor": 3,
     "raising_criterion": 1,
     "raising_streamer": 2,
     "failing_forward": 2,
-    "refused": 2,
 }
 
 
@@ -312,7 +309,6 @@ class Soak:
         self.verified: Counter[str] = Counter()
         self.monitored: Counter[str] = Counter()
         self.num_tokens_verified = self.num_near_ties = 0
-        self.last_stats: Any = None
         self.num_stale = 0
         self.changed_at = -10.0
         self.last_outcome = time.monotonic()
@@ -467,16 +463,6 @@ class Soak:
             self.check(spec, before, mode, output, ids=ids, mask=mask)
         return "finished"
 
-    def _list(self, spec: Spec, rng: random.Random) -> str:
-        prompts = [spec.prompt[: rng.randint(1, len(spec.prompt))] for _ in range(rng.randint(2, 6))]
-        before = self.version
-        outputs = self.engine.generate(prompts, max_new_tokens=spec.new_tokens)
-        if [output.prompt_token_ids for output in outputs] != prompts:
-            self.violation(f"request {spec.index}: results in another order than the prompts")
-        for prompt, output in zip(prompts, outputs):
-            self.check(spec, before, {}, output.sequences, ids=torch.tensor([prompt]))
-        return "finished"
-
     def _async(self, spec: Spec, rng: random.Random) -> str:
         return asyncio.run_coroutine_threadsafe(self._run_async(spec, rng), self.loop).result(PATIENCE + 5)
 
@@ -613,14 +599,6 @@ class Soak:
         self.check(spec, before, {}, output.sequences)
         return output.finish_reason
 
-    def _max_time(self, spec: Spec, rng: random.Random) -> str:
-        before = self.version
-        request = self.submit(spec, max_time=0.05 * rng.random(), max_new_tokens=MAX_NEW)
-        output = self.result(request)
-        spec.new_tokens = MAX_NEW
-        self.check(spec, before, {}, output.sequences, is_prefix=True)
-        return output.finish_reason
-
     def _raising_processor(self, spec: Spec, rng: random.Random) -> str:
         mode = self._mode(rng, rng.choice(["greedy", "beams", "sampling"]))
         mode["logits_processor"] = [Nudge(raise_at=rng.randrange(4))]
@@ -652,42 +630,6 @@ class Soak:
         self.violation(f"request {spec.index}: a failing forward did not fail it: {outcome}")
         return outcome
 
-    def _refused(self, spec: Spec, rng: random.Random) -> str:
-        """What must be refused at the call, each alone."""
-        cases: dict[str, Callable[[], Any]] = {
-            "empty": lambda: self.engine.submit([]),
-            "vocabulary": lambda: self.engine.submit([VOCAB]),
-            "batch": lambda: self.engine.submit(torch.ones(2, 3, dtype=torch.int64)),
-            "too long": lambda: self.engine.submit(spec.prompt, max_new_tokens=500),
-            "streamer": lambda: self.engine.submit(spec.prompt, streamer=TokenList()),
-            "generate, too long": lambda: self.model.generate(torch.tensor([spec.prompt]), max_new_tokens=500),
-        }
-        name = rng.choice([*cases, "duplicate"])
-        if name == "duplicate":
-            long = {"max_new_tokens": MAX_NEW, "min_new_tokens": MAX_NEW}
-            request = self.submit(spec, request_id=f"twice-{spec.index}", **long)
-            with self.engine.exclusive():  # it must not end meanwhile
-                is_done = request.is_done
-                with suppress(ValueError, QueueFullError):
-                    self.engine.submit(spec.prompt, request_id=f"twice-{spec.index}")
-                    if not is_done:
-                        self.violation(f"request {spec.index}: a duplicate id was taken")
-            self.result(request)
-        elif not self._is_refused(cases[name]):
-            self.violation(f"request {spec.index}: not refused: {name}")
-        return "refused"
-
-    def _is_refused(self, call: Callable[[], Any]) -> bool:
-        while True:
-            try:
-                call()
-            except ValueError:
-                return True
-            except QueueFullError:
-                time.sleep(0.005)
-                continue
-            return False
-
     # The monitor
 
     def monitor(self, stop: threading.Event) -> None:
@@ -701,7 +643,6 @@ class Soak:
                 self.monitored[what] += 1
                 if what == "invariants":
                     self.engine.check_invariants()
-                    self.check_stats()
                 elif what == "snapshot":
                     json.dumps(self.engine.snapshot())
                 elif what == "reset_prefix_cache":
@@ -718,15 +659,6 @@ class Soak:
             if time.monotonic() - self.last_outcome > PATIENCE + 60:
                 faulthandler.dump_traceback(all_threads=True)
                 os._exit(2)
-
-    def check_stats(self) -> None:
-        """Gauges in their range, counters that only grow."""
-        stats, last = self.engine.stats(), self.last_stats
-        assert 0 <= stats.num_free_blocks <= stats.num_blocks, stats
-        assert stats.kv_tokens_stored <= stats.kv_slots_allocated <= stats.num_blocks * self.engine.config.block_size
-        for name in ("num_preemptions", "num_cow_copies", "num_steps", "num_generated_tokens"):
-            assert last is None or getattr(stats, name) >= getattr(last, name), f"{name} fell"
-        self.last_stats = stats
 
     def change_weights(self) -> None:
         """An optimizer step, as it were."""
@@ -844,7 +776,7 @@ class Soak:
             self.violation(f"blocks leaked: {stats.num_blocks - stats.num_free_blocks}")
         if groups := self.engine.snapshot()["groups"]:
             self.violation(f"groups leaked: {groups}")
-        self.unpatch_in_flight()
+        hf_paged.unpatch(self.model)
         # A loop that was between two forwards starts it once more, to be told; without work it ends by itself.
         deadline = time.monotonic() + 10
         while (more := self._more_threads(threads_before)) and time.monotonic() < deadline:
@@ -867,42 +799,6 @@ class Soak:
             "num_near_ties": self.num_near_ties,
             "violations": self.violations,
         }
-
-    def unpatch_in_flight(self) -> None:
-        """Takes the engine away from requests that run: each must end at once, with a result or an error."""
-        self.faults.is_on = False
-        rng, prompts = random.Random(0), [[3 + (row * 7 + n) % 90 for n in range(12)] for row in range(8)]
-        requests = []
-        for prompt in prompts:
-            with suppress(QueueFullError):
-                requests.append(self.engine.submit(prompt, max_new_tokens=64, **self._mode(rng)))
-        ends: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-        def generate() -> None:
-            try:
-                self.model.generate(torch.tensor([prompts[0]]), max_new_tokens=64)
-                ends.put("finished")
-            except RuntimeError as error:
-                ends.put(str(error))
-
-        users = [threading.Thread(target=generate, name="user") for _ in range(3)]
-        for thread in users:
-            thread.start()
-        time.sleep(0.03)
-        hf_paged.unpatch(self.model)
-        for thread in users:
-            thread.join(PATIENCE)
-        if ends.qsize() != len(users):
-            self.violation(f"{len(users) - ends.qsize()} generate() calls never ended after unpatch()")
-        for request in requests:
-            try:
-                request.result(PATIENCE)
-            except TimeoutError:
-                self.violation(f"{request} never ended after unpatch()")
-            except RuntimeError:
-                pass  # it says that the model was unpatched
-        if self.engine.stats().num_free_blocks != self.engine.stats().num_blocks:
-            self.violation("blocks held after unpatch()")
 
     def _more_threads(self, before: set[threading.Thread]) -> list[str]:
         return [t.name for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"]

@@ -162,7 +162,7 @@ examples: $(VENV)/.installed-dev ## run every example
 	    echo; echo "== $$example"; $(TEST_ENV) $(PY) $$example; done
 
 .PHONY: bench
-bench: $(VENV)/.installed-bench ## the CPU benchmarks, into benchmarks/results
+bench: $(VENV)/.installed-bench ## one caller alone beside stock, into benchmarks/results
 	@mkdir -p $(RESULTS)
 	@for bench in $(sort $(wildcard benchmarks/cpu*.py)); do \
 	    echo; echo "== $$bench"; $(OFFLINE) $(PY) $$bench --out $(RESULTS); done

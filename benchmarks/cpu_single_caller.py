@@ -94,20 +94,12 @@ def measure(cell: str, num_pairs: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     columns = ("cell (model, mode, threads)", "stock s", "hf_paged s", "median ratio", "lower bound", "equal tokens")
-    return markdown_table(
-        columns,
-        [
-            (
-                row["cell"],
-                f"{row['stock_seconds']:.3f}",
-                f"{row['paged_seconds']:.3f}",
-                f"{row['median_ratio']:.2f}",
-                f"{row['lower_bound']:.2f}",
-                f"{row['equal']} of {row['pairs']}",
-            )
-            for row in rows
-        ],
-    )
+    lines = []
+    for row in rows:
+        seconds = f"{row['stock_seconds']:.3f}", f"{row['paged_seconds']:.3f}"
+        ratios = f"{row['median_ratio']:.2f}", f"{row['lower_bound']:.2f}"
+        lines.append((row["cell"], *seconds, *ratios, f"{row['equal']} of {row['pairs']}"))
+    return markdown_table(columns, lines)
 
 
 def main() -> None:

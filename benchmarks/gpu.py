@@ -39,9 +39,7 @@ GRACE = 25.0  # seconds beyond its limit that a step is given
 KERNELS_FIRST = ("limits", "decode", "layouts", "splits", "prefill", "tiles")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
 CHECKS = ("memcheck", "racecheck")
-# The shape of Llama-3.1-8B
-PREEMPTION = "--dtype bfloat16 --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256"
-PREEMPTION += " --lengths 16 64 256 1024 4096 16384"
+PREEMPTION = "--shape 8b --dtype bfloat16 --lengths 16 64 256 1024 4096 16384"
 FACTS = "import common, torch; print(common.versions() | common.device_facts(torch.device('cuda')))"
 
 

@@ -1,6 +1,6 @@
 """Swap or recompute: seconds to bring a preempted sequence back, by its length and the block size.
 
-    python benchmarks/preemption.py --out benchmarks/results [--device cuda] [--layers 12 --hidden 768 ...]
+    python benchmarks/preemption.py --out benchmarks/results [--shape 8b --device cuda --dtype bfloat16]
 
 Each row is saved as it is measured, and not measured again unless the code or the settings have changed.
 
@@ -28,18 +28,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_paged
 
+SHAPES = {
+    "125m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
+    | {"intermediate_size": 2048, "vocab_size": 32000},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"intermediate_size": 14336, "vocab_size": 128256},
+    "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    | {"intermediate_size": 32, "vocab_size": 100},
+}
+
 
 def build(args: argparse.Namespace) -> Any:
     """A random Llama of the given shape."""
-    config = LlamaConfig(
-        hidden_size=args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        intermediate_size=args.intermediate,
-        vocab_size=args.vocab,
-        max_position_embeddings=max(args.lengths) + 64,
-    )
+    config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=max(args.lengths) + 64)
     torch.manual_seed(0)
     with torch.device(args.device):
         return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
@@ -124,12 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command.parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--intermediate", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--shape", default="125m", choices=SHAPES)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--repeats", type=int, default=5)

@@ -175,23 +175,16 @@ def measure(
 
 
 def print_table(rows: list[dict[str, Any]], new_tokens: int) -> None:
-    table = Table(title=f"{new_tokens} tokens each")
-    for name in ("mode", "users", "way", "seconds", "tokens/s", "first token", "steps", "tokens"):
-        table.add_column(name, justify="left" if name in ("mode", "way", "tokens") else "right")
+    table = Table("mode", "users", "way", "seconds", "tokens/s", "first token", "steps", "tokens")
     for row in rows:
-        ways = [way for way in WAYS if way in row]
-        for way in ways:
-            figures, first = row[way], row[way]["first_token_seconds"]
-            table.add_row(
-                row["mode"] if way == ways[0] else "",
-                str(row["threads"]) if way == ways[0] else "",
-                way,
-                f"{figures['seconds']:.2f}",
-                f"{figures['tokens_per_second']:,.0f}",
-                "" if first is None else f"{first:.3f} s",
-                f"{figures['model_steps']:.0f}" if "model_steps" in figures else "",
-                "identical" if figures["tokens_identical"] else "DIFFER",
-            )
+        for way in (way for way in WAYS if way in row):
+            found, first = row[way], row[way]["first_token_seconds"]
+            waited = "" if first is None else f"{first:.3f} s"
+            figures = f"{found['seconds']:.2f}", f"{found['tokens_per_second']:,.0f}", waited
+            steps = f"{found['model_steps']:.0f}" if "model_steps" in found else ""
+            same = "identical" if found["tokens_identical"] else "DIFFER"
+            table.add_row(row["mode"], str(row["threads"]), way, *figures, steps, same)
+    print(f"{new_tokens} tokens each")
     command.show(table)
 
 

@@ -1,28 +1,50 @@
-/* A matrix product: inputs [rows, width] times the transpose of a weight [columns, width], plus a bias; of several weights
-   of one input at once, the parts of one product, each with a result of its own. Weights are read where they lie.
+/* A matrix product: inputs [rows, width] times the transpose of a weight [columns, width], plus a bias; of several
+   weights of one input at once, the parts of one product, each with a result of its own. Weights are read where they lie.
 
-   As in the kernels of matrix libraries, a tile of sums stays in registers: of a few rows times a few columns. Where a
-   column's elements lie side by side, each sum is a vector of lanes along the width, and lanes are added up at the end, by
-   halves. Where it is the columns that lie side by side, lanes are columns, and each is summed element by element. Either
-   way a result's sums are made in one order, whatever the tile, the rows beside it, the parts and the threads. */
+   As in the kernels of matrix libraries, a tile of sums stays in registers: 4 rows times 6 vectors, so that 10 loads serve
+   24 multiplications. Where the elements of a column lie side by side, a vector is along the width: lanes are elements of
+   one column, and are added up by halves at the end. Where columns lie side by side, it is across it: a lane is a column.
+
+   A sum is made in one order, whatever the tile, the rows beside it, the other parts and the threads: spans of the width
+   one after the other, each summed by itself. */
 #include "cpu_element.h"
 #if IS_BFLOAT16 && defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
 #if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 4, COLUMNS = 6 }; /* sums are in 24 of 32 registers */
+enum { LANES = 16 };
 #elif defined(__AVX__)
-enum { LANES = 8, ROWS = 2, COLUMNS = 4 }; /* in 8 of 16 */
+enum { LANES = 8 };
 #else
-enum { LANES = 4, ROWS = 2, COLUMNS = 4 };
+enum { LANES = 4 };
 #endif
-enum { VECTORS = COLUMNS, PANEL = LANES * VECTORS }; /* where columns lie side by side */
-enum { STEP = LANES * 4 / sizeof(element) };          /* elements of the width in a vector */
-enum { SPAN = 256 };             /* of the width, summed by itself where a lane is a column: rounding errors grow with the longest sum */
-enum { LINE = 64 };
-enum { MIN_PRODUCTS = 1 << 19 }; /* below, a second thread costs more than it saves */
+/* Sums, a row's vectors and one of the weight fill the registers; pairs that are multiplied in two steps take two each. */
+#if defined(__AVX512BF16__) || defined(__AVX512F__) && !IS_BFLOAT16
+enum { VECTORS = 6 };
+#elif defined(__AVX512F__)
+enum { VECTORS = 4 };
+#elif defined(__AVX__) && !IS_BFLOAT16
+enum { VECTORS = 3 };
+#else
+enum { VECTORS = 2 };
+#endif
+enum { ROWS = 4, PAGE = 4096 };
+enum { PAIR = 4 / sizeof(element), STEP = LANES * PAIR }; /* elements in 4 bytes, and in a vector */
+enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* of the width: what a tile reads stays in the first cache */
+enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };               /* rows, which stay in the second */
+enum { MIN_PRODUCTS = 1 << 19 };                          /* below, a second thread costs more than it saves */
 
+#define INLINE static inline __attribute__((always_inline))
+#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(16)))){__VA_ARGS__})
+#endif
+
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float vector __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef element elements __attribute__((vector_size(LANES * sizeof(element)), aligned(sizeof(element))));
@@ -41,8 +63,14 @@ struct linear {
   struct part parts[];
 };
 
+/* What a tile multiplies: rows of inputs and of a weight, `row` elements apart. */
+struct operand {
+  const element *first;
+  int64_t row;
+};
+
 /* sum + a * b, lane by lane; of pairs: of both. */
-static inline __attribute__((always_inline)) vector added(vector sum, bits a, bits b) {
+INLINE vector added(vector sum, bits a, bits b) {
 #if IS_BFLOAT16 && defined(__AVX512BF16__)
   return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #elif IS_BFLOAT16
@@ -53,105 +81,219 @@ static inline __attribute__((always_inline)) vector added(vector sum, bits a, bi
 #endif
 }
 
-/* The first elements of a vector, and zeros: nothing is read beyond them. */
-static inline __attribute__((always_inline)) bits loaded(const element *from, int64_t count) {
-  bits x = {0};
-  if (count < STEP)
-    memcpy(&x, from, count * sizeof(element));
-  else
-    memcpy(&x, from, sizeof(x));
+INLINE bits along(const element *from) {
+  bits x;
+  memcpy(&x, from, sizeof(x));
   return x;
 }
 
-/* All lanes, added up by halves. */
-static inline __attribute__((always_inline)) float folded(vector sum) {
-  float lanes[LANES];
-  memcpy(lanes, &sum, sizeof(lanes));
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+/* Of LANES columns; a pair is of two rows of the weight. */
+INLINE bits across(const element *from, int64_t row) {
+#if IS_BFLOAT16
+  elements first, second;
+  memcpy(&first, from, sizeof(first)), memcpy(&second, from + row, sizeof(second));
+  return __builtin_convertvector(first, bits) | __builtin_convertvector(second, bits) << 16;
+#else
+  return row ? along(from) : along(from);
+#endif
 }
 
-/* A tile of `rows` times `columns`, both constants after inlining, of a weight whose columns lie one behind the other. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int columns, const struct linear *a,
-                                                       const struct part *part, int64_t row, int64_t column,
-                                                       const char *ahead) {
-  const element *input = a->input + row * a->width, *weight = part->weight + column * part->row;
-  vector sum[ROWS][COLUMNS];
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < columns; c++) sum[r][c] = (vector){0};
-  for (int64_t k = 0; k < a->width; k += STEP) {
-    bits w[COLUMNS];
-    for (int c = 0; c < columns; c++) w[c] = loaded(weight + c * part->row + k, a->width - k);
-    if (ahead)
-      for (int c = 0; c < columns; c++) __builtin_prefetch(ahead + (c * part->row + k) * sizeof(element), 0, 2);
-    for (int r = 0; r < rows; r++) {
-      const bits x = loaded(input + r * a->width + k, a->width - k);
-      for (int c = 0; c < columns; c++) sum[r][c] = added(sum[r][c], x, w[c]);
+/* The same elements of an input for all columns. */
+INLINE bits everywhere(const element *from) {
+  uint32_t x;
+  memcpy(&x, from, sizeof(x));
+  return (bits){0} + x;
+}
+
+/* From a step's first vector of a weight to another one, as far as fetching goes: each line of it once. */
+INLINE int64_t offset_of(int64_t vector, int is_across, int64_t row) {
+  return is_across ? vector % PAIR * row + vector / PAIR * STEP : vector * row;
+}
+
+/* A tile's sums over a span of the width, added to those over earlier ones. All that is `const int` is a constant after
+   inlining. Of the vectors of a step, the first `fetched` behind `ahead` are brought to the second-level cache. */
+INLINE void tile(const int rows, const int vectors, const int is_across, const int fetched, struct operand input,
+                 struct operand weight, int64_t width, const element *ahead, vector *sums, int is_first) {
+  vector sum[ROWS][VECTORS];
+  EACH(r, rows) EACH(v, vectors) sum[r][v] = (vector){0};
+  for (int64_t k = 0; k < width; k += is_across ? PAIR : STEP) {
+    const int64_t place = is_across ? k * weight.row : k;
+    bits w[VECTORS];
+    EACH(v, vectors)
+      w[v] = is_across ? across(weight.first + place + v * LANES, weight.row) : along(weight.first + place + v * weight.row);
+    EACH(v, fetched) __builtin_prefetch(ahead + place + offset_of(v, is_across, weight.row), 0, 2);
+    EACH(r, rows) {
+      const element *from = input.first + r * input.row + k;
+      const bits x = is_across ? everywhere(from) : along(from);
+      EACH(v, vectors) sum[r][v] = added(sum[r][v], x, w[v]);
     }
   }
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < columns; c++)
-      part->output[(row + r) * part->columns + column + c] =
-          from_float(folded(sum[r][c]) + (part->bias ? to_float(part->bias[column + c]) : 0));
+  if (!is_first) EACH(r, rows) EACH(v, vectors) sum[r][v] += sums[r * vectors + v];
+  EACH(r, rows) EACH(v, vectors) sums[r * vectors + v] = sum[r][v];
 }
 
-/* The same of a weight whose columns lie side by side: up to PANEL of them. */
-static inline __attribute__((always_inline)) void panel(const int rows, const struct linear *a, const struct part *part,
-                                                        int64_t row, int64_t column) {
-  const int64_t left = part->columns - column, columns = left < PANEL ? left : PANEL;
-  vector total[ROWS][VECTORS];
-  memset(total, 0, sizeof(total));
-  for (int64_t first = 0; first < a->width; first += SPAN) {
-    const int64_t end = first + SPAN < a->width ? first + SPAN : a->width;
-    vector sum[ROWS][VECTORS];
-    for (int r = 0; r < rows; r++)
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = (vector){0};
-    for (int64_t k = first; k < end; k++) {
-      element w[PANEL];
-      memcpy(w, part->weight + k * part->row + column, columns * sizeof(element));
-      for (int r = 0; r < rows; r++) {
-        const float x = to_float(a->input[(row + r) * a->width + k]);
-        for (int v = 0; v < VECTORS; v++)
-          for (int i = 0; i < LANES; i++) sum[r][v][i] += x * to_float(w[v * LANES + i]);
+typedef void tile_function(struct operand, struct operand, int64_t, const element *, vector *, int);
+#define TILE(rows, name, ...)                                                                                          \
+  static void name##rows(struct operand input, struct operand weight, int64_t width, const element *ahead,             \
+                         vector *sums, int is_first) {                                                                 \
+    tile(rows, __VA_ARGS__, input, weight, width, ahead, sums, is_first);                                              \
+  }
+#define TILES_OF(name, ...)                                                                                            \
+  TILE(1, name, __VA_ARGS__) TILE(2, name, __VA_ARGS__) TILE(3, name, __VA_ARGS__) TILE(4, name, __VA_ARGS__)
+#define ALL_ROWS(name) {name##1, name##2, name##3, name##4}
+TILES_OF(narrow_along, 1, 0, 0)
+TILES_OF(plain_along, VECTORS, 0, 0)
+TILES_OF(one_ahead_along, VECTORS, 0, 1)
+TILES_OF(all_ahead_along, VECTORS, 0, VECTORS)
+TILES_OF(narrow_across, 1, 1, 0)
+TILES_OF(plain_across, VECTORS, 1, 0)
+TILES_OF(one_ahead_across, VECTORS, 1, 1)
+TILES_OF(all_ahead_across, VECTORS, 1, VECTORS)
+enum { NARROW, PLAIN, ONE_AHEAD, ALL_AHEAD };
+static tile_function *const TILES[2][4][ROWS] = {
+    {ALL_ROWS(narrow_along), ALL_ROWS(plain_along), ALL_ROWS(one_ahead_along), ALL_ROWS(all_ahead_along)},
+    {ALL_ROWS(narrow_across), ALL_ROWS(plain_across), ALL_ROWS(one_ahead_across), ALL_ROWS(all_ahead_across)},
+};
+
+/* The lanes of a sum, added up by halves until four are left. */
+INLINE four quarter(const vector *sum) {
+#if defined(__AVX512F__)
+  const eight half = ((const eight *)sum)[0] + ((const eight *)sum)[1];
+  return ((const four *)&half)[0] + ((const four *)&half)[1];
+#elif defined(__AVX__)
+  return ((const four *)sum)[0] + ((const four *)sum)[1];
+#else
+  return *sum;
+#endif
+}
+
+/* The lanes of each of four sums, added up. */
+INLINE four folded(const vector *sums) {
+  four a = quarter(sums), b = quarter(sums + 1), c = quarter(sums + 2), d = quarter(sums + 3);
+  a = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
+  c = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
+  return SHUFFLE(a, c, 0, 1, 4, 5) + SHUFFLE(a, c, 2, 3, 6, 7);
+}
+
+INLINE void put(const float *from, int64_t columns, element *to, const element *bias) {
+  if (bias)
+    for (int64_t c = 0; c < columns; c++) to[c] = from_float(from[c] + to_float(bias[c]));
+  else
+    for (int64_t c = 0; c < columns; c++) to[c] = from_float(from[c]);
+}
+
+/* Writes the results of a tile whose sums are complete. */
+INLINE void finish(const int vectors, const struct part *part, int64_t row, int64_t column, int64_t rows,
+                   int64_t columns, vector *sums) {
+  element *to = part->output + row * part->columns + column;
+  const element *bias = part->bias ? part->bias + column : 0;
+  if (part->is_transposed) {
+    for (int64_t r = 0; r < rows; r++) put((const float *)(sums + r * vectors), columns, to + r * part->columns, bias);
+    return;
+  }
+  float results[ROWS * VECTORS];
+  for (int64_t i = rows * vectors; i < ROWS * vectors; i++) sums[i] = (vector){0};
+  EACH(i, ROWS * vectors / 4) {
+    const four result = folded(sums + 4 * i);
+    memcpy(results + 4 * i, &result, sizeof(result));
+  }
+  for (int64_t r = 0; r < rows; r++) put(results + r * vectors, vectors, to + r * part->columns, bias);
+}
+
+/* A copy with zeros behind the `length` elements of each row. */
+static struct operand padded(struct operand from, int64_t rows, int64_t length, element *to, int64_t row) {
+  for (int64_t r = 0; r < rows; r++) {
+    memcpy(to + r * row, from.first + r * from.row, length * sizeof(element));
+    memset(to + r * row + length, 0, (row - length) * sizeof(element));
+  }
+  return (struct operand){to, row};
+}
+
+/* Up to BLOCK rows times `vectors`, 1 or VECTORS, of a weight from a column on. */
+static void strip(const struct linear *a, const struct part *part, int64_t first_row, int64_t rows, int64_t column,
+                  int vectors, int has_next) {
+  const int is_across = part->is_transposed != 0;
+  const int64_t step = is_across ? PAIR : STEP, most = is_across ? SPAN_ACROSS : SPAN, whole = a->width / step * step;
+  const int64_t full = vectors * (is_across ? LANES : 1), left = part->columns - column;
+  const int64_t columns = left < full ? left : full, tiles = (rows + ROWS - 1) / ROWS;
+  /* What is fetched meanwhile goes to as many tiles. Where rows lie whole pages apart, it would push what the tile reads
+     out of the first-level cache: to the first tile. */
+  const int64_t every = part->row * sizeof(element) % PAGE ? tiles / VECTORS : 0;
+  vector sums[BLOCK * VECTORS];
+  element edge[SPAN_ACROSS * LANES * 2], tail[BLOCK * STEP];
+  int64_t k = 0;
+  do {
+    const int64_t real = whole - k >= most ? most : k < whole ? whole - k : a->width - k; /* of the width */
+    struct operand weight = {part->weight + (is_across ? k * part->row + column : column * part->row + k), part->row};
+    struct operand input = {a->input + first_row * a->width + k, a->width};
+    const element *ahead = 0;
+    if (is_across && k + real < whole) ahead = weight.first + real * part->row;
+    else if (has_next) ahead = is_across ? part->weight + column + full : weight.first + full * part->row;
+    int64_t span = real;
+    if (k == whole) { /* less than a step */
+      if (is_across) memset(edge, 0, sizeof(edge));
+      weight = is_across ? padded(weight, real, columns, edge, full) : padded(weight, full, real, edge, STEP);
+      input = padded(input, rows, real, tail, step);
+      span = step, ahead = 0;
+    } else if (columns < full) {
+      weight = padded(weight, real, columns, edge, full);
+    }
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t row = t * ROWS, n = rows - row < ROWS ? rows - row : ROWS;
+      const element *own_ahead = ahead;
+      int kind = vectors == 1 ? NARROW : PLAIN;
+      if (kind == PLAIN && ahead) {
+        if (!every) kind = t ? PLAIN : ALL_AHEAD;
+        else if (t % every == 0 && t / every < VECTORS)
+          kind = ONE_AHEAD, own_ahead += offset_of(t / every, is_across, part->row);
+      }
+      vector *own = sums + row * vectors;
+      const struct operand own_input = {input.first + row * input.row, input.row};
+      TILES[is_across][kind][n - 1](own_input, weight, span, own_ahead, own, !k);
+      if (k + real == a->width) {
+        if (vectors == 1) finish(1, part, first_row + row, column, n, columns, own);
+        else finish(VECTORS, part, first_row + row, column, n, columns, own);
       }
     }
-    for (int r = 0; r < rows; r++)
-      for (int v = 0; v < VECTORS; v++) total[r][v] += sum[r][v];
-  }
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < columns; c++)
-      part->output[(row + r) * part->columns + column + c] =
-          from_float(total[r][c / LANES][c % LANES] + (part->bias ? to_float(part->bias[column + c]) : 0));
+    k += real;
+  } while (k < a->width);
 }
 
-static void strip(const struct linear *a, const struct part *part, int64_t column) {
-  const int64_t left = part->columns - column;
-  if (part->is_transposed) {
-    for (int64_t row = 0; row < a->rows; row++) panel(1, a, part, row, column);
-  } else if (left >= COLUMNS) {
-    int64_t row = 0;
-    for (; row + ROWS <= a->rows; row += ROWS) tile(ROWS, COLUMNS, a, part, row, column, 0);
-    for (; row < a->rows; row++) tile(1, COLUMNS, a, part, row, column, 0);
-  } else {
-    for (int64_t row = 0; row < a->rows; row++)
-      for (int64_t c = 0; c < left; c++) tile(1, 1, a, part, row, column + c, 0);
-  }
-}
+static int64_t panel_of(const struct part *part) { return part->is_transposed ? VECTORS * LANES : VECTORS; }
 
-static int64_t strips_of(const struct part *part) {
-  const int64_t size = part->is_transposed ? PANEL : COLUMNS;
-  return (part->columns + size - 1) / size;
+/* Of one part, columns from `first` to `end`. */
+static void columns_of(const struct linear *a, const struct part *part, int64_t first, int64_t end) {
+  const int64_t panel = panel_of(part), unit = panel / VECTORS;
+  int64_t block = BLOCK_BYTES / (a->width * sizeof(element) + 1) / ROWS * ROWS;
+  block = block < ROWS ? ROWS : block > BLOCK ? BLOCK : block;
+  for (int64_t group = first; group < end; group += LANES * VECTORS) {
+    const int64_t group_end = group + LANES * VECTORS < end ? group + LANES * VECTORS : end;
+    for (int64_t row = 0; row < a->rows; row += block) {
+      const int64_t rows = a->rows - row < block ? a->rows - row : block;
+      int64_t column = group;
+      for (; column + panel <= group_end; column += panel)
+        strip(a, part, row, rows, column, VECTORS, !row && column + 2 * panel <= end);
+      for (; column < group_end; column += unit) strip(a, part, row, rows, column, 1, 0);
+    }
+  }
 }
 
 void hf_paged_linear(const struct linear *a) {
-  int64_t strips = 0, columns = 0;
-  for (int64_t p = 0; p < a->num_parts; p++) strips += strips_of(&a->parts[p]), columns += a->parts[p].columns;
+  int64_t panels = 0, columns = 0;
+  for (int64_t p = 0; p < a->num_parts; p++) {
+    const int64_t panel = panel_of(&a->parts[p]);
+    panels += (a->parts[p].columns + panel - 1) / panel, columns += a->parts[p].columns;
+  }
 #pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->rows * a->width * columns >= MIN_PRODUCTS)
-  for (int64_t index = 0; index < strips; index++) {
-    const struct part *part = a->parts;
-    int64_t own = index;
-    while (own >= strips_of(part)) own -= strips_of(part++);
-    strip(a, part, own * (part->is_transposed ? PANEL : COLUMNS));
+  for (int64_t thread = 0; thread < a->num_threads; thread++) {
+    int64_t first = panels * thread / a->num_threads, end = panels * (thread + 1) / a->num_threads;
+    for (const struct part *part = a->parts; part < a->parts + a->num_parts; part++) {
+      const int64_t panel = panel_of(part), own = (part->columns + panel - 1) / panel;
+      if (end > 0 && first < own) {
+        const int64_t last = end * panel < part->columns ? end * panel : part->columns;
+        columns_of(a, part, first > 0 ? first * panel : 0, last);
+      }
+      first -= own, end -= own;
+    }
   }
 }

@@ -1,11 +1,11 @@
-"""Products with weights of a model's linear layers on CPU: our kernel beside torch, and beside that of an older checkout.
+"""Products with weights of linear layers on CPU: our kernel beside torch, and beside that of an older checkout.
 
     python benchmarks/product.py --out benchmarks/results
     python benchmarks/product.py --rows 1 8 --shapes 768x2048 --dtype float32 --threads 1 --before ../old
 
-Weights of one shape are multiplied one after the other, as a model goes through its layers: so many that they don't stay
-in the processor's own caches. The ways take turns, and each figure is the median of its rounds. One way is there twice:
-what lies between its two figures is the noise of the others.
+Weights of one shape are multiplied one after the other, as a model goes through its layers: so many that they don't
+stay in the processor's own caches. The ways take turns, and each figure is the median of its rounds. One way is there
+twice: what lies between its two figures is the noise of the others.
 `--before` takes a checkout whose kernel still had copies of the weights in a layout of its own (`pack`).
 """
 
@@ -133,7 +133,8 @@ def main() -> None:
             for threads in given.threads:
                 torch.set_num_threads(threads)
                 others = [name for name in ways if name != "ours"]
-                table = Table("rows", *ways, *(f"/ {name}" for name in others), title=f"{dtype} {shape}, {threads} threads")
+                title = f"{dtype} {shape}, {threads} threads"
+                table = Table("rows", *ways, *(f"/ {name}" for name in others), title=title)
                 for rows in given.rows:
                     gflops = measure(weights, ways, rows, given.reps)
                     ratios = (f"{gflops['ours'] / gflops[name]:.2f}" for name in others)

@@ -59,9 +59,16 @@ def _decoding(loop: str) -> Callable[..., Any]:
         engine, context = self.paged, call_context()
         host, context.host = context.host, None
         call = PreparedCall(
-            input_ids, logits_processor, stopping_criteria, generation_config, kwargs, loop, host, context.is_submitted
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            kwargs,
+            loop,
+            host,
+            context.is_submitted,
+            context.states,
         )
-        call.states = DRAWS.entry
         if call.is_submitted:  # which is shared between ranks as a request
             return prepare(self, call)
         return share_loop(engine, loop, call, call.device, lambda: run_call(engine, prepare(self, call)))
@@ -191,14 +198,13 @@ class PagedGenerationMixin(PagedBatchMixin):
                 f"generation_config must be a GenerationConfig or None, got {config!r:.80}; give single settings by "
                 "name, as max_new_tokens=20"
             )
-        is_submitted = call_context().is_submitted  # its prompt is on the CPU
+        core, is_submitted = self.paged.core, call_context().is_submitted  # its prompt is on the CPU
         if not is_submitted:
-            self.paged.core.check_outside()
-        device = self.paged.core.bound.placement[1]
-        devices = {torch.device("cpu")} | self.paged.core.bound.devices
-        entering = DRAWS.entering(device for device in devices if device.type in ("cpu", "cuda"))
+            core.check_outside()
+        device, wrapper = core.bound.placement[1], core.bound.wrapper
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
-        with deferred_interrupt(), entering, allowed_interrupt():
+        with deferred_interrupt(), allowed_interrupt():
+            states = DRAWS.states([own for own in {_CPU} | core.bound.devices if own.type in ("cpu", "cuda")])
             host = None
             if device.type == "cuda":
                 host = HostCall.of(self, device, args, kwargs, is_submitted)
@@ -206,12 +212,12 @@ class PagedGenerationMixin(PagedBatchMixin):
                 args, kwargs = (), host.arguments
             elif is_submitted:
                 args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
-            given, wrapper = kwargs.get("past_key_values"), self.paged.core.bound.wrapper
+            given = kwargs.get("past_key_values")
             if wrapper is None or not isinstance(given, PagedCache | None):
-                with within(host=host, hides_device=False, twin=None):
+                with within(states=states, host=host, hides_device=False, twin=None):
                     return super().generate(*args, **kwargs)  # type: ignore[misc]
             twin = wrapper.twin(self, {} if given is None else given.state)
-            with within(host=host, hides_device=False, twin=twin):
+            with within(states=states, host=host, hides_device=False, twin=twin):
                 result = super(PagedGenerationMixin, twin.model).generate(*args, **kwargs)  # type: ignore[misc]
             if not isinstance(getattr(result, "past_key_values", None), PagedCache | None):
                 twin.write_back(self, wrapper.path)  # of stock, which looks at the model when it is continued

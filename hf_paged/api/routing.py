@@ -36,6 +36,14 @@ logger = logging.get_logger(__name__)
 
 ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
 
+# Of models: what transformers' loops call between two forwards.
+_LOOP_METHODS = (
+    *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample"),
+    *("_beam_search", "_get_top_k_continuations", "_get_running_beams_for_next_iteration"),
+    *("_update_finished_beams", "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences"),
+    *("_assisted_decoding", "_get_candidate_generator"),
+)
+
 
 def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verifies_drafts: bool) -> str | None:
     """Why a call must run stock `generate()` with its own cache, or `None`.
@@ -116,7 +124,7 @@ def engine_rows(model: Any, call: PreparedCall) -> SampleCall | None:
             return None
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
     known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD, *(ASSISTED_ARGUMENTS if call.is_assisted else ())}
-    is_text = not any(is_given(value) for name, value in call.others.items() if name not in known)
+    is_text = not any(is_given(call.others[name]) for name in call.others.keys() - known)
     wrapper = model.paged.core.bound.wrapper
     given, padding = None, None
     if wrapper is not None and not (is_text and wrapper.is_causal):
@@ -253,21 +261,13 @@ def _beam_settings(call: PreparedCall) -> BeamSettings | None:
 
 def _is_plain(model: Any) -> bool:
     """Whether each step of transformers' loop would do nothing but call the model's forward with the next token."""
-    own = vars(model)
-    names = (
-        *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample"),
-        *("_beam_search", "_get_top_k_continuations", "_get_running_beams_for_next_iteration"),
-        *("_update_finished_beams", "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences"),
-        *("_assisted_decoding", "_get_candidate_generator"),
-    )
-    methods = (getattr(base_class(model), name, None) for name in names)
-    return (
-        not model._forward_hooks
-        and not model._forward_pre_hooks
-        and ("forward" not in own or is_wrapped(model) or hands_on(model))
-        and not any(name in own for name in names)
-        and all(method is None or method.__module__.startswith("transformers.") for method in methods)
-    )
+    own, kind = vars(model), base_class(model)
+    for name in _LOOP_METHODS:
+        method = getattr(kind, name, None)
+        if name in own or (method is not None and not method.__module__.startswith("transformers.")):
+            return False
+    is_own = "forward" not in own or is_wrapped(model) or hands_on(model)
+    return is_own and not model._forward_hooks and not model._forward_pre_hooks
 
 
 def rows_may_leave(engine: Engine, call: PreparedCall) -> bool:

@@ -78,7 +78,7 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
 
 
 def _lead(leader: Leader, digest: bytes, text: str, cache: PagedCache, run: Callable[[], Any]) -> Any:
-    number = leader.begin(digest, text)
+    number, entry = leader.begin(digest, text), call_context().states
     try:
         with within(is_shared=True):
             result = run()
@@ -87,9 +87,7 @@ def _lead(leader: Leader, digest: bytes, text: str, cache: PagedCache, run: Call
             leader.end(number, (sendable(error), None, None, None))
         raise
     ends = {
-        device.type: state
-        for device, state in DRAWS.states(DRAWS.entry).items()
-        if not torch.equal(state, DRAWS.entry[device])
+        device.type: state for device, state in DRAWS.states(entry).items() if not torch.equal(state, entry[device])
     }
     leader.end(number, (None, _on_host(result), ends, cache.shape()))
     return result
@@ -101,7 +99,7 @@ def _follow(
     error, result, ends, shape = follower.outcome(follower.make(digest, text))
     if error is not None:
         raise error
-    DRAWS.write({own: ends[own.type] for own in DRAWS.entry if own.type in ends})
+    DRAWS.write({own: ends[own.type] for own in call_context().states if own.type in ends})
     cache.take_shape(shape)
     cache.owned_by_call = False
     result = _placed(result, device, cache)

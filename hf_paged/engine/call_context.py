@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.model.host_call import HostCall
 from hf_paged.model.wrapper import Twin
+from hf_paged.sampling.random import GeneratorStates
 
 if TYPE_CHECKING:
     from hf_paged.engine.core import EngineCore
@@ -28,6 +29,7 @@ class CallContext:
         core: and the engine that it was submitted to.
         is_submitted: The innermost `generate()` returns the `PreparedCall` instead of running it.
         wants_logprobs: The likelihoods of its tokens are wanted: those of beams are computed behind transformers' loop.
+        states: Of the generators that this thread drew from when it was entered.
         host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
         hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
         twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
@@ -39,6 +41,7 @@ class CallContext:
     core: EngineCore | None = None
     is_submitted: bool = False
     wants_logprobs: bool = False
+    states: GeneratorStates = field(default_factory=dict)
     host: HostCall | None = None
     hides_device: bool = False
     twin: Twin | None = None

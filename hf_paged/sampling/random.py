@@ -48,21 +48,10 @@ class Draws(threading.local):
 
     Attributes:
         generators: The generators of the innermost call, by device.
-        entry: Where the thread's draws stood when its innermost `generate()` was entered.
     """
 
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] | None = None
-        self.entry: GeneratorStates = {}
-
-    @contextmanager
-    def entering(self, devices: Iterable[torch.device]) -> Iterator[None]:
-        """The length of a `generate()` call; notes where draws stand before other threads move them."""
-        outer, self.entry = self.entry, self.states(devices)
-        try:
-            yield
-        finally:
-            self.entry = outer
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator that a draw on this thread and device advances."""

@@ -32,7 +32,7 @@ from helpers.pairs import Pair, assert_same, new_cache
 from helpers.user_code import NextToken
 from helpers.waiting import PATIENCE, join
 from hf_paged import PagedCache
-from hf_paged.sampling.random import DRAWS
+from hf_paged.engine.call_context import call_context
 
 MakePair = Callable[..., Pair]
 
@@ -91,7 +91,7 @@ class Entrance:
         def prepare(model: Any, *args: Any, **kwargs: Any) -> Any:
             wanted = getattr(self._local, "state", None)
             if wanted is not None:  # None in a call inside a call
-                if not torch.equal(DRAWS.entry[CPU], wanted):
+                if not torch.equal(call_context().states[CPU], wanted):
                     raise _SeedLostError
                 self.num_entered += 1
                 self._step_aside()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,9 +12,23 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.backends.registry import PagedStep
-from hf_paged.attention.wanted import WantedTokens
 
 MARK = "is_hf_paged_sentinel"  # the attribute of a mask that says what it is
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedTokens:
+    """Of a prompt's tokens only the last one's logits are wanted: the others end with the last layer's keys and values.
+
+    Attributes:
+        rows: `[K]` int64, their places in the step.
+        layer: The number of the last layer.
+        make_step: Makes what attention of these tokens alone calls, once the layer's keys and values are stored.
+    """
+
+    rows: Tensor
+    layer: int
+    make_step: Callable[[], PagedStep]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

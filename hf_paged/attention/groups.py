@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_paged.attention.backends.registry import Backend, PagedStep
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.params import AttentionParams
 from hf_paged.core.cache_groups import NOWHERE, CacheGroups
 
@@ -63,10 +62,3 @@ class GroupedStep:
         if not 0 <= layer < len(self._places):
             raise ValueError(f"the pool has {len(self._places)} layers, and none of number {layer}")
         return self._places[layer]
-
-
-def paged_step(backends: Sequence[Backend], metadata: Sequence[AttentionMetadata], groups: CacheGroups) -> PagedStep:
-    if groups.is_single:  # its layers are the pool's
-        return backends[0].step(metadata[0])
-    steps = [backend.step(own) for backend, own in zip(backends, metadata, strict=False)]
-    return GroupedStep(steps, groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_paged.attention.backends.registry import Backend, PagedStep, choose
-from hf_paged.attention.groups import paged_step
+from hf_paged.attention.groups import GroupedStep
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.memory.kv_cache import KVCache
 
@@ -41,7 +41,10 @@ class PoolAttention:
         return min((backend.most_one_by_one for backend in self.backends), default=1)
 
     def step(self, metadata: Sequence[AttentionMetadata]) -> PagedStep:
-        return paged_step(self.backends, metadata, self.kv_cache.groups)
+        if self.kv_cache.groups.is_single:  # its layers are the pool's
+            return self.backends[0].step(metadata[0])
+        steps = [backend.step(own) for backend, own in zip(self.backends, metadata, strict=False)]
+        return GroupedStep(steps, self.kv_cache.groups)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Executes copy-on-write pairs `(source, destination)`, all layers at once."""

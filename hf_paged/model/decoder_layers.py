@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.attention.backends.registry import PagedStep
-from hf_paged.attention.context import ForwardContext, current_context, is_sentinel, with_step
+from hf_paged.attention.context import ForwardContext, WantedTokens, current_context, is_sentinel, with_step
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.shared_layers import SharedLayersStep
-from hf_paged.attention.wanted import WantedTokens
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
@@ -242,7 +241,7 @@ class _DecoderLayer(ModuleOverride):
         step.write(*self.kernels.keys_and_values(states, *angles), self.params.layer)
         rows = wanted.rows
         own, cos, sin = (each.index_select(1, rows) for each in (states, *angles))
-        attended = wanted.step.attend(self.kernels.queries(own, cos, sin), self.params)
+        attended = wanted.make_step().attend(self.kernels.queries(own, cos, sin), self.params)
         return torch.zeros_like(states).index_copy_(1, rows, self.kernels.behind_attention(own, attended))
 
     def _try(

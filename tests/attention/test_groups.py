@@ -10,7 +10,7 @@ import torch
 
 from helpers.kernel_cases import random_tensor
 from hf_paged.attention.backends.torch import TorchBackend
-from hf_paged.attention.groups import WindowError, paged_step
+from hf_paged.attention.groups import GroupedStep, WindowError
 from hf_paged.attention.metadata import AttentionMetadata, padded_tables
 from hf_paged.attention.params import AttentionParams
 from hf_paged.core.batch import GroupTables
@@ -55,9 +55,8 @@ def test_each_layer_over_its_own_tables() -> None:
     tables = [[3, 1, 4], [NULL, 5, 0], [NULL, 2, 6]]
     pool = torch.zeros(10, groups.sizes[0], 2, 2, 4, 8, dtype=torch.float64)
     first = metadata(tables[0])
-    step = paged_step(
-        [TorchBackend(pool)] * 3, [first, *(first.with_tables(np.array([table])) for table in tables[1:])], groups
-    )
+    own = [first, *(first.with_tables(np.array([table])) for table in tables[1:])]
+    step = GroupedStep([TorchBackend(pool).step(each) for each in own], groups)
     for layer, kind in enumerate(layers):
         group, index = groups.places[layer]
         past = random_tensor(11, 2, 2, 8, seed=layer)  # token, key or value, head
@@ -79,7 +78,7 @@ def test_each_layer_over_its_own_tables() -> None:
 @pytest.mark.parametrize("asked", [None, 6])
 def test_a_window_wider_than_kept(asked: int | None) -> None:
     pool = torch.zeros(10, 2, 2, 2, 4, 8, dtype=torch.float64)
-    step = paged_step([TorchBackend(pool)], [metadata([3, 1, 4])], CacheGroups.of([NEAR, NEAR]))
+    step = GroupedStep([TorchBackend(pool).step(metadata([3, 1, 4]))], CacheGroups.of([NEAR, NEAR]))
     query = random_tensor(3, 4, 8)
     with pytest.raises(WindowError, match=r"layer 1 attends to .* its cache keeps the last 5") as caught:
         step.attend(query, AttentionParams(1, 0.3, asked))

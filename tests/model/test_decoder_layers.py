@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 import hf_paged
 from helpers.models import build, random_ids
 from hf_paged import PagedCache
-from hf_paged.attention.wanted import WantedTokens
+from hf_paged.attention.context import WantedTokens
 from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear
 from hf_paged.kernels.cpu_decoder import PIECE, CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.layers import InputError

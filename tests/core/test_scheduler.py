@@ -359,29 +359,6 @@ def test_full_blocks_are_shared_once_computed_and_cost_no_budget() -> None:
     assert (setup.manager.prefix.hit_tokens, setup.manager.prefix.query_tokens) == (4, 12)
 
 
-def test_the_extra_key_is_part_of_what_is_shared() -> None:
-    setup = Setup()
-    first = setup.add([1, 2, 3, 4])
-    first.extra_key = (7,)
-    setup.run()
-    same, other = setup.add([1, 2, 3, 4]), setup.add([1, 2, 3, 4])
-    same.extra_key = (7,)
-    assert setup.step().chunks == [(2, 2, 2), (3, 0, 4)]
-    assert other.num_uncomputed_tokens == 0
-
-
-def test_unknown_tokens_and_those_of_older_weights_are_neither_shared_nor_found() -> None:
-    setup = Setup()
-    setup.add(4, is_known=False)
-    setup.add([1, 2, 3, 4]).is_stale = True
-    setup.run()
-    assert all(setup.pool.block_hash(block_id) is None for block_id in range(16))
-    setup.computed([1, 2, 3, 4])
-    again = setup.add([1, 2, 3, 4])
-    again.is_stale = True
-    assert setup.step().chunks == [(again.seq_id, 0, 4)]
-
-
 def test_a_prompt_waits_for_the_first_block_that_this_step_computes() -> None:
     setup = Setup()
     a, b, c = setup.add([1, 2, 3, 4]), setup.add([1, 2, 5, 6]), setup.add([7, 8, 9])
@@ -413,47 +390,6 @@ def test_a_stalled_prompt_counts_one_query() -> None:
 
 
 # Sharing and copies
-
-
-def test_forks_copy_the_block_they_write() -> None:
-    setup = Setup()
-    parent, child = setup.beams([1, 2, 3], 2)
-    shared = setup.table(parent)
-    setup.extend(parent, child)
-    step = setup.step()
-    # The first of the two writes into a copy, the last holder keeps the block.
-    assert step.block_copies == [(shared[1], setup.table(parent)[1])]
-    assert setup.table(child) == shared
-    assert step.new_blocks == [], "the destination of a copy is not to be zeroed"
-
-
-def test_a_fork_is_equal_to_its_parent() -> None:
-    setup = Setup()
-    parent = setup.computed([1, 2, 3], owner="me")
-    parent.extra_key, parent.position_offset, parent.given_end, parent.is_stale = (4,), 2, 3, True
-    child = setup.scheduler.fork(parent)
-    assert child.group is parent.group and child.seq_id != parent.seq_id
-    assert child.token_ids == parent.token_ids and child.token_ids is not parent.token_ids
-    names = "num_tokens num_computed_tokens logits_from is_wanted position_offset extra_key given_end is_stale"
-    fields = names.split()
-    assert [getattr(child, name) for name in fields] == [getattr(parent, name) for name in fields]
-    unknown = setup.scheduler.fork(setup.computed(3, is_known=False))
-    assert unknown.token_ids is None and not unknown.is_recomputable
-
-
-@pytest.mark.parametrize("where", [WAITING, RUNNING, SWAPPED])
-def test_a_fork_into_a_group_of_its_own_is_where_its_parent_is(where: SequenceStatus) -> None:
-    setup = Setup(num_swap_blocks=16, prefers_swap=where is SWAPPED)
-    parent = setup.computed(3)
-    if where is not RUNNING:
-        setup.scheduler.preemption.preempt(parent.group)
-    child = setup.scheduler.fork(parent, setup.scheduler.new_group())
-    assert status(parent, child) == [where, where]
-    setup.extend(child)
-    setup.run()
-    assert status(parent, child) == [where, RUNNING] and child.num_uncomputed_tokens == 0
-    setup.scheduler.free(parent), setup.scheduler.free(child)
-    assert setup.pool.num_in_use == setup.manager.swap.num_in_use == 0
 
 
 # Preemption
@@ -548,66 +484,7 @@ def test_a_preempted_sequence_comes_back_to_what_is_still_cached() -> None:
     assert setup.table(a)[:2] == blocks[:2]
 
 
-def test_a_preempted_group_shares_its_blocks_again() -> None:
-    setup = Setup(num_blocks=16, caching=False)
-    beams = setup.beams(8, 3)
-    setup.extend(*beams)
-    setup.step()
-    in_use = setup.pool.num_in_use
-    assert in_use == 4 + 3
-    setup.scheduler.preemption.preempt(beams[0].group)
-    assert setup.pool.num_in_use == 0
-    setup.run()
-    # No prefix cache: what one row has computed, the others take from it.
-    assert setup.pool.num_in_use == in_use and all(s.num_uncomputed_tokens == 0 for s in beams)
-
-
-def test_blocks_that_others_share_are_not_freed_by_preemption() -> None:
-    setup = Setup(num_blocks=4)
-    a = setup.computed([1, 2, 3, 4])
-    b = setup.scheduler.fork(a, setup.scheduler.new_group())
-    other = setup.computed(2)
-    c = setup.add(6, priority=-1)
-    setup.step(forced=True)
-    assert status(a, b, other, c) == [WAITING, WAITING, WAITING, RUNNING]
-    assert setup.scheduler.preemption.num_preemptions == 3, "b gave nothing, only a and b together gave two"
-
-
-def test_what_cannot_be_computed_again_is_never_dropped() -> None:
-    setup = Setup(num_blocks=4)
-    a, unknown, stale = setup.computed(2), setup.computed(2, is_known=False), setup.computed(2)
-    stale.is_stale = True
-    setup.extend(a, num_tokens=4)
-    with pytest.raises(OutOfBlocksError) as caught:
-        setup.step(forced=True)
-    assert (caught.value.needed, caught.value.free) == (2, 1)
-    assert caught.value.group is a.group and caught.value.swap_outs == []
-    assert status(unknown, stale) == [RUNNING, RUNNING] and setup.scheduler.preemption.num_preemptions == 0
-
-
 # Swap
-
-
-def test_swap_moves_a_group_with_its_sharing() -> None:
-    setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
-    beams = setup.beams(5, 3)
-    setup.extend(*beams)
-    setup.step()
-    before = [setup.table(s) for s in beams]
-    assert setup.pool.num_in_use == 2 + 3
-    swap_outs = setup.scheduler.preemption.preempt(beams[0].group)
-    assert len(swap_outs) == 5 and setup.manager.swap.num_in_use == 5, "a shared block is swapped once"
-    queues = setup.scheduler.queues
-    assert status(beams[0]) == [SWAPPED] and queues.num_swapped == 3 and queues.num_running == 0
-    assert [s.num_computed_tokens for s in beams] == [6, 6, 6], "nothing has to be computed again"
-    to_cpu = dict(swap_outs)
-    assert [setup.table(s) for s in beams] == [[to_cpu[block] for block in table] for table in before]
-    setup.manager.prefix.reset()
-    setup.extend(*beams)
-    step = setup.step()
-    assert len(step.swap_ins) == 5 and step.chunks == [(s.seq_id, 6, 1) for s in beams]
-    assert setup.pool.num_in_use == 2 + 3 + 3 and setup.manager.swap.num_in_use == 0
-    assert setup.scheduler.preemption.num_swapped_out == setup.scheduler.preemption.num_preemptions == 3
 
 
 def test_a_block_that_is_still_cached_is_not_copied_back() -> None:
@@ -698,47 +575,6 @@ def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -
     assert not setup.scheduler.queues.has_work, "both rows had their turn"
 
 
-def test_a_row_of_a_swapped_group_may_end_or_begin_anew() -> None:
-    setup = Setup(num_swap_blocks=16, prefers_swap=True)
-    rows = setup.beams(5, 3)
-    setup.scheduler.preemption.preempt(rows[0].group)
-    setup.scheduler.crop(rows[0], 0)
-    setup.scheduler.free(rows[1])
-    setup.extend(*(rows[0], rows[2]))
-    setup.run()
-    assert [s.num_computed_tokens for s in (rows[0], rows[2])] == [1, 6]
-    setup.manager.check_invariants()
-
-
-def test_a_swapped_group_left_with_nothing_computed_is_a_waiting_one() -> None:
-    setup = Setup(budget=4, num_swap_blocks=16, prefers_swap=True)
-    group = setup.scheduler.new_group()
-    first, second = setup.add(6, group=group), setup.add(3, group=group)
-    setup.step()
-    setup.scheduler.preemption.preempt(group)
-    assert group.status is SWAPPED
-    setup.scheduler.free(first)
-    assert group.status is WAITING and setup.manager.swap.num_in_use == 0
-    assert setup.step().chunks == [(second.seq_id, 0, 3)]
-
-
-def test_swap_in_now_and_make_room() -> None:
-    setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
-    a = setup.computed(6)
-    swap_outs = setup.scheduler.preemption.make_room(3, [])
-    assert len(swap_outs) == 3 and status(a) == [SWAPPED]
-    b = setup.computed(4)
-    assert setup.scheduler.preemption.make_room(4, [b.group]) == [] and status(b) == [RUNNING]
-    b.group.num_pins += 1
-    with pytest.raises(OutOfBlocksError) as caught:
-        setup.scheduler.preemption.swap_in_now(a.group)
-    assert caught.value.group is a.group and status(a) == [SWAPPED]
-    b.group.num_pins -= 1
-    setup.scheduler.free(b)
-    setup.scheduler.preemption.swap_in_now(a.group)
-    assert status(a) == [RUNNING] and setup.pool.num_in_use == 3
-
-
 def test_preempt_all_is_all_or_nothing() -> None:
     setup = Setup(num_swap_blocks=16)
     a, b, unknown = setup.computed(2), setup.computed(2), setup.computed(2, is_known=False)
@@ -819,13 +655,6 @@ def test_out_of_blocks_leaves_a_waiting_group_waiting() -> None:
     setup.manager.check_invariants()
 
 
-def test_nothing_to_do() -> None:
-    setup = Setup()
-    assert not setup.scheduler.queues.has_work
-    for forced in (False, True):
-        assert setup.step(forced=forced) == Batch()
-
-
 # Idle time, crop, undo, nested steps
 
 
@@ -837,64 +666,6 @@ def test_a_renewed_group_is_the_newest() -> None:
     setup.extend(a, b)
     assert list(setup.step().seq_ids) == ids(b)
     assert status(a, b, c) == [WAITING, RUNNING, RUNNING]
-
-
-def test_crop_in_every_state() -> None:
-    setup = Setup(num_swap_blocks=16, prefers_swap=True)
-    waiting, running, swapped = setup.computed([1] * 6), setup.computed([2] * 6), setup.computed([3] * 6)
-    setup.scheduler.preemption.preempt(waiting.group, allow_swap=False)
-    setup.scheduler.preemption.preempt(swapped.group)
-    for sequence in (waiting, running, swapped):
-        setup.scheduler.crop(sequence, 3)
-    assert [s.num_tokens for s in (waiting, running, swapped)] == [3, 3, 3]
-    assert [s.num_computed_tokens for s in (waiting, running, swapped)] == [0, 3, 3]
-    assert [len(setup.table(s)) for s in (waiting, running, swapped)] == [0, 2, 2]
-    assert setup.manager.swap.num_in_use == 2
-    setup.extend(waiting, running, swapped, num_tokens=3)
-    setup.run()
-    assert [s.token_ids for s in (waiting, running, swapped)] == [[i] * 3 + [500, 501, 502] for i in (1, 2, 3)]
-    again = setup.add([1, 1, 1, 1, 1, 1, 1])
-    assert setup.step().chunks == [(again.seq_id, 6, 1)], "the waiting one's old blocks are cached under its old tokens"
-    fresh = setup.add([2, 2, 2, 500, 501, 502, 0])
-    assert setup.step().chunks == [(fresh.seq_id, 6, 1)]
-
-
-@pytest.mark.parametrize("where", [WAITING, RUNNING, SWAPPED])
-def test_crop_to_nothing_and_free(where: SequenceStatus) -> None:
-    setup = Setup(num_swap_blocks=16, prefers_swap=where is SWAPPED)
-    a = setup.computed(5)
-    if where is not RUNNING:
-        setup.scheduler.preemption.preempt(a.group)
-    setup.scheduler.crop(a, 0)
-    assert (a.num_tokens, a.num_computed_tokens, a.token_ids, a.group.status) == (0, 0, [], WAITING)
-    assert setup.pool.num_in_use == setup.manager.swap.num_in_use == 0
-    setup.extend(a, num_tokens=2)
-    assert setup.step().chunks == [(a.seq_id, 0, 2)]
-    setup.scheduler.free(a)
-    queues = setup.scheduler.queues
-    assert list(queues.groups) == [] and setup.pool.num_in_use == queues.num_running == 0
-
-
-def test_undo_takes_back_the_slots_of_a_step() -> None:
-    setup = Setup()
-    a, b = setup.computed(3), setup.computed([0, 1, 2, 3])
-    child = setup.scheduler.fork(a, setup.scheduler.new_group())
-    c = setup.add([0, 1, 2, 3, 4, 5, 6])
-    d = setup.add(2)
-    shared = setup.table(a)
-    setup.extend(a, num_tokens=2)
-    setup.extend(b)
-    step = setup.scheduler.schedule()
-    assert len(step.chunks) == 4
-    setup.scheduler.undo(step)
-    setup.manager.check_invariants()
-    assert [setup.manager.num_tokens(s.seq_id) for s in (a, b, c, d, child)] == [3, 4, 4, 0, 3]
-    assert [s.num_computed_tokens for s in (a, b, c, d, child)] == [3, 4, 4, 0, 3]
-    assert status(c, d) == [RUNNING, WAITING] and not setup.scheduler.queues.is_in_flight(a.group)
-    # The copy was made, so the sequence keeps it.
-    assert setup.table(child) == shared and setup.table(a) == [shared[0], step.block_copies[0][1]]
-    again = setup.step()
-    assert again.chunks == step.chunks and again.block_copies == []
 
 
 def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
@@ -913,19 +684,6 @@ def test_a_step_inside_a_step_takes_nothing_from_it() -> None:
     assert [s.num_uncomputed_tokens for s in (a, b)] == [1, 1]
     setup.scheduler.update(outer)
     assert [s.num_uncomputed_tokens for s in (a, b)] == [0, 0] and not setup.scheduler.queues.is_in_flight(b.group)
-
-
-def test_tokens_that_somebody_else_computed() -> None:
-    setup = Setup()
-    a, empty = setup.computed(3), setup.scheduler.new_sequence()
-    for sequence in (a, empty):
-        sequence.token_ids = None
-        sequence.num_tokens += 2
-    batch = setup.scheduler.schedule_together([a, empty])
-    assert batch.chunks == [(a.seq_id, 3, 2), (empty.seq_id, 0, 2)] and setup.scheduler.queues.is_in_flight(a.group)
-    assert setup.scheduler.update(batch) == []
-    assert (a.num_tokens, a.num_computed_tokens, a.group.status) == (5, 5, RUNNING)
-    assert setup.scheduler.queues.num_running == 2 and not setup.scheduler.queues.has_work
 
 
 # Cost

@@ -11,6 +11,8 @@ import pytest
 
 from helpers.processes import ROOT, run_compiled
 
+pytestmark = pytest.mark.ci
+
 OVER_THE_POOL = ("_decode_kernel", "_prefill_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel")
 OVER_THE_POOL += ("_latent_decode_kernel", "_write_latents_kernel", "_shared_decode_kernel")
 

@@ -68,27 +68,6 @@ def test_a_limit_may_be_as_high_as_one_likes(make_pair: MakePair, name: str, val
     assert pair.engine.generate([[5, 6], [7]], max_new_tokens=2)[1].token_ids
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
-        ({"block_size": 10**9}, "block_size must be at most 16777216 tokens, got 1000000000"),
-        ({"record": "file"}, "record='file': this setting is gone; model.paged.snapshot"),
-        ({"block_sizes": 4}, "unknown setting block_sizes; PagedConfig has: block_size"),
-        ({"config": {"block_size": 4}}, "config must be a PagedConfig, got dict"),
-        ({"config": PagedConfig(), "block_size": 4}, "either config=.* or single settings, not both .*block_size"),
-    ],
-    ids=lambda value: name_of(value) if isinstance(value, dict) else "",
-)
-def test_bad_setting(settings: dict[str, Any], message: str) -> None:
-    """Would break: a typo or a value out of range that is found out later, or never; `test_config.py` has them all."""
-    model = build("llama")
-    kind = type(model)
-    with pytest.raises(ValueError, match=message):
-        hf_paged.patch(model, **settings)
-    assert type(model) is kind and not hasattr(model, "paged"), "refused, and patched all the same"
-
-
 def test_patching_again(pair: Pair) -> None:
     """Would break: settings that silently stay, or change under live caches."""
     engine = pair.engine

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,34 +61,6 @@ def test_every_field_is_in_the_settings_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
     table = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]+?)`? \|", page, re.MULTILINE))
     assert table == {field.name: repr(field.default).replace("'", '"') for field in fields(PagedConfig)}
-
-
-def test_it_is_frozen() -> None:
-    config = PagedConfig()
-    for name in NAMES:
-        with pytest.raises(FrozenInstanceError):
-            setattr(config, name, 1)
-    with pytest.raises((AttributeError, TypeError)):
-        config.block_sise = 32  # type: ignore[attr-defined]
-    assert config == PagedConfig()
-
-
-def test_equality_and_hash() -> None:
-    assert PagedConfig() == PagedConfig(block_size=16) != PagedConfig(block_size=32)
-    assert len({PagedConfig(), PagedConfig(num_blocks=None), PagedConfig(num_blocks=1)}) == 2
-    for name, value in VALID:
-        config = replace(PagedConfig(), **{name: value})
-        assert (config == PagedConfig()) == (getattr(PagedConfig(), name) == value)
-
-
-def test_copies_and_pickles() -> None:
-    config = PagedConfig(num_blocks=7, strict=True)
-    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config)):
-        assert other == config
-
-
-def test_positional_order_is_the_documented_one() -> None:
-    assert PagedConfig(32, 9) == PagedConfig(block_size=32, num_blocks=9)
 
 
 # Validation

@@ -376,20 +376,6 @@ def test_cancel_while_waiting(make_pair: MakePair, arguments: dict[str, Any]) ->
     settle(pair)
 
 
-def test_cancel_while_prefilling(make_pair: MakePair) -> None:
-    """Would break: a long prompt that is computed to its end for no caller."""
-    pair = make_pair(max_num_batched_tokens=4, block_size=4)
-    brake = Brake(pair)
-    with brake.at(step=2) as reached:
-        request = pair.engine.submit(random_ids(1, 100), max_new_tokens=4)
-        reached()
-        assert 0 < blocks_in_use(pair) < 25
-        request.cancel()
-    assert request.result(PATIENCE).token_ids == [] and request.finish_reason == "cancelled"
-    assert pair.engine.stats().num_steps < 10
-    settle(pair)
-
-
 def test_cancel_while_decoding(pair: Pair) -> None:
     """Would break: blocks that stay with a cancelled request for longer than the step it is in."""
     brake = Brake(pair)

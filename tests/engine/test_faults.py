@@ -570,82 +570,7 @@ def test_a_processor_that_calls_the_model(pair: Pair, num_beams: int) -> None:
 # Stale prefixes
 
 
-def train(model: Any) -> None:
-    """One step of training."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(input_ids=prompt(3, 20), labels=prompt(3, 20)).loss.backward()
-    optimizer.step()
-
-
-def load(model: Any) -> None:
-    """Other weights."""
-    model.load_state_dict(build("llama", seed=7).state_dict())
-
-
-def assign(model: Any) -> None:
-    """Other weights, in new tensors."""
-    model.load_state_dict(build("llama", seed=8).state_dict(), assign=True)
-
-
-@pytest.mark.parametrize("change", [train, load, assign])
-def test_weights_that_change_between_requests(pair: Pair, change: Callable[[Any], None]) -> None:
-    """Would break: keys and values of other weights under the same tokens."""
-    ids = prompt(5, 30)
-    given = {"max_new_tokens": 10} | ENDLESS
-
-    def look(model: Any) -> list[list[list[int]]]:
-        return [stock_rows(model, ids, **given), stock_rows(model, ids, **given, num_beams=2)]
-
-    def requests() -> list[list[list[int]]]:
-        engine = pair.engine
-        return [engine.submit(ids, **given, **more).result(PATIENCE).sequences for more in ({}, {"num_beams": 2})]
-
-    before = look(pair.stock)
-    assert requests() == look(pair.paged) == before
-    for model in (pair.stock, pair.paged):
-        change(model)
-    after = look(pair.stock)
-    assert after != before, "the change is too small"
-    assert requests() == look(pair.paged) == after
-    settle(pair)
-
-
-def test_adapters_that_change_between_requests() -> None:
-    """Would break: the keys and values of one adapter under the other."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, lora_alpha=64, init_lora_weights=False)
-    stock = peft.get_peft_model(build("llama"), config, adapter_name="one")
-    stock.add_adapter("two", config)
-    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
-    engine = paged.get_base_model().paged
-    ids = prompt(5, 30)
-    seen = set()
-    for name in ("one", "two", "one", "two"):
-        for model in (stock, paged):
-            model.set_adapter(name)
-        expected = stock.generate(input_ids=ids, max_new_tokens=10, **ENDLESS)[0, 30:].tolist()
-        assert engine.submit(ids, max_new_tokens=10, **ENDLESS).result(PATIENCE).token_ids == expected
-        assert engine.submit(ids, max_new_tokens=10, **ENDLESS).result(PATIENCE).token_ids == expected
-        seen.add(tuple(expected))
-    assert len(seen) == 2, "the adapters don't differ"
-    assert engine.stats().prefix_cache_hit_tokens >= 6 * 28, "an adapter's own prefixes are found again"
-    engine.check_invariants()
-
-
 # What transformers' own continuous batching gets wrong
-
-
-@pytest.mark.parametrize("name", ["bloom", "falcon_alibi", "falcon_new", "gptj", "mpt", "gemma2", "gpt_oss"])
-def test_architectures_that_need_more_than_a_packed_batch(make_pair: MakePair, name: str) -> None:
-    """Would break: silently other tokens where a model has attention of its own, a softcap, windows or sinks."""
-    pair = make_pair(name, num_blocks=128)
-    prompts = [prompt(seed, length) for seed, length in ((0, 14), (1, 3), (2, 9), (3, 1))]
-    kinds: list[dict[str, Any]] = [{}, {"num_beams": 2}]
-    requests = [(ids, kind, pair.engine.submit(ids, max_new_tokens=10, **kind)) for ids in prompts for kind in kinds]
-    for ids, kind, request in requests:
-        assert request.result(PATIENCE).sequences == stock_rows(pair.stock, ids, max_new_tokens=10, **kind), kind
-    settle(pair)
 
 
 def test_left_padding_is_no_prompt(pair: Pair) -> None:
@@ -684,19 +609,6 @@ def test_refusals_while_others_run(make_pair: MakePair) -> None:
                 with pytest.raises(ValueError, match="'twice' is running already"):
                     pair.engine.submit(prompt(5), max_new_tokens=5, request_id="twice")
     assert running.result(PATIENCE).sequences == stock_rows(pair.stock, prompt(5), max_new_tokens=50, **ENDLESS)
-
-
-def test_ordinary_forwards_are_left_alone(pair: Pair) -> None:
-    """Would break: scoring or training beside requests that finds the engine's attention on the model."""
-    name = pair.stock.config._attn_implementation
-    ids = prompt(5, 20)
-    with torch.no_grad():
-        expected = pair.stock(ids).logits
-    with neighbours(pair):
-        for _ in range(10):
-            with torch.no_grad():
-                assert torch.equal(pair.paged(ids).logits, expected)
-    assert pair.paged.config._attn_implementation == name
 
 
 def test_a_large_pool_costs_nothing_until_it_is_used(make_pair: MakePair) -> None:

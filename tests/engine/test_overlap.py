@@ -205,12 +205,6 @@ def test_a_picture_between_launch_and_collect(overlaps: bool, monkeypatch: pytes
         assert any(row[:num_tokens][-len(tail) :] == tail for row in results)
 
 
-def test_streams_come_in_order() -> None:
-    model, ids = patch(), random_ids(1, 5)
-    request = model.paged.submit(ids, **GREEDY)
-    assert list(request) == build("llama").generate(ids, **GREEDY)[0, 5:].tolist()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are put into the fixed inputs on the device; on CPU a recording is the function, run again."""

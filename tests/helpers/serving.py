@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from openai import OpenAI
 
 import hf_paged
 from helpers.models import tiny_lm, tiny_tokenizer
-from helpers.waiting import PATIENCE, join
+from helpers.waiting import PATIENCE, eventually, join
 from hf_paged.server.run import DrainingServer, make_server
 from hf_paged.server.settings import ServerSettings
 
@@ -55,14 +54,6 @@ class Served:
     def is_free(self) -> bool:
         stats = self.engine.stats()
         return stats.num_free_blocks == stats.num_blocks and stats.num_running == stats.num_waiting == 0
-
-
-def eventually(is_true: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
-    """Asserts that something becomes true, soon."""
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 @contextmanager

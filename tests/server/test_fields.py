@@ -123,11 +123,6 @@ def test_stop_strings_behind_the_least_tokens(served: Served) -> None:
     assert streamed(served, **given, min_tokens=8)[0] == [text]
 
 
-def test_greedy_texts_are_repeated(served: Served) -> None:
-    reply = served.complete(max_tokens=NEW, temperature=0, n=3)
-    assert texts(reply) == stock() * 3 and reply["usage"]["completion_tokens"] == 3 * NEW
-
-
 @pytest.mark.parametrize("kind", ["texts", "ids", "one_of_ids"])
 def test_prompts(served: Served, kind: str) -> None:
     """Would break: a list of prompts in another order, token ids taken for texts."""
@@ -148,20 +143,6 @@ def test_best_of(served: Served) -> None:
     best = served.complete(max_tokens=6, seed=5, n=2, best_of=6)
     assert texts(best) == [choice["text"] for choice in ranked[:2]]
     assert best["usage"]["completion_tokens"] == 36 and best["choices"][0]["logprobs"] is None
-
-
-@pytest.mark.parametrize(
-    "asked", [{"presence_penalty": 2.0}, {"frequency_penalty": 1.5}, {"logit_bias": {"261": -100, "20": 9.5}}], ids=str
-)
-def test_penalties(served: Served, asked: dict[str, Any]) -> None:
-    """The engine's, which are compared with the formula where they are."""
-    own = {name: {int(k): v for k, v in value.items()} if isinstance(value, dict) else value
-           for name, value in asked.items()}  # fmt: skip
-    ids = tiny_tokenizer()(PROMPT)["input_ids"]
-    tokens = served.engine.submit(ids, max_new_tokens=40, do_sample=False, **own).result(20).token_ids
-    expected = tiny_tokenizer().decode(ids + tokens, skip_special_tokens=True)
-    reply = served.complete(max_tokens=40, temperature=0, echo=True, **asked)
-    assert texts(reply) == [expected] != [PROMPT + text for text in stock(max_new_tokens=40)]
 
 
 @pytest.mark.parametrize("stop", ["e", [" of", "ing", "\n"], ["the king of "]], ids=str)

@@ -16,8 +16,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from helpers.serving import eventually, serving
-from helpers.waiting import PATIENCE, join
+from helpers.serving import serving
+from helpers.waiting import PATIENCE, eventually, join
 from hf_paged.server.heads import limited_protocol
 from hf_paged.server.settings import ServerSettings
 

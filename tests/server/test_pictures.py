@@ -15,7 +15,8 @@ import transformers as hf
 from PIL import Image
 
 from helpers.models import tiny_tokenizer
-from helpers.serving import Served, eventually, serving
+from helpers.serving import Served, serving
+from helpers.waiting import eventually
 from helpers.wrappers import SIZE, WRAPPERS
 from hf_paged.server.pictures import Opened
 from hf_paged.server.settings import ServerSettings

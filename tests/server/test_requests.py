@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 
 import hf_paged
 from helpers.models import tiny_lm, tiny_tokenizer
-from helpers.serving import Served, eventually, serving
-from helpers.waiting import join
+from helpers.serving import Served, serving
+from helpers.waiting import eventually, join
 from hf_paged.server import RequestTable, ServerSettings, create_app, requests
 
 COMPLETION = "/v1/completions"

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ValidationError
 
 import hf_paged
 from helpers.models import tiny_lm, tiny_tokenizer
-from helpers.serving import Served, eventually, serving
-from helpers.waiting import join
+from helpers.serving import Served, serving
+from helpers.waiting import eventually, join
 from hf_paged.server.logs import JsonLines
 from hf_paged.server.schemas import ChatRequest, CompletionRequest
 from hf_paged.server.settings import ServerSettings

@@ -65,7 +65,8 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     if cache is not None:
         longest = check_prompt(engine, call)
         per_step = config.output_hidden_states and config.return_dict_in_generate
-        if not engine.forwards.is_batched() or cache.is_padded or per_step:
+        is_kept = any(row is not None and not row.is_recomputable for row in cache.sequences)
+        if not engine.forwards.is_batched() or is_kept or per_step:
             call.num_blocks = call.input_ids.shape[0] * engine.core.manager.most_blocks(longest, longest)
         if call.loop == "_beam_search":
             call.watch = BeamSearchLoop(model, cache, rows_may_leave(engine, call))
@@ -166,13 +167,7 @@ def check_prompt(engine: Engine, call: PreparedCall) -> int:
     if cache.get_seq_length() and leaves_out and is_whole and not generation_config.is_assistant:
         check_continuation(cache, input_ids if embeds is None else embeds, mask)
     longest = prompt = max(prompt, mask_length)
-    if (
-        mask is not None
-        and mask.ndim == 2
-        and mask.shape[1] == prompt
-        and engine.forwards.is_batched()
-        and not cache.is_padded
-    ):
+    if mask is not None and mask.ndim == 2 and mask.shape[1] == prompt and engine.forwards.is_batched():
         longest = int(mask.sum(dim=1).max())  # once a call
     new_tokens = max(generation_config.max_length - input_ids.shape[1], 0)
     growth = max(new_tokens - 1, 0)  # the last token's keys are never needed

@@ -83,7 +83,7 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
             why_padded = f"{why_padded.partition(_AS_LATENTS)[0]}{_AS_LATENTS}{failure}"
         if keeps_inference_tensors(model):
             model = build(base, model.config)
-    return f"its layers don't compute over the pool what they do over a cache of their own ({failure:.200})"
+    return ModelTraits(found.layers, False, rows_independent=False, why_padded=why_padded or failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,6 @@ def _ways(
         shares_attention=tiny.noted.is_shared,
     )
     if not is_causal:  # keys of a token follow from those behind it in its forward: none can be computed again
-        yield own, False
         return
     if may_pack:
         # The windows that the config states, unless a layer turns out to attend to more than that.
@@ -194,8 +193,6 @@ def _ways(
             yield replace(own, runs_padded=True, allows_inference_mode=may_infer), False
     else:
         yield replace(own, regime_length=_regime_length(text)), False
-    if not stored.states:
-        yield own, False
 
 
 def _windowed(layers: Layers, model: PreTrainedModel) -> Layers:

@@ -50,6 +50,8 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
 
     `verifies_drafts`: it is the assisted decoding of one prompt.
     """
+    if model.paged.traits.runs_stock:
+        return f"the pool is not for this {base_class(model).__name__} ({model.paged.traits.why_padded})"
     if (generation_config.is_assistant or verifies_drafts) and model.paged.traits.states:
         return "drafts of a model whose layers keep a state are taken back"
     if cache is not None:

@@ -61,11 +61,13 @@ class SupportReport:
     @property
     def layout(self) -> str:
         """How forwards run: "packed" (real tokens side by side, attention straight over the pool), "padded" (rows of
-        one width, the model's own attention over keys gathered from it) or "alone" (the same, a call at a time). Empty
-        if not supported.
+        one width, the model's own attention over keys gathered from it), "alone" (the same, a call at a time) or
+        "stock" (calls run stock `generate()`, and nothing over the pool). Empty if not supported.
         """
         if self.traits is None:
             return ""
+        if self.traits.runs_stock:
+            return "stock"
         return "packed" if self.traits.runs_packed else "padded" if self.traits.is_batched else "alone"
 
     @property
@@ -85,8 +87,8 @@ class SupportReport:
         return 0.0 if self.traits is None else CacheGroups.of(self.traits.stored).padding(self.traits.stored)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token in all layers, in a pool of this dtype; 0 if not supported."""
-        layers = () if self.traits is None else self.traits.stored
+        """Keys and values of one token in all layers, in a pool of this dtype; 0 if nothing runs over one."""
+        layers = () if self.traits is None or self.traits.runs_stock else self.traits.stored
         return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 

@@ -104,8 +104,8 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool exists."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self._cache.update(key_states, value_states, self._layer_idx)
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._cache.update()  # type: ignore[no-any-return]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.get_mask_sizes(query_length, self._layer_idx)
@@ -164,7 +164,7 @@ class PagedCache(Cache):
         model: A model patched by `hf_paged.patch`.
 
     Raises:
-        ValueError: The model isn't patched.
+        ValueError: The model isn't patched, or is one whose calls run stock `generate()`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -172,6 +172,11 @@ class PagedCache(Cache):
         if engine is None:
             kind = type(model).__name__
             raise ValueError(f"PagedCache needs a patched model: call hf_paged.patch(model) first, got {kind}")
+        if engine.traits.runs_stock:
+            raise ValueError(
+                f"there is no PagedCache for this {type(model).__name__} ({engine.traits.why_padded}): give it a cache "
+                "of transformers' own"
+            )
         self._setup(engine.store)
 
     @classmethod
@@ -187,16 +192,11 @@ class PagedCache(Cache):
         self.store = store
         self.owned_by_call = False
         self.loop: Any = None  # the decoding loop that is running over it
-        # True once a forward stored tokens that may be padding or whose mask the pool does not know: from then on
-        # forwards use the caller's mask over the gathered keys.
-        self.is_padded = False
         self.state: dict[Any, Any] = {}  # what a multimodal model's forwards leave for those behind them
         self._rows = CacheRows(store)
         self._width = 0
         self._windows = store.windows()
         self._records_past = False
-        self._lengths = [0] * len(self._windows)  # differ from the width only inside a forward
-        self._active: list[int] | None = None  # rows a forward runs on, when not on all
         kinds = enumerate(store.caches_tokens())
         super().__init__(layers=[(PagedLayer if has_keys else StateLayer)(self, i) for i, has_keys in kinds])
 
@@ -239,16 +239,12 @@ class PagedCache(Cache):
     def advance(self, num_columns: int) -> None:
         """Books columns whose tokens a packed forward stored in all layers."""
         self._width += num_columns
-        self._lengths = [self._width] * len(self._lengths)
 
     def rewind(self, width: int) -> None:
         """Forgets columns of a forward that failed; their tokens were taken back by the engine."""
         self._width = width
-        self._lengths = [width] * len(self._lengths)
-        self._active = None
         if width == 0:
             self._rows.clear()
-            self.is_padded = False
             self.state = {}
 
     def shape(self) -> CacheShape:
@@ -263,11 +259,6 @@ class PagedCache(Cache):
         self._rows.fan_out = shape.fan_out
         self.padding[:] = shape.padding
         self._width = shape.width
-        self._lengths = [shape.width] * len(self._lengths)
-
-    def select_active(self, rows: list[int] | None) -> None:
-        """Rows that the forward about to run is about; `None`: all."""
-        self._active = rows
 
     @deferred_interrupt()
     def split_fan_out(self) -> None:
@@ -281,56 +272,20 @@ class PagedCache(Cache):
 
     # The Cache interface
 
-    @deferred_interrupt()
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values of one layer, `[batch, num_kv_heads, new, head_dim]`, and returns all of them.
-
-        This is what a forward reaches that the engine does not drive (`model.model(...)`, a model with attention code
-        of its own): any attention works on what it returns, masked by the caller's mask as with `DynamicCache`.
-
-        Raises:
-            ValueError: The batch size differs from the cache's, or the states have other dimensions.
-        """
-        if key_states.ndim != 4:  # as position ids of a form that the model does not know make them
-            raise ValueError(f"keys must be [batch, num_kv_heads, tokens, head_dim], got {list(key_states.shape)}")
-        if torch.is_grad_enabled() and key_states.requires_grad:
-            logger.warning_once("hf_paged: no gradient flows through the keys and values of a PagedCache")
-        batch, _, new, _ = key_states.shape
-        if layer_idx >= len(self._lengths):
-            raise ValueError(
-                f"layer {layer_idx} stores keys, and the model was patched with {len(self._lengths)} layers: unpatch "
-                "it, and patch it again"
-            )
-        start = self._lengths[layer_idx]
-        if not len(self._rows):
-            self._rows.fan_out = 1
-            self.open_rows(batch)
-        rows = self.sequences
-        active = self._active if self._active is not None else range(len(rows))
-        sequences = [sequence for row in active if (sequence := rows[row]) is not None]
-        if len(sequences) != batch:
-            raise ValueError(
-                f"got keys of {batch} rows for a cache with {self.batch_size} rows (of tokens, or of position_ids?)"
-            )
-        is_first_layer = start == self._width
-        self.is_padded |= is_first_layer
-        padding = [self.padding[row] for row in active]
-        states = self.store.store_tokens(
-            layer_idx, sequences, key_states, value_states, padding, start + new, is_first_layer
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raises `ValueError`: only forwards of the patched model store into the pool."""
+        if self.loop is not None:
+            self.loop.check_cancelled()  # the model was unpatched, whose forward comes here now
+        raise ValueError(
+            "a PagedCache is filled by forwards of the patched model itself: give it to that (with "
+            "output_hidden_states=True for what its inner model returns), and a DynamicCache to an inner module"
         )
-        self._lengths[layer_idx] = start + new
-        self._width = max(self._width, start + new)
-        return states
 
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Stores new keys of a layer's indexer, `[batch, new, index_head_dim]`, and returns all of them."""
-        return as_indexer(self.update, indexer_key_states, self.store.num_layers + layer_idx)
+    update_indexer = update  # type: ignore[assignment]
 
     def read_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer for the whole batch, as its `keys` and `values`."""
-        width = self._lengths[layer_idx]
+        width = self._width
         # Row by row: a batch larger than the pool is never in it as a whole.
         rows = [
             self.store.read_tokens(layer_idx, [row], [pad], width)
@@ -347,7 +302,7 @@ class PagedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch stored so far, left padding included."""
-        return self._lengths[layer_idx] if layer_idx < len(self._lengths) else 0
+        return self._width if layer_idx < len(self._windows) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """`(columns, 0)`: what `update` will return for `query_length` new tokens, and the first column's index."""
@@ -388,7 +343,6 @@ class PagedCache(Cache):
         width = max(self._width + tokens_to_remove, 0)
         self._rows.crop(self._width, width)
         self._width = width
-        self._lengths = [width] * len(self._lengths)
 
     @deferred_interrupt()
     def activate_past_recording(self) -> None:
@@ -432,7 +386,7 @@ class PagedCache(Cache):
         copy = type(self).__new__(type(self))
         copy._setup(self.store)
         copy._rows.copy_from(self._rows)
-        copy.is_padded, copy._records_past = self.is_padded, self._records_past
+        copy._records_past = self._records_past
         copy.state = dict(self.state)
         copy.advance(self._width)
         return copy

@@ -31,16 +31,6 @@ class SequenceStore(Protocol):
     def crop_sequence(self, sequence: Sequence, num_tokens: int) -> None: ...
     def keep_past(self, sequence: Sequence) -> None: ...
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None: ...
-    def store_tokens(
-        self,
-        layer: int,
-        sequences: list[Sequence],
-        key: Tensor,
-        value: Tensor,
-        padding: list[int],
-        width: int,
-        is_first_layer: bool,
-    ) -> tuple[Tensor, Tensor]: ...
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]: ...

@@ -86,6 +86,11 @@ class PaddedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores `[B, num_kv_heads, Q, width]` keys and values; returns `[B, num_kv_heads, W, width]`."""
+        if layer_idx >= len(self._places):
+            raise ValueError(
+                f"layer {layer_idx} stores keys, and the model was patched with {len(self._places)} layers: unpatch "
+                "it, and patch it again"
+            )
         key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
         if self.real is not None:
             real = self.real.to(key.device)

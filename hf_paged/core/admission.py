@@ -164,7 +164,6 @@ class Admission:
         computed = step.hashes | self.offered if self.offered else step.hashes
         if not computed or not sequence.is_recomputable or end > min(sequence.logits_from, sequence.num_tokens - 1):
             return False
-        assert sequence.token_ids is not None
         hashes = self._manager.prefix.prompt_hashes(sequence.seq_id, sequence.token_ids, sequence.extra_key, start, end)
         return any(block_hash in computed for block_hash in hashes)
 

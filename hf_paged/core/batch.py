@@ -199,7 +199,7 @@ class _Tokens:
     def add_decodes(self, sequences: tuple[Sequence, ...], starts: tuple[int, ...]) -> bool:
         """Rows of a token each, column by column, if these are their sequences' last, wanted and plain ids; or not."""
         num = len(sequences)
-        known = [sequence.token_ids or [] for sequence in sequences]
+        known = [sequence.token_ids for sequence in sequences]
         if not all(known) or [sequence.wanted for sequence in sequences].count(None) < num:
             return False
         if sum([sequence.num_tokens for sequence in sequences]) > sum(starts) + num:
@@ -227,10 +227,7 @@ class _Tokens:
             known: list[Any] | None = sequence.token_ids
             offset = sequence.position_offset
             first, end = len(self.ids), start + num_tokens
-            if known is None:
-                self.positions.fromlist([*range(offset + start, offset + end)])
-                self.ids.frombytes(bytes(8 * num_tokens))
-            elif start < sequence.given_end:
+            if start < sequence.given_end:
                 self._add_given(known[start:end], offset + start)
             else:
                 self.positions.fromlist([*range(offset + start, offset + end)])

@@ -72,7 +72,6 @@ class GroupRows:
         for sequence, num_tokens in requests:
             step.chunks.append((sequence, sequence.num_computed_tokens, num_tokens))
             if num_tokens > 1 and sequence.is_recomputable and self._queues.is_any_outside:
-                assert sequence.token_ids is not None
                 step.hashes.update(
                     manager.prefix.prompt_hashes(
                         sequence.seq_id,
@@ -230,14 +229,13 @@ class GroupRows:
         sequence.num_cached_tokens = 0
         if not sequence.is_recomputable:
             return
-        assert sequence.token_ids is not None
         manager = self._manager
         limit = min(sequence.logits_from, sequence.num_tokens - manager.least_chunk)
         if limit <= 0:
             return
         best, shared = None, 0
         for sibling in sequence.group.sequences:
-            if sibling.num_computed_tokens > shared:
+            if sibling.num_computed_tokens > shared and sibling.is_recomputable:
                 common = self._cut(sequence, min(common_prefix(sequence, sibling), limit, sibling.num_computed_tokens))
                 if common > shared and manager.can_share(sibling.seq_id, common):
                     best, shared = sibling, common
@@ -264,8 +262,8 @@ class GroupRows:
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:
-    """Tokens that two sequences begin with alike (0 if unknown)."""
-    if one.token_ids is None or other.token_ids is None or one.extra_key != other.extra_key:
+    """Tokens that two sequences begin with alike."""
+    if one.extra_key != other.extra_key:
         return 0
     a, b = one.token_ids, other.token_ids
     length = min(len(a), len(b))

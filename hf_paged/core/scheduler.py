@@ -172,7 +172,6 @@ class Scheduler(Sequences):
             in_flight.discard(sequence.group.arrival)
             # A block whose last token is still expected follows when that is known.
             if end % block_size < num_tokens and not sequence.has_placeholders and sequence.is_recomputable:
-                assert sequence.token_ids is not None
                 own = self._manager.prefix.offer(sequence.seq_id, sequence.token_ids, sequence.extra_key, end)
                 if num_tokens > 1:
                     self._manager.snapshot(sequence.seq_id, end)

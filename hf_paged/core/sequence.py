@@ -97,9 +97,8 @@ class Sequence:
     Attributes:
         seq_id: Key of the sequence's block table in the `BlockManager`.
         group: The sequences it is scheduled with.
-        token_ids: All its tokens, in cache order, ids or `GivenToken`s; `None` once one is unknown (keys written
-            by a forward that did not go through the engine). Unknown tokens can't be hashed nor computed again. Fewer
-            than `num_tokens` while the last are expected: chosen on the device, and on their way to the host.
+        token_ids: All its tokens, in cache order, ids or `GivenToken`s. Fewer than `num_tokens` while the last are
+            expected: chosen on the device, and on their way to the host.
         num_tokens: Tokens of the sequence, computed or not.
         num_computed_tokens: Leading tokens whose keys and values are in the pool (or in CPU memory, while swapped).
         num_prompt_tokens: Of these, the prompt of the call that it belongs to (0: not known yet).
@@ -114,8 +113,9 @@ class Sequence:
         extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
             cache salt: part of the block hash.
         given_end: Index behind its last `GivenToken`, or more.
-        is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, or rotary
-            frequencies that depended on the longest row of their step.
+        is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, a mask
+            with holes, or rotary frequencies that depended on the longest row of their step. They can't be hashed nor
+            computed again.
         spans: First token, and that behind the last, of each run of tokens that see each other, whichever comes first
             (those of a picture, of some models): they are computed in one step.
         wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
@@ -125,7 +125,7 @@ class Sequence:
 
     seq_id: int
     group: SequenceGroup
-    token_ids: list[Token] | None = field(default_factory=list)
+    token_ids: list[Token] = field(default_factory=list)
     num_tokens: int = 0
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -145,12 +145,12 @@ class Sequence:
     @property
     def is_recomputable(self) -> bool:
         """Whether the pool's content for this sequence is a function of known tokens and the model as it is."""
-        return self.token_ids is not None and not self.is_stale
+        return not self.is_stale
 
     @property
     def has_placeholders(self) -> bool:
         """Whether the device knows tokens of it that the host doesn't know yet."""
-        return self.token_ids is not None and len(self.token_ids) < self.num_tokens
+        return len(self.token_ids) < self.num_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

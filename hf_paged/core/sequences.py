@@ -65,8 +65,7 @@ class Sequences:
         self._num_sequences += 1
         self._log.enter(self._num_sequences, group)
         self._manager.fork(parent.seq_id, self._num_sequences)
-        token_ids = None if parent.token_ids is None else parent.token_ids.copy()
-        child = replace(parent, seq_id=self._num_sequences, group=group, token_ids=token_ids)
+        child = replace(parent, seq_id=self._num_sequences, group=group, token_ids=parent.token_ids.copy())
         group.sequences.append(child)
         if group is not parent.group:
             group.status, group.is_idle = parent.group.status, parent.group.is_idle
@@ -100,8 +99,7 @@ class Sequences:
         """
         if not self.can_crop(sequence, num_tokens):
             raise ValueError(f"what sequence {sequence.seq_id} needs behind {num_tokens} tokens was given back")
-        if sequence.token_ids is not None:
-            del sequence.token_ids[num_tokens:]
+        del sequence.token_ids[num_tokens:]
         sequence.num_tokens = num_tokens
         sequence.given_end = min(sequence.given_end, num_tokens)
         sequence.num_at_once = min(sequence.num_at_once, num_tokens)
@@ -152,7 +150,6 @@ class Sequences:
 
     def resolve_token(self, sequence: Sequence, token_id: int) -> None:
         """Which token the first placeholder is. Its keys may be computed already."""
-        assert sequence.token_ids is not None
         sequence.token_ids.append(token_id)
         num_known = len(sequence.token_ids)
         is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
@@ -166,7 +163,6 @@ class Sequences:
 
         `settle_drafts` says what becomes of them, before others are added.
         """
-        assert sequence.token_ids is not None
         first = sequence.num_tokens - 1
         sequence.token_ids += token_ids
         sequence.num_tokens += len(token_ids)

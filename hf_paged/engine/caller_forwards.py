@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +10,7 @@ import torch
 from transformers.utils import ModelOutput, logging
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.batch import Chunk
 from hf_paged.core.errors import UnsupportedCallError
-from hf_paged.core.event_log import StepRows
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.call_context import call_context
@@ -97,12 +94,10 @@ class CallerForwards:
                     raise not_shared_out(
                         "a forward whose padding can be seen (hidden states, hooks on inner modules, masks with holes)"
                     )
-                if padding is None:
-                    output = self._forward_padded(cache, call, active if is_partial else None)
-                elif not is_packed:
-                    output = self._forward_called(cache, call, active, padding)
-                else:
+                if is_packed and padding is not None:
                     output = self._forward_packed(cache, call, active, padding)
+                else:
+                    output = self._forward_called(cache, call, active, padding)
         except BaseException:
             with self._core.transaction():
                 for mark in before:
@@ -127,7 +122,7 @@ class CallerForwards:
         # Dropout in training mode is the model's own attention's business.
         traits = self._core.traits
         is_own = config.num_hidden_layers == traits.num_layers and not (model.training and is_stochastic(model))
-        return is_own and (traits.is_batched or traits.regime_length is not None)
+        return is_own and not traits.runs_stock
 
     def look_at_hooks(self) -> None:
         """At the beginning of a call: finds the hooks of modules that were put into the model since."""
@@ -163,10 +158,20 @@ class CallerForwards:
         return PackedForward.make(call, sequences, padding, cache.get_seq_length(), takes_positions)
 
     def _forward_called(
-        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]
+        self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int] | None
     ) -> ModelOutput:
-        """A step in the caller's shape, since its padding is seen; on its thread, where hooks of its own may look."""
-        packed = self._pack(cache, call, active, padding)
+        """A step in the caller's shape, since its padding is seen; on its thread, where hooks of its own may look.
+
+        Without `padding`, what it stores doesn't follow from its tokens: each of its columns is kept, as it comes out.
+        """
+        if padding is None:
+            ids = call.on_host().input_ids
+            ids = torch.zeros(call.tokens.shape[:2], dtype=torch.int64, device="cpu") if ids is None else ids
+            packed = self._pack(
+                cache, ForwardCall(ids, None, None, None, 0), active, [cache.padding[r] for r in active]
+            )
+        else:
+            packed = self._pack(cache, call, active, padding)
         sequences, width = packed.sequences, packed.width + packed.length
         with self._store.residency.holding(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
             with self._core.transaction():
@@ -174,7 +179,7 @@ class CallerForwards:
                 limit = self._core.traits.regime_length
                 hooks = self._core.weights_version.hooks
                 # Frequencies are those of the moment from here on; only this call's steps know its rows' adapters.
-                if (limit is not None and packed.longest >= limit) or hooks.has_rows_of_mine:
+                if padding is None or (limit is not None and packed.longest >= limit) or hooks.has_rows_of_mine:
                     for sequence in sequences:
                         sequence.is_stale = True
                 rows = [row for row, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]
@@ -183,31 +188,6 @@ class CallerForwards:
             output: ModelOutput = self._core.executor.launch(batch, called)
             self._core.worker.loop.settle()
         cache.advance(packed.length)
-        hand_out([value for name, value in output.items() if name not in CACHE_ARGUMENTS])
-        return output
-
-    def _book_forward(self, sequences: list[Sequence], lengths: list[int], started: float) -> None:
-        """Counts a forward that was a step of its own; `lengths` are those before it. The pool's lock is held."""
-        chunks: list[Chunk] = [(s, start, s.num_tokens - start) for s, start in zip(sequences, lengths, strict=True)]
-        number = self._core.executor.count_step(len(chunks), sum(n for _, _, n in chunks))
-        self._core.executor.note_step(number, StepRows.of(chunks), time.perf_counter() - started)
-
-    def _forward_padded(self, cache: PagedCache, call: ForwardCall, active: list[int] | None) -> ModelOutput:
-        """Runs the model's own padded forward by itself; `cache.update` stores and gathers."""
-        sequences = [sequence for sequence in cache.sequences if sequence is not None]
-        with self._store.residency.holding(sequences, has_forward=True), among_steps(self._core.pool.kv_device):
-            started, lengths = time.perf_counter(), [sequence.num_tokens for sequence in sequences]
-            cache.select_active(active)
-            output: ModelOutput = self._core.bound.run_unpatched(
-                use_cache=True,
-                return_dict=True,
-                twin=call.twin,
-                **call.arguments(),
-                **{self._core.bound.cache_argument: cache},
-            )
-            cache.select_active(None)
-            with self._core.transaction():
-                self._book_forward(sequences, lengths, started)
         hand_out([value for name, value in output.items() if name not in CACHE_ARGUMENTS])
         return output
 

@@ -325,7 +325,7 @@ class Engine(Lasting):
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
             found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
             `num_tokens`, whose id is still on its way), `tail` (the last token ids, -1 of a token given as an embedding
-            or at a position of its own, [] if unknown) and
+            or at a position of its own) and
             `block_table` (indices of CPU blocks while swapped). A model some of whose layers see a window only has
             several tables a sequence, one for each group of layers: `block_tables`, the first of which is
             `block_table`; -1 in them is a block behind the window, which was given back. `waiting`, `running` and

@@ -209,7 +209,6 @@ class StepExecutor:
         first: GivenToken | None = None
         count = 0
         for sequence, start, num_tokens in self._pool.scheduler.chunks(batch):
-            assert sequence.token_ids is not None
             for token in sequence.token_ids[start : start + num_tokens]:
                 if not isinstance(token, GivenToken) or token.embeddings is None:
                     continue

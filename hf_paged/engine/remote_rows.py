@@ -68,18 +68,6 @@ class RemoteRows:
     def keep_past(self, sequence: Sequence) -> None:
         """There is nothing to keep."""
 
-    def store_tokens(
-        self,
-        layer: int,
-        sequences: list[Sequence],
-        key: Tensor,
-        value: Tensor,
-        padding: list[int],
-        width: int,
-        is_first_layer: bool,
-    ) -> tuple[Tensor, Tensor]:
-        raise not_shared_out("PagedCache.update()")
-
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:

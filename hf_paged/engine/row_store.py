@@ -10,9 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
-from hf_paged.core.batch import Batch
 from hf_paged.core.block_table import GONE
-from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
@@ -130,91 +128,6 @@ class RowStore:
     def _end(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.group.is_idle, sequence.group.request_id = True, None
-
-    # Keys and values, from outside of a step
-
-    @deferred_interrupt()
-    def store_tokens(
-        self,
-        layer: int,
-        sequences: list[Sequence],
-        key: Tensor,
-        value: Tensor,
-        padding: list[int],
-        width: int,
-        is_first_layer: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of one layer that no step has computed, behind what there is; returns all of them.
-
-        No step runs meanwhile, and all of it is in the pool.
-
-        Args:
-            key: `[B, num_kv_heads, q, head_dim]`.
-            is_first_layer: The tokens get their slots here, and are unknown.
-
-        Returns:
-            See `read_tokens`.
-
-        Raises:
-            OutOfBlocksError: The pool can't hold them.
-        """
-        if self._core.ranks is not None:
-            raise not_shared_out("PagedCache.update()")
-        if is_first_layer and self._core.current_loop is not None:
-            self._core.current_loop.check_cancelled()  # the model was unpatched, whose forward comes here now
-        num_tokens = key.shape[2]
-        with self.residency.holding(sequences):
-            batch = self._add_unknown(sequences, num_tokens) if is_first_layer else None
-            try:
-                if batch is not None:
-                    self._pool.execute_moves(batch)
-                self._write(layer, sequences, key, value, [width - num_tokens - pad for pad in padding])
-                return self.read_tokens(layer, list(sequences), padding, width)
-            except BaseException:
-                if is_first_layer:
-                    with self.transaction():
-                        for sequence in sequences:
-                            self._core.scheduler.crop(sequence, sequence.num_tokens - num_tokens)
-                raise
-
-    def _add_unknown(self, sequences: list[Sequence], num_tokens: int) -> Batch:
-        """Gives each sequence slots for so many tokens that are about to be stored; returns what moves for them."""
-        with self.transaction():
-            known = [sequence.token_ids for sequence in sequences]
-            for sequence in sequences:
-                sequence.token_ids = None
-                sequence.num_tokens += num_tokens
-            try:
-                batch = self.residency.schedule_together(sequences)
-            except OutOfBlocksError:
-                for sequence, token_ids in zip(sequences, known, strict=True):
-                    sequence.token_ids = token_ids
-                    sequence.num_tokens -= num_tokens
-                raise
-            self._core.scheduler.update(batch)
-            for sequence in sequences:
-                sequence.num_prompt_tokens = sequence.num_prompt_tokens or sequence.num_tokens
-            self._pool.record_peak()
-            return batch
-
-    def _write(self, layer: int, sequences: list[Sequence], key: Tensor, value: Tensor, start: list[int]) -> None:
-        with among_steps(key.device), self.transaction():
-            length = key.shape[2]
-            group = self._group(layer)
-            slots = np.stack(
-                [
-                    self._slots(sequence, group, np.arange(first, first + length))
-                    for sequence, first in zip(sequences, start, strict=True)
-                ]
-            )
-            kv_cache, index, _ = self._pool.kv_cache.at(layer)
-            reference.reshape_and_cache(
-                key.detach().transpose(1, 2).flatten(0, 1),
-                value.detach().transpose(1, 2).flatten(0, 1),
-                kv_cache,
-                index,
-                to_device(slots.reshape(-1), kv_cache.device),
-            )
 
     @deferred_interrupt()
     def read_tokens(

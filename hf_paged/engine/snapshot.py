@@ -64,11 +64,11 @@ def _sequence(pool: KVPool, sequence: Sequence) -> dict[str, Any]:
     return {
         "id": sequence.seq_id,
         # Those whose ids are known: `tail` is their end.
-        "num_tokens": sequence.num_tokens if sequence.token_ids is None else len(sequence.token_ids),
+        "num_tokens": len(sequence.token_ids),
         "num_computed_tokens": sequence.num_computed_tokens,
         "num_prompt_tokens": sequence.num_prompt_tokens,
         "num_cached_tokens": min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
-        "tail": [token if isinstance(token, int) else -1 for token in (sequence.token_ids or [])[-_TAIL:]],
+        "tail": [token if isinstance(token, int) else -1 for token in sequence.token_ids[-_TAIL:]],
         "block_table": pool.manager.block_table(sequence.seq_id),
         "block_tables": pool.manager.block_tables(sequence.seq_id),
     }

@@ -24,8 +24,6 @@ def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes
         active: Rows of the cache that the call is about.
         takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
-    if cache.is_padded:
-        return None
     return _padding(call, [cache.padding[row] for row in active], cache.get_seq_length(), takes_positions)
 
 
@@ -143,7 +141,6 @@ class PackedForward:
                 if sequence.num_uncomputed_tokens:
                     sequence.check_state(state)
                 sequence.is_stale = True  # older weights or another adapter wrote the beginning: only the pool has it
-            assert sequence.token_ids is not None, "tokens behind unknown ones"
             first = len(sequence.token_ids)
             tokens, spans = self._tokens(row, new, new_ids, given_rows, first, sequence.position_offset)
             if given_rows is not None or spans or not self._is_plain(row, sequence.position_offset):

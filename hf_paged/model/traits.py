@@ -25,6 +25,7 @@ class ModelTraits:
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
+            Of a model of neither layout only one with a `regime_length` runs over the pool, a call at a time.
         states: What its layers with a state (recurrent, of a convolution) keep, by the layer's number.
         mixers: The classes of the modules that compute them.
         forms_differ: Whether these compute several tokens by another formula than single ones, with another result.
@@ -65,6 +66,11 @@ class ModelTraits:
     def is_batched(self) -> bool:
         """Whether rows of all callers may share a forward, in either layout."""
         return self.runs_packed or self.runs_padded
+
+    @property
+    def runs_stock(self) -> bool:
+        """Whether none of its calls runs over the pool."""
+        return not self.is_batched and self.regime_length is None
 
     @property
     def num_layers(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     DynamicCache,
     LogitsProcessorList,
     StaticCache,
 )
 
 import hf_paged
-from helpers.models import EOS, PAD, build, name_of, ragged_batch, random_ids
+from helpers.models import EOS, PAD, VOCAB, build, name_of, ragged_batch, random_ids
 from helpers.pairs import Pair, assert_same_cache, logged_messages, new_cache
 from helpers.user_code import USER_CODE, Boom, Fuse, FusedProcessor
 from hf_paged import PagedCache, PagedConfig
@@ -454,6 +459,46 @@ def test_strict_forbids_the_fallback(make_pair: MakePair, name: str) -> None:
     assert issubclass(hf_paged.UnsupportedCallError, ValueError)
     pair.paged.eval()
     pair.generate(**ragged_batch(), max_new_tokens=4)
+
+
+def _decoder(name: str) -> Any:
+    sizes = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if name == "bert":
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+        model: Any = BertLMHeadModel(BertConfig(**sizes))
+    else:
+        sizes |= {"decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32, "decoder_ffn_dim": 48}
+        model = BartForCausalLM(BartConfig(**sizes, is_decoder=True, is_encoder_decoder=False))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["bert", "bart"])
+def test_a_model_that_the_pool_is_not_for_runs_stock(make_pair: MakePair, name: str) -> None:
+    """Would break: encoder halves and BERT-likes over a pool that computes something else, or without a word."""
+    model = _decoder(name)
+    pair = make_pair(model)
+    report = hf_paged.is_supported(model)
+    assert report and report.layout == "stock" and report.why_padded and not report.bytes_per_token(torch.float32)
+    pair.generate(**ragged_batch(), max_new_tokens=6, falls_back=True)
+    pair.generate(**ragged_batch(), max_new_tokens=6, num_beams=2, falls_back=True)
+    submitted = pair.engine.submit([5, 6, 7], max_new_tokens=4, do_sample=False).result(20).token_ids
+    assert submitted == pair.stock.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)[0, 3:].tolist()
+    reason = re.escape(report.why_padded)
+    with pytest.raises(ValueError, match=reason):
+        hf_paged.PagedCache(pair.paged)
+    with pytest.raises(ValueError, match=reason):
+        pair.engine.score([[5, 6, 7]])
+    assert pair.engine.stats().num_steps == 0
+    hf_paged.unpatch(pair.paged)
+    hf_paged.patch(pair.paged, strict=True, warm_up=True)
+    with pytest.raises(hf_paged.UnsupportedCallError, match=reason):
+        pair.paged.generate(**ragged_batch(), max_new_tokens=6)
 
 
 def test_training_mode_without_dropout_needs_no_fallback(make_pair: MakePair) -> None:

@@ -353,19 +353,36 @@ def test_mask_of_another_form(pair: Pair, width: int) -> None:
 
 
 def test_inner_model_over_the_cache(pair: Pair) -> None:
-    """Would break: `model.model(...)`, whose forward isn't ours, in turn with the whole model's."""
+    """Would break: `model.model(...)`, whose forward isn't ours, refused only when some of it is stored."""
     ids = random_ids(2, 12)
 
     def call(model: Any) -> list[Tensor]:
         cache = new_cache(model)
         with torch.no_grad():
+            first = model(ids[:, :5], past_key_values=cache).logits
+            if model is pair.paged:
+                with pytest.raises(ValueError, match="filled by forwards of the patched model itself"):
+                    model.model(ids[:, 5:9], past_key_values=cache)
+            return [first, model(ids[:, 5:], past_key_values=cache).logits]
+
+    pair.both(call)
+    pair.assert_all_free()
+
+
+def test_keys_behind_a_hole_are_of_one_call_alone(pair: Pair) -> None:
+    """Would break: blocks of a plain prompt found for one with a hole in its mask, or the other way round."""
+    ids, mask = random_ids(1, 40), torch.ones(1, 40, dtype=torch.int64)
+    mask[0, 1] = 0
+
+    def call(model: Any) -> list[Tensor]:
+        with torch.no_grad():
             return [
-                model(ids[:, :5], past_key_values=cache).logits,
-                model.model(ids[:, 5:9], past_key_values=cache).last_hidden_state,
-                model(ids[:, 9:], past_key_values=cache).logits,
+                model(ids, attention_mask=given, past_key_values=new_cache(model)).logits
+                for given in (None, mask, None)
             ]
 
     pair.both(call)
+    assert pair.delta["num_steps"] == 3
     pair.assert_all_free()
 
 

@@ -1,4 +1,4 @@
-"""Rows of a `PagedCache`: operations that wait until something reads them, and keys stored from outside of a step."""
+"""Rows of a `PagedCache`: operations that wait until something reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 import hf_paged
@@ -69,11 +68,12 @@ def test_operations_become_one_change(pair: Pair, reader: str, monkeypatch: pyte
     del cache
 
 
-def states(model: Any, num_rows: int, num_tokens: int) -> Tensor:
-    """Random keys and values of one layer, `[2, rows, num_kv_heads, tokens, head_dim]`."""
-    config = model.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    return torch.randn(2, num_rows, config.num_key_value_heads, num_tokens, head_dim)
+def fill(pair: Pair, cache: PagedCache, num_rows: int, num_tokens: int) -> None:
+    """With keys that can't be computed again: of tokens behind a hole in the mask."""
+    mask = torch.ones(num_rows, num_tokens, dtype=torch.int64)
+    mask[:, 1] = 0
+    with torch.no_grad():
+        pair.paged(random_ids(num_rows, num_tokens), attention_mask=mask, past_key_values=cache)
 
 
 @pytest.mark.parametrize(
@@ -87,38 +87,11 @@ def test_what_an_operation_gives_back_is_free_for_the_next_step(
     """Would break: a request that finds no room beside blocks whose cache has given them up."""
     pair = make_pair(block_size=2, num_blocks=16, preemption="recompute")
     cache = PagedCache(pair.paged)
-    cache.update(*states(pair.stock, 2, 14), 0)
+    fill(pair, cache, 2, 14)
     with pytest.raises(hf_paged.OutOfBlocksError):
         pair.engine.submit(random_ids(1, 6), max_new_tokens=3).result(20)
     give_back(cache)
     assert len(pair.engine.submit(random_ids(1, 6), max_new_tokens=3).result(20).token_ids) == 3
-    del cache
-
-
-def test_layers_that_are_stored_one_by_one(make_pair: MakePair) -> None:
-    """Would break: a later layer's keys written to blocks that the row gave up for another request."""
-    pair = make_pair(block_size=2, num_blocks=15, preemption="swap")
-    cache = PagedCache(pair.paged)
-    layers = [states(pair.stock, 1, 6) for _ in cache.layers]
-    for layer, (keys, values) in enumerate(layers):
-        cache.update(keys, values, layer)
-        pair.both(lambda model: model.generate(random_ids(1, 20), max_new_tokens=8, eos_token_id=None))
-    assert pair.engine.stats().num_swapped_out == len(layers)
-    for stored, (keys, values) in zip(cache.layers, layers, strict=True):
-        assert torch.equal(stored.keys, keys) and torch.equal(stored.values, values)
-    del cache
-
-
-def test_keys_of_another_shape_change_nothing(pair: Pair) -> None:
-    """Would break: a cache with slots for tokens that were refused, behind which the next ones are put."""
-    cache = PagedCache(pair.paged)
-    first, second = states(pair.stock, 2, 6), states(pair.stock, 2, 3)
-    cache.update(*first, 0)
-    with pytest.raises((ValueError, RuntimeError)):
-        cache.update(*second[..., :-1], 0)
-    assert cache.get_seq_length() == 6 and pair.engine.stats().kv_tokens_stored == 12
-    cache.update(*second, 0)
-    assert torch.equal(cache.layers[0].keys, torch.cat([first[0], second[0]], dim=2))
     del cache
 
 
@@ -146,7 +119,7 @@ def test_a_crop_that_turns_out_to_be_impossible_is_told_by_the_cache_alone(make_
 def test_a_dropped_cache_does_not_hold_up_a_move(pair: Pair) -> None:
     """Would break: a model that can't be moved for keys that its user gave up, because they can't be computed again."""
     cache = PagedCache(pair.paged)
-    cache.update(*states(pair.stock, 1, 6), 0)
+    fill(pair, cache, 1, 6)
     del cache
     pair.paged.double()
     with torch.no_grad():

@@ -52,19 +52,17 @@ def test_tokens_that_only_the_device_knows(has_prompt: bool) -> None:
 
 
 def random_row(rng: random.Random, seq_id: int) -> Chunk:
-    """Mostly a decode, of a token that is known or not; or a chunk of a prompt, of unknown or of given tokens."""
+    """Mostly a decode, of a token that is known or not; or a chunk of a prompt, of plain or of given tokens."""
     num_tokens = rng.randint(1, 20)
     tokens = [rng.randrange(100) for _ in range(num_tokens)]
     own = sequence(seq_id, tokens, position_offset=rng.choice((0, 0, 3)), placeholder=seq_id)
-    kind = rng.choice(("known", "known", "on the device", "on the device", "chunk", "unknown", "given", "wanted"))
+    kind = rng.choice(("known", "known", "on the device", "on the device", "chunk", "given", "wanted"))
     start, count = num_tokens - 1, 1
     if kind == "on the device":
         del tokens[-1]
     elif kind == "chunk":
         start = rng.randrange(num_tokens)
         count = rng.randint(1, num_tokens - start)
-    elif kind == "unknown":
-        own.token_ids = None
     elif kind == "given":
         tokens[-1], own.given_end = GivenToken.at(rng.randrange(9), 5), num_tokens
     elif kind == "wanted":

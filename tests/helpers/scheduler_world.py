@@ -374,7 +374,7 @@ class World:
             self._execute_copies(step)
 
     def add_unknown_tokens(self, pick: int, num_tokens: int) -> None:
-        """Keys and values of a cache come from a forward that the engine doesn't drive."""
+        """A caller's forward that is a step by itself, of tokens that can't be computed again."""
         self.settle()
         request = self._pick_thinking(pick)
         if request is None or any(
@@ -385,16 +385,17 @@ class World:
         ):
             return
         sequences = [row.sequence for row in request.rows]
-        known = [sequence.token_ids for sequence in sequences]
+        known = [(sequence.token_ids, sequence.is_stale) for sequence in sequences]
         for sequence in sequences:
-            sequence.token_ids = None
+            sequence.token_ids = sequence.token_ids + [0] * num_tokens
+            sequence.is_stale = True
             sequence.num_tokens += num_tokens
         try:
             batch = self.scheduler.schedule_together(sequences)
         except OutOfBlocksError as error:
             self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
-            for sequence, token_ids in zip(sequences, known):
-                sequence.token_ids = token_ids
+            for sequence, (token_ids, is_stale) in zip(sequences, known):
+                sequence.token_ids, sequence.is_stale = token_ids, is_stale
                 sequence.num_tokens -= num_tokens
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
@@ -403,6 +404,7 @@ class World:
         for row in request.rows:
             start = len(row.inputs)
             row.sequence.num_tokens -= num_tokens  # which follows
+            del row.sequence.token_ids[-num_tokens:]
             self._extend(row, [0] * num_tokens, has_no_ids=True)
             self._stop_waiting([row])
             self._write_tokens(row, start, num_tokens)
@@ -459,7 +461,7 @@ class World:
                     continue  # cancelled, or ended one step earlier
                 if token is None or self.rng.random() < 0.1:
                     self.events["ended while it ran"] += token is not None and sequence.num_computed_tokens > len(
-                        sequence.token_ids or []
+                        sequence.token_ids
                     )
                     self._free(row)
                     if not row.request.rows:
@@ -533,14 +535,11 @@ class World:
         blocks: list[list[int]] = [[] for _ in step.tables]
         for row, (sequence, start, num_tokens) in enumerate(chunks):
             known, end = sequence.token_ids, start + num_tokens
-            if known is None:
-                ids += [0] * num_tokens
-            else:
-                ids += known[start:end] if end <= len(known) else [0]
-                place = len(ids) - 1
-                assert list(step.positions[place + 1 - num_tokens : place + 1]) == list(range(start, end))
-                if end > len(known):
-                    assert step.placeholders is not None and step.placeholders[place] == sequence.placeholder >= 0
+            ids += known[start:end] if end <= len(known) else [0]
+            place = len(ids) - 1
+            assert list(step.positions[place + 1 - num_tokens : place + 1]) == list(range(start, end))
+            if end > len(known):
+                assert step.placeholders is not None and step.placeholders[place] == sequence.placeholder >= 0
             tables = self.manager.block_tables(sequence.seq_id)
             for own, table in zip(blocks, tables, strict=True):
                 own += table
@@ -566,7 +565,7 @@ class World:
         tables = self.manager.block_tables(row.sequence.seq_id)
         previous = row.values[start - 1] if start else None
         for index in range(start, start + num_tokens):
-            token = row.inputs[index] if known is None or index >= len(known) else known[index]
+            token = row.inputs[index] if index >= len(known) else known[index]
             previous = _value(previous, token, index, row.request.key)
             for table in tables:
                 block_id = table[index // size]
@@ -683,8 +682,8 @@ class World:
             sequence = row.sequence
             assert sequence.num_tokens == len(row.inputs)
             known = sequence.token_ids
-            assert known is None or known == row.inputs[: len(known)]
-            assert known is None or len(known) == len(row.inputs) or sequence.has_placeholders
+            assert known == row.inputs[: len(known)]
+            assert len(known) == len(row.inputs) or sequence.has_placeholders
             if row not in self.in_flight:
                 computed = sequence.num_computed_tokens
                 assert self.manager.num_tokens(sequence.seq_id) == computed <= sequence.num_tokens
@@ -904,17 +903,13 @@ class World:
         return thinking[pick % len(thinking)]
 
     def _extend(self, row: Row, tokens: list[int], has_no_ids: bool = False) -> None:
-        """New tokens of a sequence that is waited for; unknown ones without ids, or behind keys of other weights."""
+        """New tokens of a sequence that is waited for; without ids, they can't be computed again."""
         sequence = row.sequence
         if has_no_ids:
             self.next_unknown += 100
             tokens = [self.next_unknown + i for i in range(len(tokens))]
-            if self.next_unknown % 200:
-                sequence.token_ids = None
-            else:
-                sequence.is_stale = True
-        if sequence.token_ids is not None:
-            sequence.token_ids += tokens
+            sequence.is_stale = True
+        sequence.token_ids += tokens
         for token in tokens:
             row.values.append(_value(row.values[-1] if row.values else None, token, len(row.inputs), row.request.key))
             row.inputs.append(token)

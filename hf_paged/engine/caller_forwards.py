@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,7 +11,6 @@ from transformers.utils import ModelOutput, logging
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import deferred_interrupt
-from hf_paged.core.sequence import Sequence
 from hf_paged.engine.call_context import call_context
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.forward_request import ForwardRequest
@@ -74,7 +72,7 @@ class CallerForwards:
         call = call.select(active) if is_partial else call
         width = cache.get_seq_length()
         live = [sequence for sequence in cache.sequences if sequence is not None]
-        before = [_Mark.of(sequence) for sequence in live]
+        before = [(sequence, sequence.num_tokens) for sequence in live]
         for sequence in live:
             if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
                 self._core.post(partial(self._core.scheduler.slide, sequence))
@@ -100,8 +98,8 @@ class CallerForwards:
                     output = self._forward_called(cache, call, active, padding)
         except BaseException:
             with self._core.transaction():
-                for mark in before:
-                    mark.restore(self._core)
+                for sequence, num_tokens in before:
+                    self._core.scheduler.crop(sequence, min(num_tokens, sequence.num_tokens))
                 cache.rewind(width)
             raise
         output = spread_rows(output, active, len(cache.sequences)) if is_partial else output
@@ -240,18 +238,3 @@ class CallerForwards:
         batch_key = self._core.batch_key()
         for sequence in packed.sequences:
             sequence.group.batch_key = batch_key
-
-
-@dataclass(slots=True)
-class _Mark:
-    sequence: Sequence
-    num_tokens: int
-
-    @classmethod
-    def of(cls, sequence: Sequence) -> _Mark:
-        return cls(sequence, sequence.num_tokens)
-
-    def restore(self, core: EngineCore) -> None:
-        # Tokens that became unknown in the failed forward stay unknown: only hashing and recomputing are lost.
-        with core.transaction():
-            core.scheduler.crop(self.sequence, min(self.num_tokens, self.sequence.num_tokens))

@@ -29,7 +29,6 @@ REFUSED: dict[str, Callable[[Any, list[Any]], Any]] = {
     "beams": lambda model, kept: model.generate(IDS, num_beams=2, **GIVEN),
     "forward": lambda model, kept: model(IDS),
     "forward over a cache": lambda model, kept: model(IDS, past_key_values=PagedCache(model)),
-    "decoder over a cache": lambda model, kept: model.base_model(IDS, past_key_values=PagedCache(model)),
     "result": lambda model, kept: kept[0].result(PATIENCE),
     "iteration": lambda model, kept: list(kept[0]),
     "many": lambda model, kept: model.paged.generate([PROMPT], **GIVEN),

@@ -164,7 +164,7 @@ class CallerForwards:
         """
         if padding is None:
             ids = call.on_host().input_ids
-            ids = torch.zeros(call.tokens.shape[:2], dtype=torch.int64, device="cpu") if ids is None else ids
+            ids = torch.full(call.tokens.shape[:2], -1, device="cpu") if ids is None else ids
             packed = self._pack(
                 cache, ForwardCall(ids, None, None, None, 0), active, [cache.padding[r] for r in active]
             )

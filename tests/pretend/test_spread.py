@@ -67,6 +67,7 @@ MODES: dict[str, Callable[[Any], Any]] = {
     "own_processor": _user_processor,
     "lookup": lambda model: _one(model, prompt_lookup_num_tokens=2),
     "hidden_states": lambda model: _generate(model, output_hidden_states=True, return_dict_in_generate=True),
+    "hole": lambda model: _one(model, attention_mask=torch.tensor([[1, 0, *[1] * 7]], device="cuda")),
     "twice": _twice,
     "threads": _threads,
     "submit": _submit,

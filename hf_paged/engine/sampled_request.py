@@ -333,7 +333,7 @@ class SampledRequest(Run):
     def _go_on(self, index: int, row: Row) -> None:
         """Gives a row the tokens that were chosen, up to the first that is not its draft, and new drafts."""
         sequence, scheduler, reason, num_before = row.sequence, self._pool.scheduler, None, len(row.tokens)
-        assert sequence is not None and sequence.token_ids is not None
+        assert sequence is not None
         for token, stops, logprobs in row.chosen:
             if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

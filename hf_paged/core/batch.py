@@ -224,7 +224,7 @@ class _Tokens:
         """The chunks from `first_row` on, one by one."""
         for row in range(first_row, len(chunks)):
             sequence, start, num_tokens = chunks[row]
-            known: list[Any] | None = sequence.token_ids
+            known: list[Any] = sequence.token_ids
             offset = sequence.position_offset
             first, end = len(self.ids), start + num_tokens
             if start < sequence.given_end:
